@@ -1,0 +1,1 @@
+"""Sequence-parallel and tensor-parallel Transformers over MPI. Importing this package does not start MPI."""

@@ -1,0 +1,90 @@
+"""Before a collective the ranks compare what each is about to do, so that a mistake on one rank is an error on all of them.
+
+Each rank sends one record of 64 bytes: whether it found an error, a hash of what it is about to call, and one number of its own (such
+as the length of its shard). Only when the records do not agree do the texts follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sp_core import errors
+from sp_core.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+RECORD_BYTES = 64
+_FIELDS = RECORD_BYTES // 8
+ERRORS: tuple[type[Exception], ...] = (
+    errors.ShapeError,
+    errors.DtypeError,
+    errors.DeviceError,
+    errors.RankError,
+    ValueError,  # last: some of those above are kinds of it
+)
+"""What a check may find wrong; these travel to the other ranks by their place in this tuple."""
+
+
+def agree(comm: Intracomm, call: str, value: int = 0, error: Exception | None = None) -> tuple[int, ...]:
+    """Compare `call` over the ranks of a communicator.
+
+    Args:
+        comm: an mpi4py communicator.
+        call: operation and arguments that must be the same on every rank.
+        value: a number that may differ.
+        error: what this rank found wrong with its own arguments.
+
+    Returns:
+        The `value` of every rank.
+
+    Communication:
+        One all-gather of 64 bytes per rank; with an error two more, of the texts.
+
+    Raises:
+        The error of the lowest rank that has one, on every rank, with the rank in its text; `CollectiveMismatch` where the calls differ.
+    """
+    record = np.zeros(_FIELDS, np.int64)
+    record[:3] = (error is not None, _hash(call), value)
+    records = np.empty((comm.size, _FIELDS), np.int64)
+    comm.Allgather(record, records.reshape(-1))
+    if records[:, 0].any() or (records[:, 1] != records[0, 1]).any():
+        _raise(comm, call, error, records[:, 0].astype(bool).tolist())
+    return tuple(int(v) for v in records[:, 2])
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
+    kind = len(ERRORS) if error is None else next(i for i, k in enumerate(ERRORS) if isinstance(error, k))
+    texts = _gather_texts(comm, f"{kind}|{call if error is None else error}")
+    kinds, messages = zip(*(text.split("|", 1) for text in texts), strict=True)
+    if not any(failed):
+        raise CollectiveMismatch(_differences(messages))
+    first = failed.index(True)
+    others = [rank for rank, bad in enumerate(failed) if bad and rank != first and messages[rank] != messages[first]]
+    lines = [f"rank {first}: {messages[first]}"] + [f"rank {rank}: {messages[rank]}" for rank in others]
+    raise ERRORS[int(kinds[first])]("\n".join(lines)) from error
+
+
+def _differences(calls: Sequence[str]) -> str:
+    by_call: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        by_call.setdefault(call, []).append(rank)
+    lines = [f"  rank {', '.join(map(str, ranks))}: {call}" for call, ranks in by_call.items()]
+    return "\n".join(["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines])
+
+
+def _gather_texts(comm: Intracomm, text: str) -> list[str]:
+    mine = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([mine.size], np.int64), sizes)
+    everything = np.empty(int(sizes.sum()), np.uint8)
+    comm.Allgatherv(mine, [everything, sizes.tolist()])
+    return [part.tobytes().decode() for part in np.split(everything, np.cumsum(sizes)[:-1])]

@@ -1,0 +1,199 @@
+"""Collectives on values that differ by rank; the backward of each is its transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sp_core.autograd.apply import Pending, apply
+from sp_core.collectives import build
+from sp_core.communicator import Communicator
+
+Sizes = Sequence[int] | None
+
+
+def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
+    """Every rank receives the shards of all ranks, put together along `dim` in rank order.
+
+    Args:
+        x: this rank's shard, any shape; shards differ at most along `dim`.
+        comm: the ranks.
+        dim: along which the shards are put together.
+        sizes: length of each rank's shard along `dim`; found out by agreement where not given.
+        algorithm: "auto" or "mpi".
+
+    Returns:
+        `(sum(sizes), *)` with `dim` in its place.
+
+    Communication:
+        One all-gather: (P-1) times the bytes of x per rank forward, the other shards' bytes backward (a reduce-scatter).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
+        CollectiveMismatch: the ranks' arguments differ.
+    """
+    return apply(x, build.all_gather(x, comm, dim, sizes, algorithm))
+
+
+def reduce_scatter(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
+    """Sum the tensors of all ranks, and deal the sum out along `dim`.
+
+    Half types are summed in float32 and rounded once.
+
+    Args:
+        x: the same shape on every rank.
+        comm, algorithm: as in `all_gather`.
+        dim: along which the sum is dealt out.
+        sizes: what each rank receives along `dim`; even where not given, the first ranks one more.
+
+    Returns:
+        `(sizes[rank], *)` with `dim` in its place.
+
+    Communication:
+        One reduce-scatter: the bytes of the other ranks' parts of x forward, (P-1) times the own part backward (an all-gather).
+
+    Raises:
+        As `all_gather`.
+    """
+    return apply(x, build.reduce_scatter(x, comm, dim, sizes, algorithm))
+
+
+def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Tensor:
+    """The sum of the tensors of all ranks, on every rank. Half types are summed in float32 and rounded once.
+
+    Args:
+        x: the same shape on every rank.
+        comm, algorithm: as in `all_gather`.
+        op: "sum", or "max" and "min", which have no gradient.
+
+    Returns:
+        A tensor like x.
+
+    Communication:
+        One all-reduce of x forward, one of its gradient backward.
+
+    Raises:
+        As `all_gather`; ValueError for another `op`.
+    """
+    return apply(x, build.all_reduce(x, comm, op, algorithm))
+
+
+def all_to_all(
+    x: Tensor,
+    *,
+    comm: Communicator,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: Sizes = None,
+    concat_sizes: Sizes = None,
+    algorithm: str = "auto",
+) -> Tensor:
+    """Deal x out along `split_dim`, and put what arrives together along `concat_dim`.
+
+    Args:
+        x: all of `split_dim`, this rank's part of `concat_dim`.
+        comm, algorithm: as in `all_gather`.
+        split_dim, concat_dim: two different dims.
+        split_sizes: what each rank keeps of `split_dim`; even where not given.
+        concat_sizes: what each rank has of `concat_dim`; found out by agreement where not given.
+
+    Returns:
+        This rank's part of `split_dim`, all of `concat_dim`.
+
+    Communication:
+        One all-to-all of x forward, without the part that stays; its reverse backward.
+
+    Raises:
+        As `all_gather`.
+    """
+    return apply(x, build.all_to_all(x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
+
+
+def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
+    """Pass x to the rank `offset` further on in the ring, and receive from the rank as far behind.
+
+    Args:
+        x: this rank's tensor; those of the ranks differ at most along `dim`.
+        comm, algorithm: as in `all_gather`.
+        offset: how far, also negative or beyond the number of ranks.
+        dim, sizes: as in `all_gather`.
+
+    Returns:
+        The tensor of rank `(rank - offset) % size`.
+
+    Communication:
+        One message of the bytes of x each way.
+
+    Raises:
+        As `all_gather`.
+    """
+    return apply(x, build.shift(x, comm, offset, dim, sizes, algorithm))
+
+
+def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
+    """The root's tensor, on every rank. The others pass a tensor of the same shape and dtype, whose values are not read.
+
+    Communication:
+        One broadcast forward; one reduction to the root backward.
+
+    Raises:
+        As `all_gather`.
+    """
+    return apply(x, build.broadcast(x, comm, root, algorithm))
+
+
+def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
+    """The sum of the tensors of all ranks on the root, zeros on the others.
+
+    Communication:
+        One reduction forward; one broadcast backward.
+
+    Raises:
+        As `all_gather`.
+    """
+    return apply(x, build.reduce(x, comm, root, algorithm))
+
+
+# The non-blocking forms: the same arguments, communication and errors.
+
+
+def all_gather_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
+    """Begin an `all_gather`."""
+    return Pending(x, build.all_gather(x, comm, dim, sizes, algorithm))
+
+
+def reduce_scatter_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
+    """Begin a `reduce_scatter`."""
+    return Pending(x, build.reduce_scatter(x, comm, dim, sizes, algorithm))
+
+
+def all_reduce_start(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Pending:
+    """Begin an `all_reduce`."""
+    return Pending(x, build.all_reduce(x, comm, op, algorithm))
+
+
+def all_to_all_start(
+    x: Tensor,
+    *,
+    comm: Communicator,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: Sizes = None,
+    concat_sizes: Sizes = None,
+    algorithm: str = "auto",
+) -> Pending:
+    """Begin an `all_to_all`."""
+    return Pending(x, build.all_to_all(x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
+
+
+def shift_start(
+    x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
+) -> Pending:
+    """Begin a `shift`."""
+    return Pending(x, build.shift(x, comm, offset, dim, sizes, algorithm))
+
+
+def broadcast_start(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Pending:
+    """Begin a `broadcast`."""
+    return Pending(x, build.broadcast(x, comm, root, algorithm))

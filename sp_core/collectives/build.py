@@ -1,0 +1,200 @@
+"""From the arguments of a public collective to the map that carries it out: check, agree with the other ranks, fill in the sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_core.collectives import maps
+from sp_core.communicator import Communicator
+from sp_core.errors import DeviceError, DtypeError, ShapeError
+from sp_core.sharding import split_sizes as even_sizes
+
+ALGORITHMS = ("auto", "mpi")
+"""What `algorithm=` may say: "mpi" is the MPI library's own choice, and so far "auto" takes it everywhere."""
+
+REDUCTIONS = ("sum", "max", "min")
+SUMMABLE = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+MOVABLE = (*SUMMABLE, torch.bool)
+
+Sizes = Sequence[int] | None
+
+
+def all_gather(x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.AllGather:
+    """The map of an all-gather; without `sizes` every rank says how much it has."""
+    dim = _normal(x, dim)
+    call = _call("all_gather", x, comm, free_dims=(dim,), dim=dim, sizes=sizes, algorithm=algorithm)
+
+    def check() -> int:
+        _check(x, comm, MOVABLE, (dim,), algorithm)
+        _check_sizes("sizes", sizes, comm, own=x.shape[dim])
+        return x.shape[dim]
+
+    lengths = comm.agree_on(call, check, always=sizes is None)
+    return maps.AllGather(comm, dim, tuple(lengths if sizes is None else sizes))
+
+
+def reduce_scatter(x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.ReduceScatter:
+    """The map of a reduce-scatter; without `sizes` the rows are dealt out evenly."""
+    dim = _normal(x, dim)
+    call = _call("reduce_scatter", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
+
+    def check() -> int:
+        _check(x, comm, SUMMABLE, (dim,), algorithm)
+        _check_sizes("sizes", sizes, comm, total=x.shape[dim])
+        return 0
+
+    comm.agree_on(call, check, always=False)
+    return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm))
+
+
+def all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str) -> maps.AllReduce:
+    """The map of an all-reduce."""
+    call = _call("all_reduce", x, comm, op=op, algorithm=algorithm)
+    comm.agree_on(call, lambda: _check_reduction(x, comm, op, algorithm), always=False)
+    return maps.AllReduce(comm, op)
+
+
+def reduce(x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Reduce:
+    """The map of a reduction to one rank."""
+    call = _call("reduce", x, comm, root=root, algorithm=algorithm)
+    comm.agree_on(call, lambda: _check_root(x, comm, SUMMABLE, root, algorithm), always=False)
+    return maps.Reduce(comm, root)
+
+
+def broadcast(x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Broadcast:
+    """The map of a broadcast."""
+    call = _call("broadcast", x, comm, root=root, algorithm=algorithm)
+    comm.agree_on(call, lambda: _check_root(x, comm, MOVABLE, root, algorithm), always=False)
+    return maps.Broadcast(comm, root)
+
+
+def all_to_all(
+    x: Tensor, comm: Communicator, dims: tuple[int, int], split_sizes: Sizes, concat_sizes: Sizes, algorithm: str
+) -> maps.AllToAll:
+    """The map of an all-to-all over `dims` = (split, concat)."""
+    split, concat = (_normal(x, dim) for dim in dims)
+    call = _call(
+        "all_to_all",
+        x,
+        comm,
+        free_dims=(concat,),
+        split_dim=split,
+        concat_dim=concat,
+        split_sizes=split_sizes,
+        concat_sizes=concat_sizes,
+        algorithm=algorithm,
+    )
+
+    def check() -> int:
+        _check(x, comm, MOVABLE, (split, concat), algorithm)
+        if split == concat:
+            raise ShapeError(f"all_to_all was asked to split and concatenate dim {split}. Pass two different dims.")
+        _check_sizes("split_sizes", split_sizes, comm, total=x.shape[split])
+        _check_sizes("concat_sizes", concat_sizes, comm, own=x.shape[concat])
+        return x.shape[concat]
+
+    lengths = comm.agree_on(call, check, always=concat_sizes is None)
+    parts = _or_even(split_sizes, x.shape[split], comm)
+    return maps.AllToAll(comm, split, concat, parts, tuple(lengths if concat_sizes is None else concat_sizes))
+
+
+def shift(x: Tensor, comm: Communicator, offset: int, dim: int, sizes: Sizes, algorithm: str) -> maps.Shift:
+    """The map of a shift by `offset` ranks; without `sizes` every rank says how much it has."""
+    dim = _normal(x, dim)
+    call = _call("shift", x, comm, free_dims=(dim,), offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
+
+    def check() -> int:
+        _check(x, comm, MOVABLE, (dim,), algorithm)
+        _check_sizes("sizes", sizes, comm, own=x.shape[dim])
+        return x.shape[dim]
+
+    lengths = comm.agree_on(call, check, always=sizes is None)
+    return maps.Shift(comm, offset, dim, tuple(lengths if sizes is None else sizes))
+
+
+def _normal(x: Tensor, dim: int) -> int:
+    """`dim` counted from the front, where that makes sense; `_check` refuses the rest on every rank."""
+    return dim + x.dim() if isinstance(x, Tensor) and -x.dim() <= dim < 0 else dim
+
+
+def _call(operation: str, x: Tensor, comm: Communicator, free_dims: tuple[int, ...] = (), **arguments: object) -> str:
+    """What all ranks must be about to do; along `free_dims` their tensors may differ."""
+    shown = ", ".join(
+        f"{name}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for name, v in arguments.items()
+    )
+    if not isinstance(x, Tensor):
+        return f"{operation}({type(x).__name__}, {shown})"
+    shape = ", ".join("any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape))
+    grad = x.requires_grad and torch.is_grad_enabled()
+    return f"{operation}(tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown}) on {comm.name}"
+
+
+def check_device(x: Tensor, comm: Communicator) -> None:
+    """Refuse a tensor that lives elsewhere than the communicator's tensors do."""
+    want = comm.device
+    if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
+        raise DeviceError(
+            f"the tensor is on {x.device}, {comm.name} is on {want}. Move the tensor, or make the mesh with device={str(x.device)!r}."
+        )
+
+
+def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...], algorithm: str) -> None:
+    comm.ensure_open()
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
+    check_device(x, comm)
+    if x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DtypeError(f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first.")
+    for dim in dims:
+        if not 0 <= dim < x.dim():
+            raise ShapeError(
+                f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
+            )
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} was given; there are {ALGORITHMS}. Pass one of them.")
+
+
+def _check_sizes(name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None) -> None:
+    """Refuse sizes that do not describe this rank's tensor: `own` on this rank, `total` over all."""
+    if sizes is None:
+        return
+    if len(sizes) != comm.size or min(sizes) < 0:
+        raise ShapeError(f"{name}={tuple(sizes)} was given; {comm.size} sizes >= 0 are needed, one per rank.")
+    if own is not None and sizes[comm.rank] != own:
+        raise ShapeError(f"{name}={tuple(sizes)} says that rank {comm.rank} has {sizes[comm.rank]}; its tensor has {own}.")
+    if total is not None and sum(sizes) != total:
+        raise ShapeError(f"{name}={tuple(sizes)} adds up to {sum(sizes)}; the tensor has {total} along that dim.")
+
+
+def _check_reduction(x: Tensor, comm: Communicator, op: str, algorithm: str) -> int:
+    _check(x, comm, SUMMABLE, (), algorithm)
+    if op not in REDUCTIONS:
+        raise ValueError(f"op={op!r} was given; there are {REDUCTIONS}. Pass one of them.")
+    if op != "sum" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"all_reduce with op={op!r} has no gradient. Call it under torch.no_grad(), or on x.detach().")
+    return 0
+
+
+def _check_root(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], root: int, algorithm: str) -> int:
+    _check(x, comm, dtypes, (), algorithm)
+    if not 0 <= root < comm.size:
+        raise ShapeError(f"root={root} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}.")
+    return 0
+
+
+def _or_even(sizes: Sizes, length: int, comm: Communicator) -> tuple[int, ...]:
+    return even_sizes(length, comm.size) if sizes is None else tuple(sizes)

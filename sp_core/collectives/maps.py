@@ -1,0 +1,247 @@
+"""Every collective as a linear map from the shards of all ranks to the results of all ranks, with its transpose.
+
+    AllGather  <-> ReduceScatter        AllToAll <-> AllToAll with split and concat swapped      Broadcast <-> Reduce
+    AllReduce  <-> AllReduce            Shift    <-> Shift the other way
+
+A map knows all sizes, so running it needs no agreement. It brings a tensor into the flat form that a transport moves, and back.
+Shapes: `*` stands for the other dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sp_core.communicator import Communicator
+from sp_core.transport import Handle
+from sp_core.transport import transfer as tr
+from sp_core.transport.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A collective ready to run: what moves, the flat buffers, and how the result is seen in them."""
+
+    transfer: Transfer
+    send: Tensor | None
+    recv: Tensor | None
+    result: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective under way."""
+
+    handle: Handle
+    result: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Map(ABC):
+    """A collective over `comm` with all its sizes known; `name` is what it is counted under."""
+
+    name: ClassVar[str]
+    comm: Communicator
+
+    @property
+    @abstractmethod
+    def transpose(self) -> Map:
+        """The map of the gradients."""
+
+    @abstractmethod
+    def run(self, x: Tensor) -> Tensor:
+        """Carry it out."""
+
+    @abstractmethod
+    def start(self, x: Tensor) -> Started:
+        """Begin it. The buffers live as long as the handle."""
+
+
+class LibraryMap(Map):
+    """A collective that the MPI library carries out."""
+
+    @abstractmethod
+    def prepare(self, x: Tensor) -> Prepared:
+        """Bring `x` into flat form."""
+
+    def run(self, x: Tensor) -> Tensor:
+        """Carry it out."""
+        prepared = self.prepare(x)
+        self.comm.run(prepared.transfer, prepared.send, prepared.recv)
+        return prepared.result()
+
+    def start(self, x: Tensor) -> Started:
+        """Begin it. The buffers live as long as the handle."""
+        prepared = self.prepare(x)
+        return Started(self.comm.start(prepared.transfer, prepared.send, prepared.recv), prepared.result)
+
+
+@dataclass(frozen=True)
+class AllGather(LibraryMap):
+    """`(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
+
+    name = "all_gather"
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Map:
+        return ReduceScatter(self.comm, self.dim, self.sizes)
+
+    def prepare(self, x: Tensor) -> Prepared:
+        rows = x.movedim(self.dim, 0)
+        transfer = tr.all_gather(_elements(self.sizes, rows), self.comm.rank)
+        recv = x.new_empty((sum(self.sizes), *rows.shape[1:]))
+        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: recv.movedim(0, self.dim))
+
+
+@dataclass(frozen=True)
+class ReduceScatter(LibraryMap):
+    """`(sum(sizes), *)` on every rank to the sum of everybody's rows of rank r, `(sizes[r], *)`, along `dim`."""
+
+    name = "reduce_scatter"
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Map:
+        return AllGather(self.comm, self.dim, self.sizes)
+
+    def prepare(self, x: Tensor) -> Prepared:
+        rows = x.movedim(self.dim, 0)
+        transfer = tr.reduce_scatter(_elements(self.sizes, rows), self.comm.rank)
+        recv = x.new_empty((self.sizes[self.comm.rank], *rows.shape[1:]))
+        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: recv.movedim(0, self.dim))
+
+
+@dataclass(frozen=True)
+class AllReduce(LibraryMap):
+    """The sum (or max, min) of everybody's tensor, on every rank."""
+
+    name = "all_reduce"
+    reduction: str = "sum"
+
+    @property
+    def transpose(self) -> Map:
+        return self
+
+    def prepare(self, x: Tensor) -> Prepared:
+        recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return Prepared(tr.all_reduce(x.numel(), self.reduction), _flat(x), recv.view(-1), lambda: recv)
+
+
+@dataclass(frozen=True)
+class AllToAll(LibraryMap):
+    """Rank r keeps part r of `split_dim` of everybody's tensor, put together along `concat_dim`.
+
+    Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and `split_sizes[r]` of `split_dim` and all of
+    `concat_dim` after. Each piece travels with `concat_dim` first, so that what arrives is the result without another copy.
+    """
+
+    name = "all_to_all"
+    split_dim: int
+    concat_dim: int
+    split_sizes: tuple[int, ...]
+    concat_sizes: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Map:
+        return AllToAll(self.comm, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)
+
+    def prepare(self, x: Tensor) -> Prepared:
+        rank = self.comm.rank
+        rows = x.movedim((self.concat_dim, self.split_dim), (0, 1))  # (concat, split, *)
+        rest = math.prod(rows.shape[2:])
+        mine, kept = self.concat_sizes[rank], self.split_sizes[rank]
+        transfer = tr.all_to_all(
+            tuple(mine * part * rest for part in self.split_sizes),
+            tuple(part * kept * rest for part in self.concat_sizes),
+            max(self.split_sizes) * max(self.concat_sizes) * rest,
+        )
+        send = torch.cat([part.reshape(-1) for part in rows.split(list(self.split_sizes), 1)])
+        recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
+        return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)))
+
+
+@dataclass(frozen=True)
+class Broadcast(LibraryMap):
+    """The root's tensor on every rank. The others pass a tensor of the same shape, whose values are not read."""
+
+    name = "broadcast"
+    root: int
+
+    @property
+    def transpose(self) -> Map:
+        return Reduce(self.comm, self.root)
+
+    def prepare(self, x: Tensor) -> Prepared:
+        transfer = tr.broadcast(x.numel(), self.comm.rank, self.root)
+        if self.comm.rank == self.root:
+            return Prepared(transfer, _flat(x), None, x.clone)
+        recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return Prepared(transfer, None, recv.view(-1), lambda: recv)
+
+
+@dataclass(frozen=True)
+class Reduce(LibraryMap):
+    """The sum of everybody's tensor on the root; zeros on the others."""
+
+    name = "reduce"
+    root: int
+
+    @property
+    def transpose(self) -> Map:
+        return Broadcast(self.comm, self.root)
+
+    def prepare(self, x: Tensor) -> Prepared:
+        transfer = tr.reduce(x.numel(), self.comm.rank, self.root)
+        recv = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return Prepared(transfer, _flat(x), recv.view(-1) if self.comm.rank == self.root else None, lambda: recv)
+
+
+@dataclass(frozen=True)
+class Shift(Map):
+    """Rank r's tensor goes to rank `(r + offset) % size`. Rank r holds `sizes[r]` along `dim` before."""
+
+    name = "shift"
+    offset: int
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Map:
+        moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
+        return replace(self, offset=-self.offset, sizes=moved)
+
+    def run(self, x: Tensor) -> Tensor:
+        started = self.start(x)
+        self.comm.wait(started.handle, "shift")
+        return started.result()
+
+    def start(self, x: Tensor) -> Started:
+        rank, size = self.comm.rank, self.comm.size
+        dest, source = (rank + self.offset) % size, (rank - self.offset) % size
+        rows = x.movedim(self.dim, 0)
+        recv = x.new_empty((self.sizes[source], *rows.shape[1:]))
+        if dest == rank:
+            recv.copy_(rows)
+            handle = self.comm.exchange([], [], "shift")
+        else:
+            handle = self.comm.exchange([(dest, _flat(rows))], [(source, recv.view(-1))], "shift")
+        return Started(handle, lambda: recv.movedim(0, self.dim))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The elements in logical order, as a contiguous vector outside autograd; a view where the tensor is contiguous."""
+    return x.detach().contiguous().view(-1)
+
+
+def _elements(sizes: tuple[int, ...], rows: Tensor) -> tuple[int, ...]:
+    width = math.prod(rows.shape[1:])
+    return tuple(size * width for size in sizes)

@@ -1,0 +1,208 @@
+"""A group of ranks: who they are, where their tensors live, how bytes travel between them, and what has been sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from sp_core import agreement
+from sp_core.errors import RankError
+from sp_core.transport import Handle, Messages, Op, Transfer, make_transport, wait
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+Check = Literal["agree", "off"]
+
+
+@dataclass
+class Count:
+    """What one operation has sent from this rank.
+
+    `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
+    payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one by one.
+    """
+
+    calls: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+
+    def add(self, *, messages: int = 0, bytes_sent: int = 0, calls: int = 1) -> None:
+        """Count one more call."""
+        self.calls += calls
+        self.messages += messages
+        self.bytes_sent += bytes_sent
+
+
+class Counters:
+    """What a communicator has sent, by operation; `control` is what agreement between the ranks has cost."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Count] = {}
+
+    def __getitem__(self, operation: str) -> Count:
+        """The count of one operation, created at zero."""
+        return self._counts.setdefault(operation, Count())
+
+    def snapshot(self) -> dict[str, dict[str, float]]:
+        """All counts as plain numbers."""
+        return {name: {f.name: getattr(count, f.name) for f in fields(count)} for name, count in self._counts.items()}
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._counts.clear()
+
+    def total(self, *, control: bool = False) -> Count:
+        """The sum over all operations, without those of `control` unless asked for."""
+        chosen = [count for name, count in self._counts.items() if control or name != "control"]
+        return Count(*(sum(getattr(count, f.name) for count in chosen) for f in fields(Count)))
+
+
+class Communicator:
+    """Ranks that communicate. `Mesh` makes these; they end with it.
+
+    Args:
+        comm: an mpi4py communicator that only this object sends on. It is freed by `free`.
+        device: where the tensors live.
+        transport: "auto", or a name of `sp_core.transport.NAMES`.
+        check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
+        name: what error messages call it.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        *,
+        device: torch.device | str = "cpu",
+        transport: str = "auto",
+        check: Check = "agree",
+        name: str = "communicator",
+    ) -> None:
+        self._comm = comm
+        self._pending: list[Handle] = []
+        self._freed = False
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.device = torch.device(device)
+        self.check = check
+        self.name = name
+        self.counters = Counters()
+        self.transport = make_transport(transport, comm, self.device, self.poll)
+
+    def __repr__(self) -> str:
+        state = "freed" if self._freed else self.transport.name
+        return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
+
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, name: str | None = None) -> None:
+        """Carry out a collective over flat contiguous buffers; `name` is the operation to count it under."""
+        self.ensure_open()
+        count = self._count(transfer, send, name)
+        start = time.perf_counter()
+        self.transport.run(transfer, send, recv)
+        count.seconds += time.perf_counter() - start
+
+    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, name: str | None = None) -> Handle:
+        """Begin a collective; finish it with `wait`."""
+        self.ensure_open()
+        self._count(transfer, send, name)
+        return self._track(self.transport.start(transfer, send, recv))
+
+    def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
+        """Begin point-to-point messages; every rank calls this, with empty lists where it has none."""
+        self.ensure_open()
+        self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
+        return self._track(self.transport.exchange(sends, recvs))
+
+    def wait(self, handle: Handle, name: str | None = None) -> None:
+        """Wait for a handle and keep the others going meanwhile."""
+        start = time.perf_counter()
+        wait(handle, self.poll)
+        if name is not None:
+            self.counters[name].seconds += time.perf_counter() - start
+
+    def poll(self) -> None:
+        """Let everything that was started make progress. Cheap; call it between pieces of a long computation."""
+        self._pending = [handle for handle in self._pending if not handle.test()]
+
+    def agree(self, call: str, *, value: int = 0, error: Exception | None = None) -> tuple[int, ...]:
+        """Compare `call` over the ranks before a message is sent; see `sp_core.agreement.agree`."""
+        if self._freed:  # nobody can be asked any more: every rank finds this out by itself
+            raise self._closed()
+        start = time.perf_counter()
+        try:
+            return agreement.agree(self._comm, call, value, error)
+        finally:
+            control = self.counters["control"]
+            control.add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
+            control.seconds += time.perf_counter() - start
+
+    def agree_on(self, call: str, check: Callable[[], int], *, always: bool = True) -> tuple[int, ...]:
+        """Run a local check on every rank, then agree, so that what one rank finds is raised by all.
+
+        Args:
+            call: operation and arguments that must be the same on every rank.
+            check: returns this rank's number or raises one of `agreement.ERRORS`.
+            always: exchange records even if the communicator was made with `check="off"`.
+
+        Returns:
+            Every rank's number, or nothing where no records were exchanged.
+        """
+        error, value = None, 0
+        try:
+            value = check()
+        except agreement.ERRORS as found:
+            error = found
+        if always or self.check == "agree":
+            return self.agree(call, value=value, error=error)
+        if error is not None:
+            raise error
+        return ()
+
+    def ensure_open(self) -> None:
+        """Raise `RankError` if this communicator has been freed."""
+        if self._freed:
+            raise self._closed()
+
+    def free(self) -> None:
+        """Free the MPI communicator, on every rank; a second call does nothing."""
+        if not self._freed:
+            self._freed = True
+            for handle in self._pending:
+                wait(handle)
+            self._pending.clear()
+            self._comm.Free()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.free()
+
+    def _closed(self) -> RankError:
+        return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
+
+    def _track(self, handle: Handle) -> Handle:
+        self._pending.append(handle)
+        return handle
+
+    def _count(self, transfer: Transfer, send: Tensor | None, name: str | None) -> Count:
+        count = self.counters[name or transfer.op.value]
+        count.add(bytes_sent=_payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize))
+        return count
+
+
+def _payload(transfer: Transfer, rank: int, size: int) -> int:
+    """Elements of this rank's buffer that other ranks need."""
+    if transfer.op is Op.ALL_GATHER or transfer.op is Op.BROADCAST:
+        return sum(transfer.send) * (size - 1)
+    if transfer.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
+        return sum(transfer.send) - transfer.send[rank]
+    contributes = size > 1 and not (transfer.op is Op.REDUCE and rank == transfer.root)
+    return sum(transfer.send) if contributes else 0

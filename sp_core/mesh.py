@@ -1,0 +1,148 @@
+"""Named axes over the ranks of one MPI communicator."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from sp_core import agreement
+from sp_core.communicator import Check, Communicator
+from sp_core.errors import DeviceError, RankError, ShapeError
+from sp_core.transport import NAMES
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+class Mesh:
+    """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
+
+    Use it as a context manager: the communicators that it makes are freed at the end. The one passed in stays the caller's.
+
+    Args:
+        comm: an mpi4py communicator.
+        device: where tensors live; default "cpu".
+        transport: "auto", or a name of `sp_core.transport.NAMES`.
+        check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
+        axes: size of each axis; their product is the size of `comm`.
+
+    Communication:
+        One agreement of 64 bytes per rank, and one `MPI_Comm_split` per axis.
+
+    Raises:
+        ShapeError: sizes whose product is not the size of `comm`.
+        DeviceError: a device or transport that is not there.
+        CollectiveMismatch: ranks that ask for different meshes.
+
+    All of these on every rank.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        *,
+        device: torch.device | str | None = None,
+        transport: str = "auto",
+        check: Check = "agree",
+        **axes: int,
+    ) -> None:
+        self.axes = dict(axes)
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.device = torch.device(device or "cpu")
+        self._transport = transport
+        self._check = check
+        self._made: dict[tuple[str, ...], Communicator] = {}
+        self._freed = False
+        agreement.agree(comm, f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=})", error=self._problem())
+        self._comm = comm.Dup()
+        for axis in self.axes:
+            self._make((axis,))
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
+        """The communicator along one axis, or along the product of several with the last one fastest.
+
+        The first use of a product makes it, so every rank has to ask for it.
+        """
+        if self._freed:
+            raise RankError("this mesh has been freed. Use it inside its `with Mesh(...)` block.")
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        unknown = [name for name in names if name not in self.axes]
+        if unknown or len(set(names)) != len(names) or not names:
+            raise ShapeError(f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once.")
+        return self._made[names] if names in self._made else self._make(names)
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return self[axis].rank
+
+    def free(self) -> None:
+        """Free every communicator of the mesh, on every rank; a second call does nothing."""
+        if not self._freed:
+            for communicator in self._made.values():
+                communicator.free()
+            self._freed = True
+            self._comm.Free()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.free()
+
+    def _make(self, names: tuple[str, ...]) -> Communicator:
+        place = self._coordinates()
+        color = _index({axis: place[axis] for axis in self.axes if axis not in names}, self.axes)
+        key = _index({axis: place[axis] for axis in names}, self.axes)
+        communicator = Communicator(
+            cast("Intracomm", self._comm.Split(color, key)),
+            device=self.device,
+            transport=self._transport,
+            check=self._check,
+            name="mesh[" + ", ".join(map(repr, names)) + "]",
+        )
+        self._made[names] = communicator
+        return communicator
+
+    def _coordinates(self) -> dict[str, int]:
+        rest, coordinates = self.rank, {}
+        for axis, length in reversed(self.axes.items()):
+            rest, coordinates[axis] = divmod(rest, length)
+        return coordinates
+
+    def _problem(self) -> Exception | None:
+        """What is wrong with the arguments on this rank."""
+        bad = [axis for axis, length in self.axes.items() if length < 1]
+        if bad or not self.axes or math.prod(self.axes.values()) != self.size:
+            sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items()) or "no axes"
+            return ShapeError(
+                f"the mesh {sizes} has {math.prod(self.axes.values())} ranks, the communicator has {self.size}. "
+                "Choose sizes >= 1 whose product is the number of ranks."
+            )
+        if self._check not in ("agree", "off"):
+            return ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")
+        return self._device_problem()
+
+    def _device_problem(self) -> Exception | None:
+        offered = NAMES.get(self.device.type, ())
+        if not offered or self._transport not in ("auto", *offered):
+            return DeviceError(
+                f"device {str(self.device)!r} with transport {self._transport!r} was asked for; kinds of device and their transports "
+                f"are {NAMES}. Pass one of these, or transport='auto'."
+            )
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            return DeviceError(
+                "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or install torch with CUDA."
+            )
+        return None
+
+
+def _index(place: dict[str, int], lengths: dict[str, int]) -> int:
+    """Row-major place in the grid of the given axes, in their order."""
+    index = 0
+    for axis, coordinate in place.items():
+        index = index * lengths[axis] + coordinate
+    return index

@@ -1,0 +1,249 @@
+"""Which rank owns which tokens. Pure integer arithmetic: no communication, no device.
+
+A sharding maps every rank to the global positions of its tokens, in the order in which the rank holds them. Everything else
+(masks, rotary angles, labels, document boundaries) derives from these positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sp_core.errors import ShapeError
+
+Segment = range  # global positions of consecutive local tokens; the step is P for a striped shard
+
+
+def split_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Cut `length` into `parts` nearly equal sizes; the first `length % parts` are one longer."""
+    quotient, remainder = divmod(length, parts)
+    return tuple(quotient + (part < remainder) for part in range(parts))
+
+
+def split_ranges(length: int, parts: int) -> tuple[range, ...]:
+    """The consecutive ranges that `split_sizes` cuts."""
+    ranges, start = [], 0
+    for size in split_sizes(length, parts):
+        ranges.append(range(start, start + size))
+        start += size
+    return tuple(ranges)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Global positions of the tokens that each rank holds, in the rank's own order.
+
+    Make one with `contiguous`, `zigzag`, `striped` or `from_positions`. Shards may be uneven and empty.
+
+    Args:
+        segments: for each rank the position ranges that it holds, one after the other.
+    """
+
+    segments: tuple[tuple[Segment, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise ShapeError("a sharding needs at least 1 rank; 0 were given. Pass size >= 1.")
+
+    @classmethod
+    def contiguous(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
+        """One consecutive range per rank, cut as evenly as possible.
+
+        Args:
+            seq_len: number of tokens, >= 0.
+            size: number of ranks, >= 1.
+            start: global position of the first token.
+
+        Raises:
+            ShapeError: negative `seq_len` or `start`, or `size` < 1.
+        """
+        _check(seq_len, size, start)
+        return cls(tuple((_moved(piece, start),) for piece in split_ranges(seq_len, size)))
+
+    @classmethod
+    def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
+        """Chunks r and 2*size-1-r of 2*size chunks for rank r: equal causal work on every rank.
+
+        Args and errors as in `contiguous`.
+
+        Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention, `zigzag_ring_flash_attn`.
+        """
+        _check(seq_len, size, start)
+        chunks = [_moved(piece, start) for piece in split_ranges(seq_len, 2 * size)]
+        return cls(tuple((chunks[rank], chunks[2 * size - 1 - rank]) for rank in range(size)))
+
+    @classmethod
+    def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
+        """Tokens r, r+size, r+2*size, ... for rank r: nearly equal causal work in every step of a ring.
+
+        Args and errors as in `contiguous`.
+
+        Source: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, section 3.
+        """
+        _check(seq_len, size, start)
+        return cls(tuple((range(start + rank, start + seq_len, size),) for rank in range(size)))
+
+    @classmethod
+    def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:
+        """Any ownership: for each rank the list of its global positions, each token on exactly one rank.
+
+        Raises:
+            ShapeError: a position that is owned twice, or is negative.
+        """
+        segments = tuple(tuple(_segments(list(owned))) for owned in positions)
+        flat = sorted(position for owned in positions for position in owned)
+        twice = [a for a, b in zip(flat, flat[1:], strict=False) if a == b]
+        if twice or (flat and flat[0] < 0):
+            raise ShapeError(
+                f"positions must be >= 0 and owned by exactly one rank; lowest is {flat[0]}, owned twice: {twice[:5]}. "
+                "Give every token to one rank."
+            )
+        return cls(segments)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.segments)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each rank."""
+        return tuple(sum(map(len, owned)) for owned in self.segments)
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens of all ranks."""
+        return sum(self.lengths)
+
+    def local_len(self, rank: int) -> int:
+        """Number of tokens of `rank`."""
+        return self.lengths[rank]
+
+    def positions(self, rank: int) -> Tensor:
+        """Global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
+        pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in self.segments[rank]]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+    def gathered_segments(self) -> tuple[Segment, ...]:
+        """The segments of all ranks one after the other: the order in which an all-gather delivers the tokens."""
+        return tuple(segment for owned in self.segments for segment in owned)
+
+    def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
+        """The tokens of `rank`, from a tensor that holds all of them in ascending order of position.
+
+        Args:
+            x: any shape, `x.shape[dim] == seq_len`.
+            rank: whose shard.
+            dim: the sequence dimension.
+
+        Returns:
+            A new tensor with `local_len(rank)` tokens along `dim`; a view where the shard is one consecutive range.
+
+        Raises:
+            ShapeError: `x` has another length along `dim`.
+        """
+        if x.shape[dim] != self.seq_len:
+            raise ShapeError(
+                f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with shape {tuple(x.shape)} has "
+                f"{x.shape[dim]}. Make the sharding for {x.shape[dim]} tokens, or pass the sequence dimension."
+            )
+        owned = self.segments[rank]
+        if self._is_dense and len(owned) == 1 and owned[0].step == 1 and len(owned[0]):
+            return x.narrow(dim, owned[0].start - self._first, len(owned[0]))
+        return x.index_select(dim, self._places(rank).to(x.device))
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """The inverse of `shard`: all tokens in ascending order of position.
+
+        Args:
+            shards: one tensor per rank, with `local_len(rank)` tokens along `dim`.
+            dim: the sequence dimension.
+
+        Raises:
+            ShapeError: wrong number of shards, or a shard of another length.
+        """
+        given = tuple(shard.shape[dim] for shard in shards)
+        if given != self.lengths:
+            raise ShapeError(f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given has {given}.")
+        return self.restore(torch.cat(list(shards), dim), dim)
+
+    def restore(self, gathered: Tensor, dim: int) -> Tensor:
+        """Bring tokens from the order of an all-gather into ascending order of position."""
+        if self._gathered_in_order:
+            return gathered
+        return gathered.index_select(dim, self._restore_index.to(gathered.device))
+
+    def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
+        """The sharding over groups of ranks: each group holds what its ranks held, one after the other.
+
+        Args:
+            groups: ranks of each group; every rank in exactly one group.
+
+        Raises:
+            ShapeError: the groups do not cover the ranks exactly once.
+        """
+        if sorted(rank for group in groups for rank in group) != list(range(self.size)):
+            raise ShapeError(f"groups {groups} must hold each of the ranks 0..{self.size - 1} exactly once.")
+        return Sharding(tuple(tuple(s for rank in group for s in self.segments[rank]) for group in groups))
+
+    def causal_work(self, rank: int) -> int:
+        """Number of (query, key) pairs that `rank` computes under a causal mask over all tokens."""
+        order = self._ascending
+        places = torch.searchsorted(order, self.positions(rank))
+        return int((places + 1).sum())
+
+    @cached_property
+    def _ascending(self) -> Tensor:
+        return torch.cat([self.positions(rank) for rank in range(self.size)]).sort().values
+
+    @cached_property
+    def _restore_index(self) -> Tensor:
+        return torch.cat([self.positions(rank) for rank in range(self.size)]).argsort()
+
+    @cached_property
+    def _gathered_in_order(self) -> bool:
+        stops = [(s.start, s[-1]) for s in self.gathered_segments() if len(s)]
+        return all(a[1] < b[0] for a, b in zip(stops, stops[1:], strict=False))
+
+    @cached_property
+    def _first(self) -> int:
+        return min((s.start for s in self.gathered_segments() if len(s)), default=0)
+
+    @cached_property
+    def _is_dense(self) -> bool:
+        """Whether the positions are first..first+seq_len-1, so that a position is also a place in the full tensor."""
+        last = max((s[-1] for s in self.gathered_segments() if len(s)), default=-1)
+        return last - self._first + 1 == self.seq_len or self.seq_len == 0
+
+    def _places(self, rank: int) -> Tensor:
+        positions = self.positions(rank)
+        return positions - self._first if self._is_dense else torch.searchsorted(self._ascending, positions)
+
+
+def _check(seq_len: int, size: int, start: int) -> None:
+    if seq_len < 0 or size < 1 or start < 0:
+        raise ShapeError(f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}.")
+
+
+def _moved(piece: range, start: int) -> range:
+    return range(piece.start + start, piece.stop + start)
+
+
+def _segments(positions: list[int]) -> list[range]:
+    """Cut a list of positions into maximal ascending arithmetic ranges."""
+    segments: list[range] = []
+    begin = 0
+    while begin < len(positions):
+        end = begin + 1
+        step = positions[end] - positions[begin] if end < len(positions) else 1
+        if step < 1:
+            step = 1
+        while end < len(positions) and positions[end] - positions[end - 1] == step:
+            end += 1
+        segments.append(range(positions[begin], positions[end - 1] + 1, step))
+        begin = end
+    return segments

@@ -1,0 +1,69 @@
+"""What a transport is: it moves flat, contiguous vectors between ranks. Only transports touch an MPI buffer or copy to a host."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from sp_core.transport.transfer import Transfer
+
+Messages = Sequence[tuple[int, Tensor]]
+"""Point-to-point messages: (rank of the other side, flat contiguous tensor)."""
+
+
+class Handle(Protocol):
+    """A transfer under way. Whoever holds it keeps the buffers alive until `test` has answered True."""
+
+    def test(self) -> bool:
+        """Make progress; True once the transfer is complete and the result may be read on the current stream."""
+        ...
+
+
+class Transport(Protocol):
+    """How the bytes of one tensor reach another rank.
+
+    Buffers are flat contiguous tensors on the transport's device. `send` and `recv` may be None where the transfer says that this
+    rank sends or receives nothing. Results are safe to read on the current stream when `run` returns or `test` is True.
+    """
+
+    name: str
+
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective. All ranks of the communicator call this."""
+        ...
+
+    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Begin a collective and return without waiting for the other ranks."""
+        ...
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
+        ...
+
+
+class Done:
+    """The handle of a transfer that was complete when it was started."""
+
+    def test(self) -> bool:
+        """True."""
+        return True
+
+
+SPINS = 200  # about the time of one small message; longer waits must not keep a core from the rank waited for
+PAUSE_SECONDS = 5e-5
+
+
+def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
+    """Wait for a handle: spin, then yield, then sleep, with a call of `poll` in between."""
+    spins = 0
+    while not handle.test():
+        poll()
+        spins += 1
+        if spins > 2 * SPINS:
+            time.sleep(PAUSE_SECONDS)
+        elif spins > SPINS:
+            os.sched_yield()

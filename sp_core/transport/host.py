@@ -1,0 +1,194 @@
+"""Tensors in host memory, moved by the MPI library. Nothing is copied on the way to MPI: it reads and writes tensor memory.
+
+MPI never sees a torch tensor. mpi4py would take one, and send a transposed tensor in storage order or sum bfloat16 as bytes;
+so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sp_core.transport import transfer as tr
+from sp_core.transport.base import Done, Handle, Messages
+from sp_core.transport.transfer import Op, Transfer
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+MAX_COUNT = 2**30
+"""Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int as well."""
+
+TAG = 0  # one tag is enough: the communicator is the transport's own, and MPI keeps the order between two ranks
+_EMPTY = np.empty(0, np.uint8)
+_SUMMABLE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8}
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_numpy(x: Tensor | None) -> np.ndarray[Any, Any]:
+    """The memory of a flat tensor as an array; types that MPI or NumPy lacks as integers of the same width."""
+    if x is None:
+        return _EMPTY
+    x = x.detach()
+    if x.dtype not in _SUMMABLE:
+        x = x.view(_SAME_WIDTH[x.itemsize])
+    return x.numpy()
+
+
+class _Request:
+    """An MPI request, with what must happen after it (such as rounding a float32 sum into a bfloat16 result)."""
+
+    def __init__(self, requests: Sequence[Any], keep: tuple[object, ...], after: Callable[[], object] | None = None) -> None:
+        self._requests = list(requests)
+        self._keep = keep  # MPI holds only the address of these buffers
+        self._after = after
+
+    def test(self) -> bool:
+        self._requests = [request for request in self._requests if not request.Test()]
+        if self._requests:
+            return False
+        if self._after is not None:
+            self._after()
+        self._after, self._keep = None, ()
+        return True
+
+
+class HostTransport:
+    """Moves CPU tensors by the MPI library's own collectives and point-to-point messages.
+
+    Args:
+        comm: an mpi4py communicator that nobody else sends on.
+        max_count: elements per MPI call; larger vectors are moved in chunks.
+    """
+
+    name = "host"
+
+    def __init__(self, comm: Intracomm, *, max_count: int = MAX_COUNT) -> None:
+        self._comm = comm
+        self._max_count = max_count
+
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective, in chunks where its vectors are too long for one call."""
+        if self._fits(transfer):
+            self._call(transfer, send, recv, blocking=True)
+        else:
+            self._run_in_chunks(transfer, send, recv)
+
+    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Begin a collective. One too long for a single call is carried out at once."""
+        if self._fits(transfer):
+            return self._call(transfer, send, recv, blocking=False)
+        self._run_in_chunks(transfer, send, recv)
+        return Done()
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """Begin point-to-point messages; empty ones and those above the limit of one call included."""
+        sends = [(peer, part) for peer, x in sends for part in x.split(self._max_count)]
+        recvs = [(peer, part) for peer, x in recvs for part in x.split(self._max_count)]
+        announce = getattr(self._comm, "announce_exchange", None)
+        if announce is not None:  # a checked communicator wants to know who sends what to whom before anybody waits
+            announce(sends=[(p, x.nbytes) for p, x in sends], recvs=[(p, x.nbytes) for p, x in recvs])
+        requests = [self._comm.Irecv(as_numpy(x), peer, TAG) for peer, x in recvs]
+        requests += [self._comm.Isend(as_numpy(x), peer, TAG) for peer, x in sends]
+        return _Request(requests, (sends, recvs))
+
+    def _fits(self, transfer: Transfer) -> bool:
+        """Whether one call will do; the answer is the same on all ranks, because `steps` is."""
+        return self._comm.size * transfer.steps <= self._max_count
+
+    def _run_in_chunks(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        length = max(self._max_count // self._comm.size, 1)
+        for offset, chunk in transfer.chunks(length):
+            sent = _packed(send, transfer.send, offset, chunk.send)
+            received = None if recv is None else recv.new_empty(sum(chunk.recv))
+            self._call(chunk, sent, received, blocking=True)
+            _unpack(received, recv, transfer.recv, offset, chunk.recv)
+
+    def _call(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
+        after = None
+        if transfer.op.reduces:
+            send, recv, after = _widened(send, recv)
+        call = _method(self._comm, transfer.op, blocking=blocking)
+        arguments = _arguments(transfer, self._comm.rank, as_numpy(send), as_numpy(recv))
+        request = call(*arguments, **_keywords(transfer))
+        handle = _Request([] if request is None else [request], (send, recv), after)
+        if blocking:
+            handle.test()
+        return handle
+
+
+def _widened(send: Tensor | None, recv: Tensor | None) -> tuple[Tensor | None, Tensor | None, Callable[[], object] | None]:
+    """Buffers in a type that MPI can sum, and how to bring the sum back: a half type is rounded once, at the end."""
+    given = send if send is not None else recv
+    if given is None or given.dtype in _SUMMABLE:
+        return send, recv, None
+    wide = _WIDER[given.dtype]
+    wide_send = None if send is None else send.to(wide)
+    if recv is None:
+        return wide_send, None, None
+    wide_recv = torch.empty_like(recv, dtype=wide)
+    return wide_send, wide_recv, lambda: recv.copy_(wide_recv)
+
+
+def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:
+    if flat is None:
+        return None
+    return torch.cat([piece[offset : offset + n] for piece, n in zip(tr.pieces(flat, sizes), chunk, strict=True)])
+
+
+def _unpack(packed: Tensor | None, flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> None:
+    if packed is None or flat is None:
+        return
+    for piece, part, n in zip(tr.pieces(flat, sizes), tr.pieces(packed, chunk), chunk, strict=True):
+        piece[offset : offset + n] = part
+
+
+Array = np.ndarray[Any, Any]
+
+_METHODS = {
+    Op.ALL_GATHER: "Allgatherv",
+    Op.REDUCE_SCATTER: "Reduce_scatter",
+    Op.ALL_REDUCE: "Allreduce",
+    Op.ALL_TO_ALL: "Alltoallv",
+    Op.BROADCAST: "Bcast",
+    Op.REDUCE: "Reduce",
+}
+
+
+def _method(comm: Intracomm, op: Op, *, blocking: bool) -> Callable[..., Any]:
+    """The communicator's method for a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
+    name = _METHODS[op]
+    return cast("Callable[..., Any]", getattr(comm, name if blocking else "I" + name.lower()))
+
+
+def _arguments(transfer: Transfer, rank: int, send: Array, recv: Array) -> tuple[Any, ...]:
+    match transfer.op:
+        case Op.ALL_GATHER:
+            return send, [recv, list(transfer.recv)]
+        case Op.REDUCE_SCATTER:
+            return send, recv, list(transfer.send)
+        case Op.ALL_REDUCE:
+            return send, recv
+        case Op.ALL_TO_ALL:
+            return [send, list(transfer.send)], [recv, list(transfer.recv)]
+        case Op.BROADCAST:
+            return (send if rank == transfer.root else recv,)
+        case Op.REDUCE:
+            return send, recv if rank == transfer.root else None
+
+
+def _keywords(transfer: Transfer) -> dict[str, Any]:
+    """The root, and the reduction unless it is a sum, which is what every library does by default."""
+    keywords: dict[str, Any] = {}
+    if transfer.op in (Op.BROADCAST, Op.REDUCE):
+        keywords["root"] = transfer.root
+    if transfer.reduction != "sum":
+        from mpi4py import MPI
+
+        keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[transfer.reduction]
+    return keywords
