@@ -6,9 +6,11 @@ A sharding maps every rank to the global positions of its tokens, in the order i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -96,7 +98,7 @@ class Sharding:
         """
         segments = tuple(tuple(_segments(list(owned))) for owned in positions)
         flat = sorted(position for owned in positions for position in owned)
-        twice = [a for a, b in zip(flat, flat[1:], strict=False) if a == b]
+        twice = [a for a, b in pairwise(flat) if a == b]
         if twice or (flat and flat[0] < 0):
             raise ShapeError(
                 f"positions must be >= 0 and owned by exactly one rank; lowest is {flat[0]}, owned twice: {twice[:5]}. "
@@ -119,18 +121,48 @@ class Sharding:
         """Number of tokens of all ranks."""
         return sum(self.lengths)
 
+    @cached_property
+    def end(self) -> int:
+        """One more than the greatest position; `seq_len` where the positions start at 0 and have no gaps."""
+        return max((s[-1] + 1 for s in self.gathered_segments if len(s)), default=0)
+
     def local_len(self, rank: int) -> int:
         """Number of tokens of `rank`."""
         return self.lengths[rank]
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
-        pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in self.segments[rank]]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        return _concatenated(self.segments[rank])
 
+    @cached_property
     def gathered_segments(self) -> tuple[Segment, ...]:
         """The segments of all ranks one after the other: the order in which an all-gather delivers the tokens."""
         return tuple(segment for owned in self.segments for segment in owned)
+
+    @cached_property
+    def sorted_positions(self) -> Tensor:
+        """Global positions in the order that `sort_segments` gives, int64 `(seq_len,)`."""
+        return _concatenated(sorted(self.gathered_segments, key=_start))
+
+    def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
+        """Bring whole segments from the order of an all-gather into ascending order of their first position.
+
+        Unlike `restore` this keeps strided segments together, so that the positions stay a few arithmetic runs.
+        """
+        order = self._segment_order
+        if order == sorted(order):
+            return gathered
+        parts = gathered.split([len(s) for s in self.gathered_segments], dim)
+        return torch.cat([parts[place] for place in order], dim)
+
+    def unsort_segments(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `sort_segments`."""
+        order = self._segment_order
+        if order == sorted(order):
+            return x
+        parts = x.split([len(self.gathered_segments[place]) for place in order], dim)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat([parts[place] for place in back], dim)
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """The tokens of `rank`, from a tensor that holds all of them in ascending order of position.
@@ -197,6 +229,17 @@ class Sharding:
         return int((places + 1).sum())
 
     @cached_property
+    def fingerprint(self) -> str:
+        """A short text that differs between shardings: for ranks to compare, and for people to tell apart."""
+        digest = hashlib.blake2b(repr(self.segments).encode(), digest_size=4).hexdigest()
+        return f"{self.seq_len} tokens over {self.size} ranks #{digest}"
+
+    @cached_property
+    def _segment_order(self) -> list[int]:
+        segments = self.gathered_segments
+        return sorted(range(len(segments)), key=lambda place: _start(segments[place]))
+
+    @cached_property
     def _ascending(self) -> Tensor:
         return torch.cat([self.positions(rank) for rank in range(self.size)]).sort().values
 
@@ -206,18 +249,17 @@ class Sharding:
 
     @cached_property
     def _gathered_in_order(self) -> bool:
-        stops = [(s.start, s[-1]) for s in self.gathered_segments() if len(s)]
-        return all(a[1] < b[0] for a, b in zip(stops, stops[1:], strict=False))
+        stops = [(s.start, s[-1]) for s in self.gathered_segments if len(s)]
+        return all(a[1] < b[0] for a, b in pairwise(stops))
 
     @cached_property
     def _first(self) -> int:
-        return min((s.start for s in self.gathered_segments() if len(s)), default=0)
+        return min((s.start for s in self.gathered_segments if len(s)), default=0)
 
     @cached_property
     def _is_dense(self) -> bool:
         """Whether the positions are first..first+seq_len-1, so that a position is also a place in the full tensor."""
-        last = max((s[-1] for s in self.gathered_segments() if len(s)), default=-1)
-        return last - self._first + 1 == self.seq_len or self.seq_len == 0
+        return self.end - self._first == self.seq_len
 
     def _places(self, rank: int) -> Tensor:
         positions = self.positions(rank)
@@ -227,6 +269,15 @@ class Sharding:
 def _check(seq_len: int, size: int, start: int) -> None:
     if seq_len < 0 or size < 1 or start < 0:
         raise ShapeError(f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}.")
+
+
+def _start(segment: Segment) -> int:
+    return segment.start
+
+
+def _concatenated(segments: Sequence[Segment]) -> Tensor:
+    pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
 def _moved(piece: range, start: int) -> range:

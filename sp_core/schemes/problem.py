@@ -1,0 +1,109 @@
+"""The arguments that all schemes share: checked on every rank, and agreed on before the first message."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sp_core.attention import check_qkv
+from sp_core.collectives.build import check_device
+from sp_core.communicator import Communicator
+from sp_core.errors import DtypeError, ShapeError
+from sp_core.mask import Mask
+from sp_core.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention over the tokens of all ranks: what is left once q, k and v are taken away."""
+
+    comm: Communicator
+    sharding: Sharding
+    kv_sharding: Sharding
+    mask: Mask
+    scale: float
+
+
+def agree(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Communicator,
+    sharding: Sharding,
+    kv_sharding: Sharding | None,
+    mask: Mask | None,
+    softmax_scale: float | None,
+) -> Problem:
+    """Check the arguments of a scheme and compare them over the ranks.
+
+    Args:
+        name: of the scheme.
+        q: (B, S_local, H, D).
+        k, v: (B, S_local, K, D).
+        comm, sharding, kv_sharding, mask, softmax_scale: as the scheme was given them.
+
+    Returns:
+        The arguments with their defaults filled in.
+
+    Communication:
+        One all-gather of 64 bytes per rank.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
+        CollectiveMismatch: the ranks' arguments differ.
+    """
+    problem = Problem(comm, sharding, kv_sharding or sharding, mask or Mask(), 0.0)
+
+    def check() -> int:
+        comm.ensure_open()
+        _check_tensors(q, k, v, comm)
+        _check_lengths(q, k, problem)
+        return 0
+
+    comm.agree_on(_signature(name, (q, k, v), problem, softmax_scale), check)
+    scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if softmax_scale is None else softmax_scale
+    return replace(problem, scale=scale)
+
+
+def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax_scale: float | None) -> str:
+    """What all ranks must be about to do; the lengths of their shards may differ."""
+
+    def shown(x: Tensor) -> str:
+        if not isinstance(x, Tensor):
+            return type(x).__name__
+        shape = ", ".join("S" if dim == 1 else str(length) for dim, length in enumerate(x.shape))
+        return f"({shape}) {x.dtype} requires_grad={x.requires_grad and torch.is_grad_enabled()}"
+
+    q, k, v = (shown(x) for x in tensors)
+    return (
+        f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: {problem.kv_sharding.fingerprint}, "
+        f"{problem.mask}, softmax_scale={softmax_scale}) on {problem.comm.name}"
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, comm: Communicator) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"{name} must be a tensor, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
+        check_device(x, comm)
+    check_qkv(q, k, v)
+
+
+def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
+    comm = problem.comm
+    for name, x, sharding in (("q", q, problem.sharding), ("k and v", k, problem.kv_sharding)):
+        if sharding.size != comm.size:
+            raise ShapeError(
+                f"the sharding of {name} is for {sharding.size} ranks, {comm.name} has {comm.size}. Make it with size={comm.size}."
+            )
+        if x.shape[1] != sharding.local_len(comm.rank):
+            raise ShapeError(
+                f"{name} of rank {comm.rank} hold {x.shape[1]} tokens (dim 1), their sharding gives it "
+                f"{sharding.local_len(comm.rank)} of {sharding.seq_len}. Shard with sharding.shard(x, rank, dim=1)."
+            )
+    problem.mask.check_lengths(problem.sharding.end, problem.kv_sharding.end)

@@ -1,0 +1,151 @@
+"""Hypothesis strategies for attention problems: valid by construction, and specifications rather than data.
+
+A problem is a handful of small numbers and a seed, so that it prints on one line, travels to every rank, and shrinks; each rank
+makes the tensors from the seed by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sp_core.mask import Mask
+from sp_core.sharding import Sharding
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+LAYOUTS = {"contiguous": Sharding.contiguous, "zigzag": Sharding.zigzag, "striped": Sharding.striped}
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One attention problem over the whole sequence; tensors are (B, S, H, D) and (B, S, K, D).
+
+    Args:
+        batch, seq_len, kv_len, kv_heads, group, head_dim: sizes; there are `kv_heads * group` query heads.
+        dtype: name of a torch dtype.
+        layout, kv_layout: names in `LAYOUTS`.
+        mask: who sees whom.
+        softmax_scale: None for the default.
+        magnitude: the queries are multiplied by this, so logits grow with it.
+        values: "normal", "constant" (V is the same everywhere) or "cancelling" (V alternates in sign).
+        upstream: gradient of the output: "normal", "one token", "expanded" (stride 0) or "zero".
+        needs_grad: which of q, k, v require a gradient.
+        strided: pass non-contiguous tensors.
+        seed: of the tensors.
+    """
+
+    batch: int
+    seq_len: int
+    kv_len: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    dtype: str
+    layout: str
+    kv_layout: str
+    mask: Mask
+    softmax_scale: float | None
+    magnitude: float
+    values: str
+    upstream: str
+    needs_grad: tuple[bool, bool, bool]
+    strided: bool
+    seed: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def sharding(self, size: int) -> Sharding:
+        """Who owns which queries, over `size` ranks."""
+        return LAYOUTS[self.layout](self.seq_len, size)
+
+    def kv_sharding(self, size: int) -> Sharding:
+        """Who owns which keys."""
+        return LAYOUTS[self.kv_layout](self.kv_len, size)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the whole sequence, in the problem's dtype and without gradient."""
+        random = torch.Generator().manual_seed(self.seed)
+
+        def normal(length: int, heads: int) -> Tensor:
+            return torch.randn(self.batch, length, heads, self.head_dim, generator=random, dtype=torch.float64)
+
+        q = normal(self.seq_len, self.kv_heads * self.group) * self.magnitude
+        k, v = normal(self.kv_len, self.kv_heads), normal(self.kv_len, self.kv_heads)
+        if self.values == "constant":
+            v = torch.ones_like(v)
+        elif self.values == "cancelling":
+            v = torch.ones_like(v) * (1 - 2 * (torch.arange(self.kv_len) % 2))[:, None, None]
+        return q.to(self.torch_dtype), k.to(self.torch_dtype), v.to(self.torch_dtype)
+
+    def upstream_gradient(self) -> Tensor:
+        """Gradient of the output of the whole sequence."""
+        random = torch.Generator().manual_seed(self.seed + 1)
+        shape = (self.batch, self.seq_len, self.kv_heads * self.group, self.head_dim)
+        grad = torch.randn(shape, generator=random, dtype=torch.float64)
+        if self.upstream == "one token" and self.seq_len:
+            token = self.seed % self.seq_len
+            grad[:, :token] = 0
+            grad[:, token + 1 :] = 0
+        elif self.upstream == "expanded":
+            grad = torch.randn(1, generator=random, dtype=torch.float64)
+        elif self.upstream == "zero":
+            grad = torch.zeros(1, dtype=torch.float64)
+        return grad.to(self.torch_dtype).expand(shape)
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds of random tensors."""
+    return st.integers(0, 2**16)
+
+
+@st.composite
+def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
+    """Document boundaries 0 <= ... <= length; empty documents included."""
+    inner = draw(st.lists(st.integers(0, length), min_size=documents - 1, max_size=documents - 1))
+    return (0, *sorted(inner), length)
+
+
+@st.composite
+def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
+    """Every combination of causal, window and packed documents."""
+    window = draw(st.none() | st.integers(1, max(seq_len, kv_len) + 2))
+    documents = kv_documents = None
+    if draw(st.booleans()):
+        number = draw(st.integers(1, 4))
+        documents = draw(boundaries(seq_len, number))
+        kv_documents = None if seq_len == kv_len else draw(boundaries(kv_len, number))
+    return Mask(draw(st.booleans()), window, documents, kv_documents)
+
+
+@st.composite
+def attention_problems(draw: st.DrawFn, max_len: int = 33, dtypes: tuple[str, ...] = DTYPES) -> AttentionProblem:
+    """Self and cross attention of every kind that the schemes promise."""
+    seq_len = draw(st.integers(0, max_len))
+    kv_len = draw(st.just(seq_len) | st.integers(0, max_len))
+    layout = draw(st.sampled_from(sorted(LAYOUTS)))
+    return AttentionProblem(
+        batch=draw(st.integers(1, 3)),
+        seq_len=seq_len,
+        kv_len=kv_len,
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 2, 3])),
+        head_dim=draw(st.sampled_from([1, 4, 5, 8, 16])),
+        dtype=draw(st.sampled_from(dtypes)),
+        layout=layout,
+        kv_layout=layout if seq_len == kv_len else draw(st.sampled_from(sorted(LAYOUTS))),
+        mask=draw(masks(seq_len, kv_len)),
+        softmax_scale=draw(st.none() | st.sampled_from([0.25, 1.0])),
+        magnitude=draw(st.sampled_from([1.0, 1.0, 30.0, 1000.0])),
+        values=draw(st.sampled_from(["normal", "normal", "constant", "cancelling"])),
+        upstream=draw(st.sampled_from(["normal", "normal", "one token", "expanded", "zero"])),
+        needs_grad=draw(st.just((True, True, True)) | st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        strided=draw(st.booleans()),
+        seed=draw(seeds()),
+    )
