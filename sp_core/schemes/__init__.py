@@ -1,5 +1,14 @@
 """The ways to split attention over ranks, all with one signature."""
 
 from sp_core.schemes.allgather_kv import allgather_kv_attention
+from sp_core.schemes.ring import ring_attention
+from sp_core.schemes.ulysses import ulysses_attention
 
-__all__ = ["allgather_kv_attention"]
+SCHEMES = {
+    "allgather_kv": allgather_kv_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
+"""Schemes over one group of ranks, by name."""
+
+__all__ = ["SCHEMES", "allgather_kv_attention", "ring_attention", "ulysses_attention"]

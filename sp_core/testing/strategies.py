@@ -99,6 +99,14 @@ class AttentionProblem:
             grad = torch.zeros(1, dtype=torch.float64)
         return grad.to(self.torch_dtype).expand(shape)
 
+    def upstream_lse_gradient(self) -> Tensor | None:
+        """Gradient of the log-sum-exp (B, H, S), for every third problem."""
+        if self.seed % 3:
+            return None
+        random = torch.Generator().manual_seed(self.seed + 2)
+        shape = (self.batch, self.kv_heads * self.group, self.seq_len)
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(self.torch_dtype).double()
+
 
 def seeds() -> st.SearchStrategy[int]:
     """Seeds of random tensors."""

@@ -1,0 +1,87 @@
+"""Hybrid attention: Ulysses along one axis of a mesh, a ring along another.
+
+    (B, S/(R*U), H, D)  --all-to-all over U-->  (B, S/R, H/U, D)  ring over R  --all-to-all over U-->  (B, S/(R*U), H, D)
+
+Nothing here knows more than its parts: after the exchange a rank holds the tokens of its group, and the ring runs over these groups.
+Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, U and R ranks along the two axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from sp_core.mask import Mask
+from sp_core.mesh import Mesh
+from sp_core.schemes.problem import agree
+from sp_core.schemes.ring import run_ring
+from sp_core.schemes.ulysses import Exchange, split_heads
+from sp_core.sharding import Sharding
+
+
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Mesh,
+    sharding: Sharding,
+    axes: tuple[str, str] = ("ring", "ulysses"),
+    ulysses: str = "ulysses",
+    kv_sharding: Sharding | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the tokens of all ranks of two mesh axes.
+
+    Args:
+        q, k, v, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
+        mesh: has both axes.
+        sharding: who owns which queries, over the ranks of `mesh[axes]`.
+        axes: the two axes in the order in which they number the ranks, the last one fastest.
+        ulysses: which of the two exchanges heads; the other one is the ring.
+
+    Returns:
+        As `allgather_kv_attention`.
+
+    Communication:
+        Forward (U-1)/U * (2Q + K) elements sent per rank in two all-to-alls, and (R-1) messages of K elements, where
+        Q = B*(S/(R*U))*H*D and K = 2*B*(S/(R*U))*K*D are a rank's own. Backward as in the parts.
+
+    Raises:
+        As `allgather_kv_attention`.
+
+    Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719, section 4.
+    """
+    problem = agree(
+        f"hybrid_attention[{axes}, {ulysses}]",
+        *(q, k, v),
+        comm=mesh[axes],
+        sharding=sharding,
+        kv_sharding=kv_sharding,
+        mask=mask,
+        softmax_scale=softmax_scale,
+    )
+    ring = axes[0] if axes[1] == ulysses else axes[1]
+    groups = _groups(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)
+    inner = replace(
+        problem, comm=mesh[ring], sharding=problem.sharding.group(groups), kv_sharding=problem.kv_sharding.group(groups)
+    )
+    mine = groups[mesh[ring].rank]
+    exchange = Exchange(
+        mesh[ulysses],
+        tuple(problem.sharding.local_len(rank) for rank in mine),
+        tuple(problem.kv_sharding.local_len(rank) for rank in mine),
+        *split_heads(q.shape[2], k.shape[2], mesh[ulysses].size),
+    )
+    out, lse = exchange.run(q, k, v, lambda *heads: run_ring(*heads, inner), return_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _groups(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
+    """For each rank of the ring, the ranks of the product that exchange heads with each other there."""
+    if ulysses_fastest:
+        return [[ring * fast + rank for rank in range(fast)] for ring in range(slow)]
+    return [[rank * fast + ring for rank in range(slow)] for ring in range(fast)]

@@ -1,0 +1,143 @@
+"""Ring attention: keys and values travel from rank to rank, and each rank attends to the block that it holds.
+
+    step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse = merge(out, lse, attend(q_r, k_j, v_j))
+
+While a block is computed on, the next one is under way. A block travels only as far as the last rank that sees any of it. In the
+backward the blocks travel the same way again, each followed by the sum of its gradients so far, which goes home from the last rank
+that adds to it. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.attention import accumulation_dtype, attend, attend_backward, merge_into
+from sp_core.communicator import Communicator
+from sp_core.mask import Mask
+from sp_core.schemes.problem import Problem, agree
+from sp_core.schemes.travel import Homeward, Travel, visibility
+from sp_core.sharding import Sharding
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Communicator,
+    sharding: Sharding,
+    kv_sharding: Sharding | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the tokens of all ranks, by passing keys and values around a ring.
+
+    Args:
+        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
+
+    Returns:
+        As `allgather_kv_attention`.
+
+    Communication:
+        Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks. Backward the same, and P messages
+        of as many elements in float32 or wider. A single rank sends nothing.
+
+    Raises:
+        As `allgather_kv_attention`.
+
+    Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3.
+    """
+    problem = agree(
+        "ring_attention",
+        *(q, k, v),
+        comm=comm,
+        sharding=sharding,
+        kv_sharding=kv_sharding,
+        mask=mask,
+        softmax_scale=softmax_scale,
+    )
+    out, lse = run_ring(q, k, v, problem)
+    return (out, lse) if return_lse else out
+
+
+def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """The scheme once its arguments have been agreed on."""
+    apply: Any = _Ring.apply
+    out, lse = apply(q, k, v, problem)
+    return out, lse
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        out, lse = _attend_ring(q.transpose(1, 2), k, v, problem)
+        out = out.to(q.dtype).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
+        dq, dk, dv = _ring_gradients(upstream, k, v, ctx.problem, with_kv=any(ctx.needs_input_grad[1:3]))
+        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Forward: q and out (B, H, S/P, D), lse (B, H, S/P); results in float32 or wider."""
+    dtype = accumulation_dtype(q.dtype)
+    mine = torch.stack((k.detach(), v.detach()))
+    result: tuple[Tensor, Tensor] | None = None
+    for _, block, held in Travel(problem, mine).circulate(mine):
+        if held is None or not _sees(problem, block):
+            continue
+        part = attend(q, *_heads_first(held), **_who(problem, block), out_dtype=dtype)
+        if result is None:
+            result = part
+        else:
+            merge_into(*result, *part)
+    return result or (torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
+
+
+def _ring_gradients(
+    upstream: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], k: Tensor, v: Tensor, problem: Problem, *, with_kv: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward: dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
+    grad_out, q, out, lse, grad_lse = upstream
+    dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
+    mine = torch.stack((k.detach(), v.detach()))
+    homeward = Homeward(Travel(problem, mine.new_empty(mine.shape, dtype=dq.dtype)))
+    for step, block, held in Travel(problem, mine).circulate(mine):
+        own = None
+        if held is not None and _sees(problem, block):
+            blocks = _heads_first(held)
+            part, dk, dv = attend_backward(grad_out, q, *blocks, out, lse, **_who(problem, block), grad_lse=grad_lse)
+            dq += part
+            own = torch.stack((dk, dv)).transpose(2, 3).contiguous()
+        if with_kv:
+            homeward.add(step, own)
+    return dq, *(homeward.arrived() if with_kv else (k, v))
+
+
+def _sees(problem: Problem, block: int) -> bool:
+    return visibility(problem.sharding, problem.kv_sharding, problem.mask)[problem.comm.rank][block]
+
+
+def _who(problem: Problem, block: int) -> dict[str, Any]:
+    """Positions of this rank's queries and of the block's keys, mask and scale."""
+    positions, kv_positions = problem.sharding.positions(problem.comm.rank), problem.kv_sharding.positions(block)
+    return {"q_positions": positions, "kv_positions": kv_positions, "mask": problem.mask, "scale": problem.scale}
+
+
+def _heads_first(block: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v (B, K, S_block, D) of a block (2, B, S_block, K, D)."""
+    k, v = block.transpose(2, 3).unbind()
+    return k, v

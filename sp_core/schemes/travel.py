@@ -1,0 +1,155 @@
+"""How blocks of keys and values travel around a ring, and how their gradients come home.
+
+Block j starts at rank j. In step s it is at rank j + s, which passes it on if a rank further along sees any of it. `hops` says how far each
+block goes; every rank computes the whole table from the positions, so all agree on every message without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sp_core.mask import Mask, plan_blocks
+from sp_core.schemes.problem import Problem
+from sp_core.sharding import Sharding
+from sp_core.transport import Done, Handle
+
+
+@lru_cache(maxsize=64)
+def visibility(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[tuple[bool, ...], ...]:
+    """For each rank and each block, whether the rank's queries see any key of the block."""
+    queries = [sharding.positions(rank) for rank in range(sharding.size)]
+    keys = [kv_sharding.positions(rank) for rank in range(sharding.size)]
+    return tuple(tuple(bool(plan_blocks(q, k, mask)) for k in keys) for q in queries)
+
+
+@lru_cache(maxsize=64)
+def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
+    """For each block, how many times it is passed on: to the last rank that sees any of it, in ring order from its owner."""
+    seen, size = visibility(sharding, kv_sharding, mask), sharding.size
+    return tuple(max((s for s in range(size) if seen[(block + s) % size][block]), default=0) for block in range(size))
+
+
+class Travel:
+    """The ring as one rank sees it: which messages it sends and receives in which step.
+
+    Args:
+        problem: what is computed; its communicator carries the messages.
+        like: a block of this rank (2, B, S_block, K, D), for shape, dtype and device.
+    """
+
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        self.comm = problem.comm
+        self._lengths = problem.kv_sharding.lengths
+        self._hops = hops(problem.sharding, problem.kv_sharding, problem.mask)
+        self._like = like
+
+    @property
+    def steps(self) -> int:
+        """Steps until the last block is where it is needed last."""
+        return max(self._hops) + 1
+
+    def block(self, step: int) -> int:
+        """The block that is at this rank in `step`, if it comes this far."""
+        return (self.comm.rank - step) % self.comm.size
+
+    def goes_on(self, block: int, step: int) -> bool:
+        """Whether `block` is passed on after `step`."""
+        return self._hops[block] > step and self._lengths[block] > 0
+
+    def ends(self, block: int, step: int) -> bool:
+        """Whether `block` ends its way in `step`, away from home."""
+        return self._hops[block] == step > 0 and self._lengths[block] > 0
+
+    def empty(self, block: int) -> Tensor:
+        """Memory for a block."""
+        two, batch, _, heads, head_dim = self._like.shape
+        return self._like.new_empty((two, batch, self._lengths[block], heads, head_dim))
+
+    def circulate(self, held: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Yield (step, block, keys and values) while the next block is under way; None where no block has come this far."""
+        present: Tensor | None = held
+        for step in range(self.steps):
+            handle, arriving = self._pass_on(step, present)
+            yield step, self.block(step), present
+            self.comm.wait(handle, "ring")
+            present = arriving
+
+    def _pass_on(self, step: int, held: Tensor | None) -> tuple[Handle, Tensor | None]:
+        if step == self.steps - 1:
+            return Done(), None
+        coming = self.block(step + 1)
+        arriving = self.empty(coming) if self.goes_on(coming, step) else None
+        sends = [(self.right, held.view(-1))] if held is not None and self.goes_on(self.block(step), step) else []
+        recvs = [(self.left, arriving.view(-1))] if arriving is not None else []
+        return self.comm.exchange(sends, recvs, "ring"), arriving
+
+    @property
+    def right(self) -> int:
+        """The rank that blocks go to."""
+        return (self.comm.rank + 1) % self.comm.size
+
+    @property
+    def left(self) -> int:
+        """The rank that blocks come from."""
+        return (self.comm.rank - 1) % self.comm.size
+
+    def home(self, step: int) -> int:
+        """The rank on which this rank's block is in `step`."""
+        return (self.comm.rank + step) % self.comm.size
+
+
+class Homeward:
+    """Sums of gradients that follow their blocks: call `add` in every step of the ring, then take what `arrived`.
+
+    Args:
+        travel: the way of the blocks, made for the dtype of the sums.
+    """
+
+    def __init__(self, travel: Travel) -> None:
+        self._travel = travel
+        self._handle: Handle = Done()
+        self._coming: Tensor | None = None
+        self._mine: Tensor | None = None
+
+    def add(self, step: int, own: Tensor | None) -> None:
+        """Add this rank's gradient of the block of `step` to its sum, and send the sum on or home."""
+        travel = self._travel
+        travel.comm.wait(self._handle, "ring")
+        block = travel.block(step)
+        total = self._coming
+        if own is not None:
+            total = own if total is None else total.add_(own)
+        if total is None and (step == 0 or travel.goes_on(block, step) or travel.ends(block, step)):
+            total = travel.empty(block).zero_()
+        if step == 0:
+            self._mine = total  # stays if the block goes nowhere
+        self._send(step, block, total)
+
+    def _send(self, step: int, block: int, total: Tensor | None) -> None:
+        travel, rank = self._travel, self._travel.comm.rank
+        if travel.steps == 1:
+            return
+        sends, recvs = [], []
+        if total is not None and travel.goes_on(block, step):
+            sends.append((travel.right, total.view(-1)))
+        elif total is not None and travel.ends(block, step):
+            sends.append((block, total.view(-1)))
+        coming = travel.block(step + 1)
+        self._coming = travel.empty(coming) if travel.goes_on(coming, step) else None
+        if self._coming is not None:
+            recvs.append((travel.left, self._coming.view(-1)))
+        if travel.ends(rank, step):
+            self._mine = travel.empty(rank)
+            recvs.append((travel.home(step), self._mine.view(-1)))
+        self._handle = travel.comm.exchange(sends, recvs, "ring")
+
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """dk and dv of this rank's block, (B, S_block, K, D) each."""
+        self._travel.comm.wait(self._handle, "ring")
+        assert self._mine is not None
+        dk, dv = self._mine.unbind()
+        return dk, dv

@@ -1,0 +1,174 @@
+"""Ulysses: an all-to-all gives every rank the whole sequence for a part of the heads, a second one takes the results back.
+
+    q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)   inner attention   (B, S, H/P, D)  --all-to-all-->  out  (B, S/P, H, D)
+
+Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks, or they do not divide, a head goes
+to every rank that reads it, and its gradients are summed on the way back. Shapes: B batch, S sequence, H heads, K key/value heads,
+D head dim, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sp_core.attention import attention
+from sp_core.autograd.apply import apply
+from sp_core.collectives.maps import AllToAll
+from sp_core.communicator import Communicator
+from sp_core.mask import Mask
+from sp_core.schemes.problem import Problem, agree
+from sp_core.sharding import Sharding, split_ranges
+
+Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Attention of (B, S, h, D) queries over all tokens that the exchange has brought together: (out, lse)."""
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Communicator,
+    sharding: Sharding,
+    kv_sharding: Sharding | None = None,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    inner: Callable[..., tuple[Tensor, Tensor]] = attention,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the tokens of all ranks, each rank computing some of the heads.
+
+    Args:
+        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
+        inner: attention over the whole sequence on one device; called as `sp_core.attention` with `q_positions`, `kv_positions`,
+            `mask`, `softmax_scale` and `return_lse=True`.
+
+    Returns:
+        As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no head.
+
+    Communication:
+        Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys are sharded differently) and one of
+        out: (P-1)/P of 2Q + K elements sent per rank, where Q = B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
+
+    Raises:
+        As `allgather_kv_attention`.
+
+    Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
+    """
+    problem = agree(
+        "ulysses_attention",
+        *(q, k, v),
+        comm=comm,
+        sharding=sharding,
+        kv_sharding=kv_sharding,
+        mask=mask,
+        softmax_scale=softmax_scale,
+    )
+    positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return inner(
+            *(q, k, v),
+            q_positions=positions,
+            kv_positions=kv_positions,
+            mask=problem.mask,
+            softmax_scale=problem.scale,
+            return_lse=True,
+        )
+
+    exchange = Exchange.of(problem, q.shape[2], k.shape[2])
+    out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _gathered_positions(sharding: Sharding) -> Tensor:
+    return sharding.group([range(sharding.size)]).positions(0)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The two all-to-alls: which heads each rank computes, and how many tokens each rank brings.
+
+    Args:
+        comm: the ranks.
+        lengths, kv_lengths: tokens of each rank.
+        heads: query heads that each rank computes.
+        kv_heads: for each rank, the key/value head of each of its key/value slots; one that several ranks read is in several.
+    """
+
+    comm: Communicator
+    lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    heads: tuple[range, ...]
+    kv_heads: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, problem: Problem, num_heads: int, num_kv_heads: int) -> Exchange:
+        """The exchange of a problem over all its ranks."""
+        heads, kv_heads = split_heads(num_heads, num_kv_heads, problem.comm.size)
+        return cls(problem.comm, problem.sharding.lengths, problem.kv_sharding.lengths, heads, kv_heads)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+        """Exchange, attend, exchange back. Without `return_lse` the lse stays where it is and must not be used."""
+        out, lse = inner(*self._forward(q, k, v))
+        counts = tuple(len(heads) for heads in self.heads)
+        out = apply(out, AllToAll(self.comm, 1, 2, self.lengths, counts))
+        if return_lse:
+            lse = apply(lse, AllToAll(self.comm, 2, 1, self.lengths, counts))
+        return out, lse
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's heads of q, k and v for all tokens; in one exchange where the tokens are sharded alike."""
+        if self.lengths != self.kv_lengths:
+            q = self._dealt(q, [list(heads) for heads in self.heads], self.lengths)
+            mine = self._dealt(torch.cat((k, v), 2), [self._twice(heads, k.shape[2]) for heads in self.kv_heads], self.kv_lengths)
+            k, v = mine.chunk(2, 2)
+            return q, k, v
+        first_k = q.shape[2]
+        slots = [
+            [*heads, *(first_k + head for head in self._twice(kv_heads, k.shape[2]))]
+            for heads, kv_heads in zip(self.heads, self.kv_heads, strict=True)
+        ]
+        mine = self._dealt(torch.cat((q, k, v), 2), slots, self.lengths)
+        rank = self.comm.rank
+        q, k, v = mine.split([len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2], 2)
+        return q, k, v
+
+    def _twice(self, kv_heads: Sequence[int], num_kv_heads: int) -> list[int]:
+        """The slots of k and of v in a tensor that holds one after the other."""
+        return [*kv_heads, *(num_kv_heads + head for head in kv_heads)]
+
+    def _dealt(self, x: Tensor, slots: Sequence[list[int]], lengths: tuple[int, ...]) -> Tensor:
+        """(B, S/P, heads, D) to (B, S, slots of this rank, D)."""
+        order = [head for heads in slots for head in heads]
+        if order != list(range(x.shape[2])):
+            x = x.index_select(2, torch.tensor(order, dtype=torch.int64, device=x.device))
+        return apply(x, AllToAll(self.comm, 2, 1, tuple(map(len, slots)), lengths))
+
+
+def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
+    """Deal heads out to ranks.
+
+    With at least one key/value head per rank, whole groups are dealt out and no key or value travels twice. With fewer, query heads are
+    dealt out evenly and each rank receives the key/value head of each of its query heads; once, where these all read the same one.
+
+    Returns:
+        The query heads of each rank, and for each rank the key/value head of each of its key/value slots.
+    """
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= size:
+        kv = split_ranges(num_kv_heads, size)
+        return tuple(range(part.start * group, part.stop * group) for part in kv), tuple(tuple(part) for part in kv)
+    heads = split_ranges(num_heads, size)
+    return heads, tuple(_slots([head // group for head in part]) for part in heads)
+
+
+def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
+    """One slot if all heads read the same key/value head, else a slot for each of them."""
+    distinct = sorted(set(kv_of_head))
+    equal = {kv_of_head.count(head) for head in distinct}
+    return tuple(distinct) if len(equal) == 1 else tuple(kv_of_head)
