@@ -1,6 +1,7 @@
 """The ways to split attention over ranks, all with one signature."""
 
 from sp_core.schemes.allgather_kv import allgather_kv_attention
+from sp_core.schemes.hybrid import hybrid_attention
 from sp_core.schemes.ring import ring_attention
 from sp_core.schemes.ulysses import ulysses_attention
 
@@ -11,4 +12,4 @@ SCHEMES = {
 }
 """Schemes over one group of ranks, by name."""
 
-__all__ = ["SCHEMES", "allgather_kv_attention", "ring_attention", "ulysses_attention"]
+__all__ = ["SCHEMES", "allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import attend, attend_backward
+from sp_core.attention.once import differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
@@ -87,7 +88,7 @@ class _AllGatherKV(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         problem: Problem = ctx.problem

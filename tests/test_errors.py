@@ -1,0 +1,196 @@
+"""Bad input raises the same named error on every rank, before any message, and the next collective still works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES
+from sp_core.testing import spmd
+
+B, S, H, K, D = 2, 12, 4, 2, 8
+Wrong = Callable[[sp.Communicator], object]
+
+
+def attention(comm: sp.Communicator, *, heads: int = H, kv_heads: int = K, seq: int = S, **changes: Any) -> Any:
+    """A valid call of a scheme, with changes."""
+    sharding = changes.pop("sharding", sp.Sharding.contiguous(S, comm.size))
+    scheme = changes.pop("scheme", sp.allgather_kv_attention)
+    local = sp.Sharding.contiguous(seq, comm.size).local_len(comm.rank)
+    tensors = {"q": torch.ones(B, local, heads, D), "k": torch.ones(B, local, kv_heads, D), "v": torch.ones(B, local, kv_heads, D)}
+    tensors.update({name: changes.pop(name)(tensors[name]) for name in list(changes) if name in tensors})
+    return scheme(**tensors, comm=comm, sharding=sharding, **changes)
+
+
+def only_on_last(change: Callable[[torch.Tensor], Any]) -> Callable[[sp.Communicator], Callable[[torch.Tensor], Any]]:
+    return lambda comm: change if comm.rank == comm.size - 1 else lambda x: x
+
+
+def differing(comm: sp.Communicator, value: int) -> int:
+    return value + (comm.rank == comm.size - 1)
+
+
+EVERYWHERE: dict[str, tuple[type[Exception], str, Wrong]] = {
+    "heads that do not divide": (sp.ShapeError, "heads", lambda c: attention(c, heads=5)),
+    "a mask for another length": (sp.ShapeError, "13", lambda c: attention(c, mask=sp.Mask(documents=(0, 5, 13)))),
+    "a sharding for another length": (sp.ShapeError, "12", lambda c: attention(c, seq=S + 2 * c.size)),
+    "a sharding for more ranks": (sp.ShapeError, "ranks", lambda c: attention(c, sharding=sp.Sharding.contiguous(S, c.size + 1))),
+    "integers": (sp.DtypeError, "int64", lambda c: attention(c, q=lambda x: x.long(), k=lambda x: x.long(), v=lambda x: x.long())),
+    "two dtypes": (sp.DtypeError, "float64", lambda c: attention(c, q=lambda x: x.double())),
+    "three dims": (sp.ShapeError, "B, S", lambda c: attention(c, q=lambda x: x[0])),
+    "no tensor": (sp.DtypeError, "list", lambda c: attention(c, v=lambda x: x.tolist())),
+    "another device": (sp.DeviceError, "meta", lambda c: attention(c, k=lambda x: x.to("meta"))),
+    "a gathered list": (sp.DtypeError, "list", lambda c: sp.all_gather([1.0], comm=c)),  # type: ignore[arg-type]
+    "a dim that is not there": (sp.ShapeError, "dim 3", lambda c: sp.all_gather(torch.ones(2), comm=c, dim=3)),
+    "sizes that do not add up": (sp.ShapeError, "adds up", lambda c: sp.reduce_scatter(torch.ones(9), comm=c, sizes=[1] * c.size)),
+    "too many sizes": (sp.ShapeError, "one per rank", lambda c: sp.all_gather(torch.ones(1), comm=c, sizes=[1] * (c.size + 1))),
+    "a complex sum": (sp.DtypeError, "complex64", lambda c: sp.all_reduce(torch.ones(2, dtype=torch.complex64), comm=c)),
+    "a sum of bools": (sp.DtypeError, "bool", lambda c: sp.all_reduce(torch.ones(2, dtype=torch.bool), comm=c)),
+    "an unknown algorithm": (ValueError, "magic", lambda c: sp.all_gather(torch.ones(2), comm=c, algorithm="magic")),
+    "an unknown reduction": (ValueError, "prod", lambda c: sp.all_reduce(torch.ones(2), comm=c, op="prod")),
+    "a gradient of max": (ValueError, "max", lambda c: sp.all_reduce(torch.ones(2, requires_grad=True), comm=c, op="max")),
+    "a root that is not there": (sp.ShapeError, "root=9", lambda c: sp.broadcast(torch.ones(2), comm=c, root=9)),
+    "one dim twice": (sp.ShapeError, "two different", lambda c: sp.all_to_all(torch.ones(4, 4), comm=c, split_dim=0, concat_dim=-2)),
+}  # fmt: skip
+
+ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
+    "another shape": (sp.CollectiveMismatch, "rank", lambda c: sp.all_reduce(torch.ones(differing(c, 3)), comm=c)),
+    "another dtype": (
+        sp.CollectiveMismatch,
+        "float64",
+        lambda c: sp.all_gather(only_on_last(lambda x: x.double())(c)(torch.ones(2)), comm=c),
+    ),
+    "another root": (sp.CollectiveMismatch, "root", lambda c: sp.broadcast(torch.ones(2), comm=c, root=differing(c, 0))),
+    "another collective": (
+        sp.CollectiveMismatch,
+        "all_gather",
+        lambda c: (sp.all_gather if c.rank else sp.reduce_scatter)(torch.ones(2), comm=c),
+    ),
+    "other sizes": (
+        sp.CollectiveMismatch,
+        "sizes",
+        lambda c: sp.reduce_scatter(torch.ones(2 * c.size), comm=c, sizes=[1, 3] + [2] * (c.size - 2) if c.rank else [2] * c.size),
+    ),
+    "a gradient on one rank": (
+        sp.CollectiveMismatch,
+        "requires_grad",
+        lambda c: sp.all_reduce(torch.ones(2, requires_grad=c.rank == 0), comm=c),
+    ),
+    "heads of q": (sp.CollectiveMismatch, "rank", lambda c: attention(c, heads=H * differing(c, 1))),
+    "a bad dtype": (sp.DtypeError, "int64", lambda c: attention(c, q=only_on_last(lambda x: x.long())(c))),
+    "a bad device": (sp.DeviceError, "meta", lambda c: attention(c, q=only_on_last(lambda x: x.to("meta"))(c))),
+    "a mask": (sp.CollectiveMismatch, "causal", lambda c: attention(c, mask=sp.Mask(causal=c.rank == 0))),
+    "a scale": (sp.CollectiveMismatch, "softmax_scale", lambda c: attention(c, softmax_scale=float(differing(c, 1)))),
+    "a layout": (
+        sp.CollectiveMismatch,
+        "#",
+        lambda c: attention(c, sharding=(sp.Sharding.zigzag if c.rank else sp.Sharding.contiguous)(S, c.size)),
+    ),
+    "a scheme": (
+        sp.CollectiveMismatch,
+        "ring_attention",
+        lambda c: attention(c, scheme=sp.ring_attention if c.rank else sp.allgather_kv_attention),
+    ),
+    "tensors of a layer": (
+        sp.CollectiveMismatch,
+        "copy_all_to_group",
+        lambda c: sp.copy_all_to_group([torch.ones(differing(c, 2))], comm=c),
+    ),
+}
+
+
+def expect(comm: sp.Communicator, kind: type[Exception], text: str, wrong: Wrong) -> str:
+    """The call raises exactly `kind` with `text` in it; afterwards the communicator still works."""
+    sent = comm.counters.total().bytes_sent
+    with pytest.raises(kind) as caught:
+        wrong(comm)
+    assert type(caught.value) is kind
+    assert text in str(caught.value)
+    assert comm.counters.total().bytes_sent == sent
+    assert sp.all_reduce(torch.ones(1), comm=comm).item() == comm.size
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", sorted(EVERYWHERE))
+@spmd()
+def test_what_is_wrong_everywhere(comm: Any, case: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        expect(mesh["sp"], *EVERYWHERE[case])
+
+
+@pytest.mark.parametrize("case", sorted(ON_ONE_RANK))
+@spmd(2, 3, 4)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(comm: Any, case: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        text = expect(mesh["sp"], *ON_ONE_RANK[case])
+        everyone = comm.allgather(text)
+        assert everyone == [text] * comm.size
+
+
+@spmd()
+def test_a_mesh_that_does_not_fit(comm: Any) -> None:
+    for axes, text in (({"sp": comm.size + 1}, f"has {comm.size}"), ({"a": comm.size, "b": 0}, "sizes >= 1"), ({}, "no axes")):
+        with pytest.raises(sp.ShapeError, match=text):
+            sp.Mesh(comm, **axes)
+    with pytest.raises(sp.DeviceError, match="meta"):
+        sp.Mesh(comm, device="meta", sp=comm.size)
+    with pytest.raises(sp.DeviceError, match="pigeon"):
+        sp.Mesh(comm, transport="pigeon", sp=comm.size)
+    with pytest.raises(ValueError, match="never"):
+        sp.Mesh(comm, check="never", sp=comm.size)  # type: ignore[arg-type]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+@spmd(2)
+def test_a_device_that_is_not_there_on_one_rank(comm: Any) -> None:
+    with pytest.raises(sp.DeviceError, match=r"rank 1.*CUDA"):
+        sp.Mesh(comm, device="cuda" if comm.rank else "cpu", sp=comm.size)
+
+
+@spmd(2, 3)
+def test_meshes_that_differ(comm: Any) -> None:
+    axes = {"a": comm.size, "b": 1} if comm.rank else {"a": 1, "b": comm.size}
+    with pytest.raises(sp.CollectiveMismatch, match="axes"):
+        sp.Mesh(comm, **axes)
+
+
+@spmd()
+def test_a_freed_communicator(comm: Any) -> None:
+    mesh = sp.Mesh(comm, sp=comm.size)
+    group = mesh["sp"]
+    pending = sp.all_reduce_start(torch.ones(3), comm=group)
+    mesh.free()
+    mesh.free()
+    assert pending.wait().tolist() == [float(comm.size)] * 3
+    for call in (lambda: sp.all_gather(torch.ones(2), comm=group), lambda: attention(group), lambda: mesh["sp"]):
+        with pytest.raises(sp.RankError, match="freed"):
+            call()
+    with sp.Mesh(comm, sp=comm.size) as other:
+        assert sp.all_reduce(torch.ones(1), comm=other["sp"]).item() == comm.size
+
+
+@spmd(1)
+def test_a_layer_that_cannot_be(comm: Any) -> None:
+    with sp.Mesh(comm, sp=1) as mesh:
+        with pytest.raises(sp.ShapeError, match="num_heads=5"):
+            sp.SelfAttention(16, 5, comm=mesh["sp"])
+        with pytest.raises(ValueError, match="batch"):
+            sp.TransformerBlock(16, 4, norm="batch", comm=mesh["sp"])
+
+
+@spmd()
+def test_a_second_derivative_is_refused(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for scheme in SCHEMES.values():
+            x = torch.ones(1, 2, 1, 4, requires_grad=True)
+            sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+            out = scheme(x, x, x, comm=mesh["sp"], sharding=sharding)
+            (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiable once"):
+                torch.autograd.grad(grad.sum(), x)

@@ -1,0 +1,64 @@
+"""A mesh numbers its ranks with the last axis fastest, and its communicators live as long as it does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core.testing import given, spmd
+
+SHAPES = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 5: (5, 1, 1), 6: (3, 1, 2), 7: (1, 1, 7), 8: (2, 2, 2)}
+
+
+@given(names=st.permutations(["a", "b", "c"]), product=st.permutations(["a", "b", "c"]), axes=st.integers(1, 3))
+def test_ranks_are_numbered_with_the_last_axis_fastest(comm: Any, names: list[str], product: list[str], axes: int) -> None:
+    lengths = dict(zip(names, SHAPES[comm.size], strict=True))
+    places = [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, lengths.values()))]
+    mine = places[comm.rank]
+    chosen = tuple(product[:axes])
+    with sp.Mesh(comm, **lengths) as mesh:
+        group = mesh[chosen]
+        members = [rank for rank, place in enumerate(places) if all(place[n] == mine[n] for n in names if n not in chosen)]
+        members.sort(key=lambda rank: [places[rank][name] for name in chosen])
+        assert group.size == len(members)
+        assert members[group.rank] == comm.rank
+        assert sp.all_gather(torch.tensor([comm.rank]), comm=group).tolist() == members
+        assert [mesh.coordinate(name) for name in names] == [mine[name] for name in names]
+        assert mesh[chosen] is group
+
+
+@spmd()
+def test_unknown_and_repeated_axes_are_refused(comm: Any) -> None:
+    with sp.Mesh(comm, a=comm.size, b=1) as mesh:
+        for axes in ("c", ("a", "a"), ()):
+            with pytest.raises(sp.ShapeError, match="axes"):
+                mesh[axes]
+
+
+@spmd()
+def test_two_meshes_do_not_hear_each_other(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as one, sp.Mesh(comm, sp=comm.size) as two:
+        first = sp.all_reduce_start(torch.ones(4), comm=one["sp"])
+        second = sp.all_reduce_start(torch.full((4,), 2.0), comm=two["sp"])
+        assert second.wait()[0].item() == 2 * comm.size
+        assert first.wait()[0].item() == comm.size
+
+
+@given(ranks=st.permutations([0, 1, 2]).map(tuple))
+def test_a_communicator_of_reordered_ranks(comm: Any, ranks: tuple[int, ...]) -> None:
+    """Group ranks are places in the group, whatever the ranks are called elsewhere."""
+    if comm.size < 3:
+        return
+    place = ranks.index(comm.rank) if comm.rank < 3 else comm.rank
+    reordered = comm.Split(0, place)
+    with sp.Mesh(reordered, sp=comm.size) as mesh:
+        gathered = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["sp"]).tolist()
+        assert gathered[:3] == list(ranks)
+        root = sp.broadcast(torch.tensor([float(comm.rank)], requires_grad=True), comm=mesh["sp"], root=2)
+        assert root.item() == ranks[2]
+    reordered.Free()
