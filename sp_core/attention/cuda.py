@@ -1,0 +1,107 @@
+"""Torch's CUDA attention kernels behind one call: argument packing, and the shapes of their lse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sp_core.attention.merge import accumulation_dtype
+
+LSE_ALIGNMENT = 32  # queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Out (B, H, Sq, D) and lse (B, H, Sq) of the named kernel."""
+    aten = torch.ops.aten
+    if backend == "flash_cuda":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    elif backend == "efficient_cuda":
+        k, v = (repeated(t, q.shape[1]) for t in (k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    elif backend == "cudnn_cuda":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    else:
+        raise ValueError(f"backend is {backend!r}, needed flash_cuda, efficient_cuda or cudnn_cuda; ask backend_for")
+    return out, unpadded_lse(lse, q.shape[2])
+
+
+def backward(
+    backend: str,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> Triple:
+    """Gradients (dq, dk, dv) of the named kernel, in the dtype of q."""
+    aten = torch.ops.aten
+    seed, offset = random_state(backend, q.device)
+    lengths = (q.shape[2], k.shape[2])
+    if backend == "flash_cuda":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset, scale=scale
+        )
+    elif backend == "efficient_cuda":
+        heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
+        needed = [True, True, True, False]
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, None, out, padded_lse(lse), seed, offset, 0.0, needed, causal, scale=scale
+        )
+        dk, dv = (gathered(t, heads) for t in (dk, dv))
+    else:
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse.unsqueeze(-1).contiguous(),
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            *lengths,
+            0.0,
+            causal,
+            scale=scale,
+        )
+    return dq, dk, dv
+
+
+def repeated(x: Tensor, num_heads: int) -> Tensor:
+    """Repeat the key heads, (B, K, S, D) -> (B, H, S, D), for a kernel that knows no groups."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
+    """Sum gradients over the query heads of each key head, (B, H, S, D) -> (B, K, S, D), in float32 or wider."""
+    if dx.shape[1] == num_kv_heads:
+        return dx
+    b, h, s, d = dx.shape
+    return dx.reshape(b, num_kv_heads, h // num_kv_heads, s, d).sum(2, dtype=accumulation_dtype(dx.dtype))
+
+
+def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
+    """Bring a kernel's lse, (B, H, >= Sq) or (B, H, Sq, 1), to (B, H, Sq)."""
+    lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+    return lse[..., :queries]
+
+
+def padded_lse(lse: Tensor) -> Tensor:
+    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf, the lse of a row whose every weight is 0."""
+    missing = -lse.shape[-1] % LSE_ALIGNMENT
+    return pad(lse, (0, missing), value=torch.inf).contiguous()
+
+
+def random_state(backend: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The dropout state that a backward wants and, without dropout, does not read."""
+    if backend == "flash_cuda":
+        return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
+    return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

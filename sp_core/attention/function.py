@@ -1,0 +1,116 @@
+"""Attention on one device as a differentiable function, with the tensor layout of the schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.attention.kernels import FLOATS
+from sp_core.attention.once import differentiable_once
+from sp_core.attention.shards import attend, attend_backward
+from sp_core.errors import DeviceError, DtypeError, ShapeError
+from sp_core.mask import Mask, Positions
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention on one device, softmax(softmax_scale q k^T) v, masked by global positions.
+
+    Args:
+        q: (B, Sq, H, D), float64, float32, bfloat16 or float16.
+        k: (B, Sk, K, D), K dividing H.
+        v: (B, Sk, K, D).
+        mask: who sees whom; None sees everything.
+        q_positions: Sq global positions; 0 .. Sq - 1 when None.
+        kv_positions: Sk global positions; 0 .. Sk - 1 when None.
+        softmax_scale: factor of the scores; 1 / sqrt(D) when None.
+        return_lse: also return the log-sum-exp of the scores, differentiably.
+
+    Returns:
+        out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A query that sees nothing has
+        out 0, lse -inf and no gradient. Differentiable once.
+
+    Raises:
+        ShapeError: shapes that do not fit together, positions that do not number the tokens, a mask for another length.
+        DtypeError: dtypes that differ or are not floating.
+        DeviceError: tensors on different devices.
+    """
+    check_qkv(q, k, v)
+    if mask is not None and q_positions is None and kv_positions is None:
+        mask.check_lengths(q.shape[1], k.shape[1])
+    positions = (
+        range(q.shape[1]) if q_positions is None else q_positions,
+        range(k.shape[1]) if kv_positions is None else kv_positions,
+    )
+    scale = float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    out, lse = _apply(q, k, v, *positions, mask, scale)
+    return (out, lse) if return_lse else out
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse q (B, Sq, H, D), k and v (B, Sk, K, D) that do not fit together.
+
+    Raises:
+        ShapeError: not four-dimensional, unequal batch, head dim or key length, or K that does not divide H.
+        DtypeError: dtypes that differ or are not among float64, float32, bfloat16, float16.
+        DeviceError: tensors on different devices.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ShapeError(f"{shapes} given, needed q (B, Sq, H, D) and k, v of one shape (B, Sk, K, D)")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ShapeError(f"{shapes} given, needed the same batch and the same head dim of at least 1")
+    if q.shape[2] % max(k.shape[2], 1) or (k.shape[2] == 0 and q.shape[2] > 0):
+        raise ShapeError(f"{q.shape[2]} query heads on {k.shape[2]} key/value heads, needed a multiple; repeat or drop heads")
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in FLOATS:
+        raise DtypeError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype} given, needed one of {FLOATS} for all three; cast first")
+    if not (q.device == k.device == v.device):
+        raise DeviceError(f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; move them first")
+
+
+class _Attention(torch.autograd.Function):
+    """attend, with attend_backward as its derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_positions: Positions,
+        kv_positions: Positions,
+        mask: Mask | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what the backward reads; lse is an output of its own, so its gradient may come or not."""
+        ctx.set_materialize_grads(False)
+        ctx.call = {"q_positions": q_positions, "kv_positions": kv_positions, "mask": mask, "scale": scale}
+        out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call)
+        out = out.transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Round the gradients once, from the accumulation dtype."""
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
+        grads = attend_backward(do, q_, k_, v_, o, lse, grad_lse=grad_lse, **ctx.call)
+        return *(grad.transpose(1, 2).to(q.dtype) for grad in grads), None, None, None, None
+
+
+_apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply

@@ -1,0 +1,141 @@
+"""The kernels: torch's fused ones, which return the lse, and a plain one for the rest. Chosen by one plain function.
+
+Facts about the fused kernels of torch 2.13 that the rest of the package relies on (each is fixed by a test):
+- CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a scale that is not positive; the
+  additive mask must have q's dtype (a float32 mask for float64 is read wrongly, without an error); a last dim that is not
+  contiguous is read wrongly too; zero queries, keys or heads end the process with SIGFPE.
+- CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H natively.
+- CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32 queries, as its
+  backward wants it.
+- CUDA cuDNN: half precision; its lse has a trailing dim of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_core.attention import cuda, plain
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, *HALF)
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class BackendCall(NamedTuple):
+    """One call of a kernel: which backend, for which kind of block, "forward" or "backward"."""
+
+    backend: str
+    kind: str
+    direction: Literal["forward", "backward"]
+
+
+_recorders: list[list[BackendCall]] = []
+
+
+@contextmanager
+def record_backends() -> Iterator[list[BackendCall]]:
+    """Record the kernels that run inside the `with`, in all threads (backward on CUDA runs in the device's own)."""
+    calls: list[BackendCall] = []
+    _recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        # By identity: two recorders with equal contents are equal lists.
+        del _recorders[next(i for i, recorder in enumerate(_recorders) if recorder is calls)]
+
+
+def backend_for(
+    device_type: str, dtype: torch.dtype, head_dim: int, kind: str, *, num_heads: int = 1, num_kv_heads: int = 1
+) -> str:
+    """Name the kernel that a block of attention runs on.
+
+    Args:
+        device_type: "cpu", "cuda", ...
+        dtype: of q, k and v.
+        head_dim: of q, k and v.
+        kind: "full", "causal" (square) or "partial".
+
+    Returns:
+        "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by name).
+    """
+    if device_type == "cpu":
+        return "flash_cpu" if dtype in FLOATS else "plain"
+    if device_type != "cuda" or kind == "partial":
+        return "plain"
+    if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
+        return "flash_cuda"
+    aligned = head_dim % (8 if dtype in HALF else 4) == 0
+    return "efficient_cuda" if dtype in (torch.float32, *HALF) and aligned else "plain"
+
+
+def forward(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Run one kernel on a non-empty block in which every query sees a key; returns out (B, H, Sq, D) and lse (B, H, Sq)."""
+    _record(BackendCall(backend, kind, "forward"))
+    if backend == "plain":
+        return plain.forward(q, k, v, _visible(q, k, kind, allowed), scale)
+    q, k, v = (_readable(t) for t in (q, k, v))
+    if backend == "flash_cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
+        )
+        return out, lse
+    return cuda.forward(backend, q, k, v, kind == "causal", scale)
+
+
+def backward(
+    backend: str,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    allowed: Tensor | None,
+    scale: float,
+) -> Triple:
+    """Run one kernel's backward; `out` and `lse` may be those of all keys, of which k and v are a part."""
+    _record(BackendCall(backend, kind, "backward"))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw nothing: exp(s - lse) must be 0, not NaN
+    if backend == "plain":
+        return plain.backward(grad_out, q, k, v, out, lse, _visible(q, k, kind, allowed), scale)
+    grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
+    if backend == "flash_cpu":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
+        )
+        return dq, dk, dv
+    return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", scale)
+
+
+def _record(call: BackendCall) -> None:
+    """Tell every open recorder."""
+    for recorder in _recorders:
+        recorder.append(call)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """A tensor whose last dim is contiguous; anything else the fused kernels read wrongly, without an error."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The float mask that the CPU kernel adds to the scores."""
+    if allowed is None:
+        return None
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+
+
+def _visible(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Tensor | None:
+    """The bool mask (Sq, Sk) that the plain kernel applies; None for a full block."""
+    if kind == "causal":
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+    return None if allowed is None else allowed.to(q.device)

@@ -1,0 +1,43 @@
+"""Refusal of second derivatives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+class _Refuse(torch.autograd.Function):
+    """The identity in x, which cannot be differentiated; `causes` are what x was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *causes: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise RuntimeError("attention is differentiable once; a second derivative was asked for. Use plain torch attention for it.")
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Make the gradients that `backward` returns refuse to be differentiated, by anything that it was given or has saved.
+
+    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable. The gradients of attention also depend on
+    q, k and v; that part of a second derivative it would drop without a word.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        apply: Any = _Refuse.apply
+        return tuple(apply(x, *grads, *ctx.saved_tensors) if isinstance(x, Tensor) else x for x in results)
+
+    return refusing

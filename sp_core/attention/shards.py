@@ -1,0 +1,207 @@
+"""Attention between two shards: all blocks that their positions and the mask leave, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sp_core.attention.blocks import block_attention, block_attention_backward
+from sp_core.attention.merge import accumulation_dtype, merge_into
+from sp_core.errors import ShapeError
+from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
+from sp_core.mask.blocks import band_mask, dense
+
+LSE_COLUMNS = 8  # what a head is widened by to carry the gradient of lse; the CUDA kernels want multiples of 8
+
+Triple = tuple[Tensor, Tensor, Tensor]
+Quintuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_positions: Positions,
+    kv_positions: Positions,
+    mask: Mask | None = None,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the queries of one shard to the keys of another, by global positions.
+
+    Args:
+        q: (B, H, Sq, D), strided as it comes.
+        k: (B, K, Sk, D).
+        v: (B, K, Sk, D).
+        q_positions: Sq global positions.
+        kv_positions: Sk global positions.
+        mask: who sees whom; None sees everything.
+        scale: softmax_scale.
+        out_dtype: dtype of out; q's dtype when None. A caller that goes on merging asks for `accumulation_dtype(q.dtype)`.
+        backend: a kernel by name, as from `backend_for`; None chooses for each block.
+
+    Returns:
+        out (B, H, Sq, D) and lse (B, H, Sq) in float32 or wider; 0 and -inf for queries that see nothing.
+
+    Raises:
+        ShapeError: positions that do not number the tokens, or that lie outside the mask's documents.
+    """
+    blocks = _blocks(q, k, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q, q_positions, kv_positions, mask)
+    dtype = out_dtype or q.dtype
+    if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
+        out, lse = _attend_block(blocks[0], q, k, v, allowed=allowed(blocks[0]), scale=scale, backend=backend)
+        return out.to(dtype), lse
+    out = _zeros(q, accumulation_dtype(q.dtype))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
+    written = 0  # blocks come in order of their queries: from here on rows are fresh
+    for block in blocks:
+        part = _attend_block(block, q, k, v, allowed=allowed(block), scale=scale, backend=backend)
+        _add_part(out[:, :, block.queries], lse[:, :, block.queries], *part, fresh=block.q_start >= written)
+        written = max(written, block.q_stop)
+    return out.to(dtype), lse
+
+
+def attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    q_positions: Positions,
+    kv_positions: Positions,
+    mask: Mask | None = None,
+    scale: float,
+    grad_lse: Tensor | None = None,
+    backend: str | None = None,
+) -> Triple:
+    """Gradients between two shards, where out and lse may cover more keys than those given.
+
+    Args:
+        grad_out: (B, H, Sq, D), of out.
+        q: (B, H, Sq, D).
+        k: (B, K, Sk, D).
+        v: (B, K, Sk, D).
+        out: (B, H, Sq, D), merged over all keys that the queries see.
+        lse: (B, H, Sq), likewise.
+        q_positions: Sq global positions.
+        kv_positions: Sk global positions.
+        mask: as in `attend`.
+        scale: softmax_scale.
+        grad_lse: (B, H, Sq), of lse, where lse was an output; None for zero.
+        backend: as in `attend`.
+
+    Returns:
+        dq (B, H, Sq, D), dk and dv (B, K, Sk, D): these keys' summands, in float32 or wider.
+
+    Raises:
+        ShapeError: positions that do not number the tokens, or that lie outside the mask's documents.
+    """
+    tensors = (grad_out, q, k, v, out)
+    if grad_lse is not None:
+        tensors = _with_lse_columns(*tensors, grad_lse)
+    blocks = _blocks(q, k, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q, q_positions, kv_positions, mask)
+    grads = _backward_blocks(blocks, allowed, tensors, lse, scale=scale, backend=backend)
+    dq, dk, dv = grads if grad_lse is None else (grad[..., : q.shape[-1]] for grad in grads)
+    return dq, dk, dv
+
+
+def _backward_blocks(
+    blocks: tuple[Block, ...], allowed: Callable[[Block], Tensor | None], tensors: Quintuple, lse: Tensor, **options: Any
+) -> Triple:
+    """Sum of the gradients of all blocks; the gradients of a block that is everything, without a sum."""
+    _, q, k, v, _ = tensors
+    dtype = accumulation_dtype(q.dtype)
+    if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
+        dq, dk, dv = _backward_block(blocks[0], *tensors, lse, allowed=allowed(blocks[0]), **options)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    dq, dk, dv = _zeros(q, dtype), _zeros(k, dtype), _zeros(v, dtype)
+    for block in blocks:
+        parts = _backward_block(block, *tensors, lse, allowed=allowed(block), **options)
+        for total, rows, part in zip((dq, dk, dv), (block.queries, block.keys, block.keys), parts, strict=True):
+            total[:, :, rows] += part
+    return dq, dk, dv
+
+
+def _blocks(q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> tuple[Block, ...]:
+    """The plan, after checking that the positions number the tokens."""
+    for name, length, positions in (("q", q.shape[2], q_positions), ("kv", k.shape[2], kv_positions)):
+        if len(positions) != length:
+            raise ShapeError(f"{name}_positions has {len(positions)} positions, needed {length}, one for each token of {name}")
+    return plan_blocks(q_positions, kv_positions, mask)
+
+
+def _dense_masks(q: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Callable[[Block], Tensor | None]:
+    """A function from block to its dense mask, which builds the equal masks of window tiles once."""
+
+    @cache
+    def band(rows: int, columns: int, lo: int, hi: int) -> Tensor:
+        return band_mask(rows, columns, lo, hi).to(q.device)
+
+    @cache
+    def positions() -> tuple[Tensor, Tensor]:
+        return position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
+
+    def allowed(block: Block) -> Tensor | None:
+        if block.kind != "partial":
+            return None
+        return dense(block, mask or Mask(), *positions()).to(q.device) if block.band is None else band(*block.shape, *block.band)
+
+    return allowed
+
+
+def _attend_block(block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """One block of a shard."""
+    i, j = block.queries, block.keys
+    return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], kind=block.kind, **options)
+
+
+def _backward_block(
+    block: Block, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> Triple:
+    """Backward of one block of a shard."""
+    i, j = block.queries, block.keys
+    queries = (grad_out[:, :, i], q[:, :, i])
+    keys = (k[:, :, j], v[:, :, j])
+    return block_attention_backward(*queries, *keys, out[:, :, i], lse[:, :, i], kind=block.kind, **options)
+
+
+def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fresh: bool) -> None:
+    """Write a partial result to fresh rows, or merge it into those that hold one."""
+    if fresh:
+        out.copy_(part_out)
+        lse.copy_(part_lse)
+    else:
+        merge_into(out, lse, part_out, part_lse)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros (B, H, S, D) that lie in memory as (B, S, H, D), the layout in which schemes send them."""
+    b, h, s, d = like.shape
+    return like.new_zeros((b, s, h, d), dtype=dtype).transpose(1, 2)
+
+
+def _with_lse_columns(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_lse: Tensor) -> Quintuple:
+    """Widen the heads so that every kernel's rowsum(dO * out) becomes rowsum(dO * out) - grad_lse.
+
+    The new columns of q, k and v are 0, which leaves scores and dO v^T alone; those of out are 1, those of dO sum to -grad_lse
+    (in up to three parts, because one bfloat16 would round it).
+    """
+    columns = q.new_zeros((*q.shape[:3], LSE_COLUMNS))
+    rest = -grad_lse
+    for column in range(3):
+        columns[..., column] = rest
+        rest = rest - columns[..., column]
+    wide_q, wide_k, wide_v = (pad(t, (0, LSE_COLUMNS)) for t in (q, k, v))
+    wide_out = pad(out.to(q.dtype), (0, LSE_COLUMNS), value=1.0)
+    return torch.cat((grad_out.to(q.dtype), columns), dim=-1), wide_q, wide_k, wide_v, wide_out

@@ -1,0 +1,11 @@
+"""Who may see whom, from global positions alone, and the blocks of attention work that follow from it.
+
+A shard's positions are a few arithmetic runs. Between two runs of one step every mask of this library is a band in index space,
+lo <= i - j <= hi, so a pair of runs falls into rectangles, triangles and thin diagonal tiles without looking at single tokens.
+"""
+
+from sp_core.mask.blocks import Block, plan_blocks, work
+from sp_core.mask.definition import Mask, Positions, position_tensor
+from sp_core.mask.runs import Run, runs
+
+__all__ = ["Block", "Mask", "Positions", "Run", "plan_blocks", "position_tensor", "runs", "work"]

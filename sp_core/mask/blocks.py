@@ -1,0 +1,286 @@
+"""From positions and a mask to blocks of attention work: full and causal ones for fused kernels, thin partial ones for the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_core.mask.definition import Mask, Positions, document_number
+from sp_core.mask.runs import Piece, Run, chunk, cut, runs
+
+Kind = Literal["full", "causal", "partial"]
+
+FAR = 1 << 62  # an index difference that no shard reaches: "no limit" in integer arithmetic
+CHUNK = 128  # tokens per side of a block where positions have no usable structure
+TILE = (64, 256)  # least and greatest rows of a window tile: a call each, against work outside the band
+
+
+class Block(NamedTuple):
+    """One unit of attention work: queries q_start..q_stop against keys kv_start..kv_stop of a shard, all in one document.
+
+    kind "full": every pair is visible. "causal": square, key j of the block is visible to query i of the block when j <= i.
+    "partial": some pairs are visible; `band` = (lo, hi) says which, lo <= i - j <= hi counted inside the block, and None
+    means that only the positions say it. `pairs` counts the visible pairs.
+    """
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+    kind: Kind
+    pairs: int
+    band: tuple[int, int] | None = None
+
+    @property
+    def queries(self) -> slice:
+        """Local query indices."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        """Local key indices."""
+        return slice(self.kv_start, self.kv_stop)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of queries and of keys."""
+        return self.q_stop - self.q_start, self.kv_stop - self.kv_start
+
+
+def plan_blocks(q_positions: Positions, kv_positions: Positions, mask: Mask | None = None) -> tuple[Block, ...]:
+    """Decompose the visible pairs of two shards into blocks: each visible pair lies in exactly one, and is visible in it.
+
+    Args:
+        q_positions: Sq global positions of the queries (range, ints, or 1-D integer tensor).
+        kv_positions: Sk global positions of the keys.
+        mask: who sees whom; None sees everything.
+
+    Returns:
+        Blocks in order of their queries; no block for queries that see nothing.
+
+    Raises:
+        ShapeError: a position outside the mask's documents.
+    """
+    return _plan(tuple(runs(q_positions)), tuple(runs(kv_positions)), mask or Mask())
+
+
+def work(blocks: Iterable[Block]) -> int:
+    """Count the visible (query, key) pairs of a plan: what a balanced sharding makes equal."""
+    return sum(block.pairs for block in blocks)
+
+
+def dense(block: Block, mask: Mask, q_positions: Tensor, kv_positions: Tensor) -> Tensor:
+    """Visibility inside one block as a bool tensor (queries, keys) on the CPU.
+
+    Args:
+        q_positions: int64 (Sq,), of the whole shard.
+        kv_positions: int64 (Sk,), likewise.
+    """
+    if block.band is None:
+        return mask.allowed(q_positions[block.queries], kv_positions[block.keys])
+    return band_mask(*block.shape, *block.band)
+
+
+def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
+    """Bool (rows, columns), true where lo <= i - j <= hi."""
+    visible = torch.ones(rows, columns, dtype=torch.bool)
+    return visible.tril_(max(-lo, -rows)).triu_(min(max(-hi, -rows), columns))
+
+
+@lru_cache(maxsize=256)
+def _plan(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> tuple[Block, ...]:
+    """Plan from hashable runs: everything that the result depends on is an argument."""
+    if _irregular(q_shard) or _irregular(kv_shard):
+        blocks = _chunk_blocks(q_shard, kv_shard, mask)
+    else:
+        blocks = _run_blocks(cut(q_shard, mask.documents), cut(kv_shard, mask.key_documents), mask)
+    return tuple(sorted(_joined(blocks)))
+
+
+def _irregular(shard: tuple[Run, ...]) -> bool:
+    """Whether runs are so many and short that a block for each pair of them would be slower than dense chunks."""
+    return len(shard) > max(16, sum(run.length for run in shard) // 16)
+
+
+def _run_blocks(q_pieces: list[Piece], kv_pieces: list[Piece], mask: Mask) -> Iterator[Block]:
+    """Blocks of all pairs of pieces that lie in the same document."""
+    by_document: dict[int, list[Piece]] = defaultdict(list)
+    for piece in kv_pieces:
+        by_document[piece.document].append(piece)
+    for q in q_pieces:
+        for kv in by_document.get(q.document, ()):
+            yield from _pair_blocks(q, kv, mask)
+
+
+def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
+    """Blocks of one pair of pieces: by their band where the steps agree, by bounds of chunks where they do not."""
+    step = q.run.step if q.run.length > 1 else kv.run.step
+    if kv.run.length == 1 or kv.run.step == step:
+        yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))
+    elif (whole := _by_bounds(q.run.start, q.run.last, kv.run.start, kv.run.last, mask)) == "full":
+        yield _full(q.indices, kv.indices)
+    elif whole == "partial":
+        for a in range(0, q.run.length, CHUNK):
+            for b in range(0, kv.run.length, CHUNK):
+                yield from _stepped_block(q, kv, range(q.run.length)[a : a + CHUNK], range(kv.run.length)[b : b + CHUNK], mask)
+
+
+def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
+    """Limits lo <= i - j <= hi on local indices that say the same as the mask's limits on positions."""
+    least, greatest = mask.difference_range()
+    offset = q.run.start - kv.run.start
+    shift = q.offset - kv.offset
+    lo = -FAR if least is None else -((offset - least) // step) + shift
+    hi = FAR if greatest is None else (greatest - offset) // step + shift
+    return lo, hi
+
+
+def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
+    """Blocks of the band lo <= i - j <= hi in rows x columns of absolute indices."""
+    rows = range(max(rows.start, columns.start + lo), min(rows.stop, columns.stop + hi))
+    columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
+    if not rows or not columns or lo > hi:  # lo > hi: a window narrower than the step
+        return
+    if rows[-1] - columns[0] > hi:
+        yield from _window_blocks(rows, columns, lo, hi)
+    elif rows[0] - columns[-1] < lo:
+        yield from _causal_blocks(rows, columns, lo)
+    else:
+        yield _full(rows, columns)
+
+
+def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
+    """Blocks of j <= i - lo, where the last column is seen by the last row at least: one square triangle, the rest rectangles."""
+    corner = rows.start - lo
+    size = columns.stop - corner
+    if corner > columns.start:
+        yield _full(rows[:size], range(columns.start, corner))
+    yield Block(rows.start, rows.start + size, corner, columns.stop, "causal", size * (size + 1) // 2)
+    if size < len(rows):
+        yield _full(rows[size:], columns)
+
+
+def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
+    """Blocks of a band that cuts keys off behind the queries: rows that it does not cut, then tiles along the diagonal."""
+    uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
+    if uncut:
+        yield from _band_blocks(rows[:uncut], columns, lo, hi)
+    height = min(max((hi - lo + 1) // 8, TILE[0]), TILE[1])
+    for start in range(uncut, len(rows), height):
+        yield from _tile(rows[start : start + height], columns, lo, hi)
+
+
+def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
+    """A few rows and just the columns that they see."""
+    columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
+    shift = rows.start - columns.start
+    band = (max(lo - shift, -len(columns)), min(hi - shift, len(rows)))
+    pairs = _band_pairs(len(rows), len(columns), *band)
+    if pairs == len(rows) * len(columns):
+        yield _full(rows, columns)
+    else:
+        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, band)
+
+
+def _band_pairs(rows: int, columns: int, lo: int, hi: int) -> int:
+    """Count 0 <= i < rows, 0 <= j < columns with lo <= i - j <= hi."""
+    return _below(rows, columns, hi) - _below(rows, columns, lo - 1)
+
+
+def _below(rows: int, columns: int, limit: int) -> int:
+    """Count pairs with i - j <= limit: for column j the rows 0 .. limit + j."""
+    first = max(0, -limit)  # the first column that has such a row
+    whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
+    ramp = whole - first
+    return ramp * (limit + 1 + first) + ramp * (ramp - 1) // 2 + max(0, columns - max(whole, first)) * rows
+
+
+def _full(rows: range, columns: range) -> Block:
+    """A rectangle in which every pair is visible."""
+    return Block(rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns))
+
+
+def _by_bounds(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> str:
+    """Say "full", "partial" or "empty" from the least and greatest q - k alone; "partial" may turn out to be either."""
+    least, greatest = mask.difference_range()
+    low, high = q_least - kv_greatest, q_greatest - kv_least
+    if (least is not None and high < least) or (greatest is not None and low > greatest):
+        return "empty"
+    inside = (least is None or low >= least) and (greatest is None or high <= greatest)
+    return "full" if inside else "partial"
+
+
+def _stepped_block(q: Piece, kv: Piece, rows: range, columns: range, mask: Mask) -> Iterator[Block]:
+    """The block, if any, of a chunk of two pieces of different steps."""
+    q_run = range(q.run.start, q.run.last + 1, q.run.step)[rows.start : rows.stop]
+    kv_run = range(kv.run.start, kv.run.last + 1, kv.run.step)[columns.start : columns.stop]
+    indices = q.indices[rows.start : rows.stop], kv.indices[columns.start : columns.stop]
+    kind = _by_bounds(q_run[0], q_run[-1], kv_run[0], kv_run[-1], mask)
+    if kind == "full":
+        yield _full(*indices)
+    elif kind == "partial":
+        yield from _counted(*indices, Mask(mask.causal, mask.window).allowed(q_run, kv_run))
+
+
+def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
+    """The block of a dense chunk, after counting; none where nothing is visible."""
+    pairs = int(visible.sum())
+    if pairs == len(rows) * len(columns):
+        yield _full(rows, columns)
+    elif pairs:
+        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs)
+
+
+def _chunk_blocks(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> Iterator[Block]:
+    """Blocks of positions without structure: chunk against chunk, dense where bounds do not decide."""
+    q_all, kv_all = _positions(q_shard), _positions(kv_shard)
+    kv_chunks = chunk(kv_shard, CHUNK)
+    for rows, q_least, q_greatest in chunk(q_shard, CHUNK):
+        for columns, kv_least, kv_greatest in kv_chunks:
+            kind = _by_bounds(q_least, q_greatest, kv_least, kv_greatest, mask)
+            if kind == "full" and _one_document(q_least, q_greatest, kv_least, kv_greatest, mask):
+                yield _full(rows, columns)
+            elif kind != "empty":
+                visible = mask.allowed(q_all[rows.start : rows.stop], kv_all[columns.start : columns.stop])
+                yield from _counted(rows, columns, visible)
+
+
+def _positions(shard: tuple[Run, ...]) -> Tensor:
+    """All positions of a shard."""
+    parts = [torch.arange(run.start, run.last + 1, run.step) for run in shard]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _one_document(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> bool:
+    """Whether all queries and keys of a chunk pair lie in the documents of one number."""
+    if mask.documents is None or mask.key_documents is None:
+        return True
+    numbers = {document_number(p, mask.documents) for p in (q_least, q_greatest)}
+    return len(numbers | {document_number(p, mask.key_documents) for p in (kv_least, kv_greatest)}) == 1
+
+
+def _joined(blocks: Iterable[Block]) -> list[Block]:
+    """Join full blocks that lie side by side, first along the keys, then along the queries."""
+    full: list[Block] = []
+    rest: list[Block] = []
+    for block in blocks:
+        (full if block.kind == "full" else rest).append(block)
+    wide = _join(sorted(full), lambda a, b: a[:2] == b[:2] and a.kv_stop == b.kv_start)
+    tall = _join(sorted(wide, key=lambda b: (b[2:4], b[:2])), lambda a, b: a[2:4] == b[2:4] and a.q_stop == b.q_start)
+    return rest + tall
+
+
+def _join(blocks: list[Block], adjacent: Callable[[Block, Block], bool]) -> list[Block]:
+    """Join each block of a sorted list to the one before it where they are adjacent."""
+    joined: list[Block] = []
+    for block in blocks:
+        if joined and adjacent(joined[-1], block):
+            last = joined.pop()
+            block = _full(range(last.q_start, block.q_stop), range(last.kv_start, block.kv_stop))
+        joined.append(block)
+    return joined

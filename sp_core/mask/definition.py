@@ -1,0 +1,202 @@
+"""The mask: its definition on pairs of global positions, and what makes a mask valid."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sp_core.errors import ShapeError
+
+Positions = range | Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Visibility of keys to queries, defined on global positions.
+
+    Query position q sees key position k when all of these hold:
+        causal: k <= q, also when query and key lengths differ.
+        window w: the w nearest keys on each allowed side, itself included: 0 <= q - k < w when causal, |q - k| < w when not.
+        documents: both lie in the document of the same number. Positions stay global: with kv_documents, document i of the queries
+            sees document i of the keys, and causal and window still compare q and k as they are, not relative to their documents.
+
+    Args:
+        causal: hide the keys after the query.
+        window: tokens, at least 1.
+        documents: boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (the cu_seqlens of the field); an empty document is allowed.
+        kv_documents: boundaries of the keys' documents where they differ (cross attention); the same number of documents.
+
+    Raises:
+        TypeError: window or a boundary is not an integer.
+        ValueError: window is below 1.
+        ShapeError: boundaries that do not start at 0, decrease, or number differently for queries and keys.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    kv_documents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Normalise to hashable ints, because plans are cached on the mask."""
+        object.__setattr__(self, "causal", bool(self.causal))
+        object.__setattr__(self, "window", _window(self.window))
+        object.__setattr__(self, "documents", _boundaries("documents", self.documents))
+        object.__setattr__(self, "kv_documents", _boundaries("kv_documents", self.kv_documents))
+        _check_pair(self.documents, self.kv_documents)
+
+    @property
+    def key_documents(self) -> tuple[int, ...] | None:
+        """Boundaries of the keys' documents: kv_documents, or documents where none were given."""
+        return self.documents if self.kv_documents is None else self.kv_documents
+
+    def difference_range(self) -> tuple[int | None, int | None]:
+        """Least and greatest visible q - k, documents aside; None where there is no limit."""
+        greatest = None if self.window is None else self.window - 1
+        return (0 if self.causal else None if greatest is None else -greatest), greatest
+
+    def allowed(self, q_positions: Positions, kv_positions: Positions) -> Tensor:
+        """Say for every pair of positions whether the query sees the key: the definition of the mask.
+
+        Args:
+            q_positions: Sq global positions, in any order.
+            kv_positions: Sk global positions, in any order.
+
+        Returns:
+            Bool tensor (Sq, Sk), on the device of the query positions.
+
+        Raises:
+            ShapeError: a position outside the documents.
+        """
+        q = position_tensor(q_positions)
+        k = position_tensor(kv_positions).to(q.device)
+        least, greatest = self.difference_range()
+        difference = q[:, None] - k[None, :]
+        visible = torch.ones_like(difference, dtype=torch.bool)
+        if least is not None:
+            visible &= difference >= least
+        if greatest is not None:
+            visible &= difference <= greatest
+        if self.documents is not None and self.key_documents is not None:
+            visible &= document_of(q, self.documents)[:, None] == document_of(k, self.key_documents)[None, :]
+        return visible
+
+    def check_lengths(self, seq_len: int, kv_seq_len: int | None = None) -> None:
+        """Refuse documents that do not end at the sequence's end.
+
+        Args:
+            seq_len: tokens of the whole query sequence.
+            kv_seq_len: tokens of the whole key sequence; seq_len when None.
+
+        Raises:
+            ShapeError: documents end elsewhere.
+        """
+        kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+        if self.documents is not None and self.documents[-1] != seq_len:
+            raise ShapeError(_length_text("documents", self.documents[-1], "seq_len", seq_len))
+        if self.key_documents is not None and self.key_documents[-1] != kv_seq_len:
+            raise ShapeError(_length_text("kv_documents", self.key_documents[-1], "kv_seq_len", kv_seq_len))
+
+
+def position_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
+    """Turn positions (range, sequence of ints, or 1-D integer tensor) into an int64 tensor (S,).
+
+    Raises:
+        ShapeError: a tensor that is not one-dimensional.
+        TypeError: a tensor that is not of an integer dtype.
+    """
+    if isinstance(positions, range):
+        tensor = torch.arange(positions.start, positions.stop, positions.step, device=device)
+    elif isinstance(positions, Tensor):
+        if positions.dtype.is_floating_point or positions.dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise TypeError(f"positions have dtype {positions.dtype}, needed an integer dtype; pass global token positions")
+        tensor = positions.to(device=device or positions.device, dtype=torch.int64)
+    else:
+        tensor = torch.tensor(list(positions), dtype=torch.int64, device=device)
+    if tensor.dim() != 1:
+        raise ShapeError(f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves the whole batch")
+    return tensor
+
+
+def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
+    """Number of the document that holds each position (a position on a boundary opens the next non-empty document).
+
+    Raises:
+        ShapeError: a position outside the documents.
+    """
+    if positions.numel():
+        check_inside(int(positions.min()), int(positions.max()), boundaries)
+    return torch.bucketize(positions, torch.tensor(boundaries[1:], device=positions.device), right=True)
+
+
+def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
+    """Refuse positions that no document holds.
+
+    Raises:
+        ShapeError: first is negative or last is not below the final boundary.
+    """
+    if first < 0 or last >= boundaries[-1]:
+        raise ShapeError(
+            f"positions {first}..{last} given, but the documents of the mask hold 0..{boundaries[-1] - 1}; "
+            "let the last boundary be the sequence length (give padding a document of its own)"
+        )
+
+
+def document_number(position: int, boundaries: tuple[int, ...]) -> int:
+    """Number of the document that holds one position, by bisection."""
+    return bisect_right(boundaries, position) - 1
+
+
+def _window(window: int | None) -> int | None:
+    """Validate a window length."""
+    if window is None:
+        return None
+    if isinstance(window, bool) or not hasattr(window, "__index__"):
+        raise TypeError(f"window is {window!r}, needed an integer number of tokens, or None for no window")
+    if window.__index__() < 1:
+        raise ValueError(f"window is {window}, needed at least 1, because a query counts itself; use None for no window")
+    return window.__index__()
+
+
+def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+    """Validate document boundaries and make them a tuple of ints."""
+    if values is None:
+        return None
+    items = values.tolist() if isinstance(values, Tensor) else list(values)
+    if any(isinstance(b, bool) or not hasattr(b, "__index__") for b in items):
+        raise TypeError(f"{name} is {values!r}, needed integers: the boundaries 0 = b0 <= ... <= bn = seq_len")
+    bounds = tuple(b.__index__() for b in items)
+    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise ShapeError(f"{name} is {_short(bounds)}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (cu_seqlens)")
+    return bounds
+
+
+def _check_pair(documents: tuple[int, ...] | None, kv_documents: tuple[int, ...] | None) -> None:
+    """Refuse kv_documents alone or with another number of documents."""
+    if kv_documents is None:
+        return
+    if documents is None:
+        raise ShapeError("kv_documents given without documents; give documents for the queries too")
+    if len(documents) != len(kv_documents):
+        raise ShapeError(
+            f"documents has {len(documents) - 1} documents and kv_documents {len(kv_documents) - 1}, needed the same number; "
+            "repeat a boundary for an empty document"
+        )
+
+
+def _length_text(name: str, given: int, needed_name: str, needed: int) -> str:
+    """Text of a length error: given, needed, remedy."""
+    return (
+        f"the mask's {name} end at {given}, needed {needed_name} = {needed}; make the last boundary {needed} "
+        "(for cross attention give kv_documents for the keys)"
+    )
+
+
+def _short(bounds: tuple[int, ...]) -> str:
+    """Boundaries for an error text, cut where they are many."""
+    return str(bounds) if len(bounds) <= 12 else f"({', '.join(map(str, bounds[:12]))}, ... {len(bounds)} boundaries)"

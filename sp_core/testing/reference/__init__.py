@@ -1,0 +1,39 @@
+"""The oracle: dense float64 attention and transformer block, written from global positions and definitions alone.
+
+It imports torch only and shares no code with the rest of the library. Beside each tensor it returns a scale, which is what
+rounding errors are proportional to (see `sp_core.testing.tolerance`).
+"""
+
+from sp_core.testing.reference.block import (
+    BlockReference,
+    feed_forward,
+    layer_norm,
+    rms_norm,
+    rotate,
+    sensitivity,
+    transformer_block,
+    transformer_block_grads,
+)
+from sp_core.testing.reference.dense import (
+    AttentionReference,
+    GradientReference,
+    attention,
+    attention_grads,
+    visible,
+)
+
+__all__ = [
+    "AttentionReference",
+    "BlockReference",
+    "GradientReference",
+    "attention",
+    "attention_grads",
+    "feed_forward",
+    "layer_norm",
+    "rms_norm",
+    "rotate",
+    "sensitivity",
+    "transformer_block",
+    "transformer_block_grads",
+    "visible",
+]

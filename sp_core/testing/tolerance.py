@@ -1,0 +1,105 @@
+"""How far a result may be from the float64 reference: an elementwise bound from what the arithmetic allows.
+
+    |error| <= C (u + u_acc growth) scale,    growth = longest sum + greatest logit size
+
+u is the unit round-off of the dtype, u_acc that of the dtype it is accumulated in (float32 for 16 bits), and scale the reference's
+own: the sum of the absolute terms behind an element. A logit of size L (the sum of its absolute products, not its value, because
+products cancel and their roundings do not) carries an error of u_acc L into the exponent; a sum of n terms of one sign carries up
+to u_acc n. The two add up; they do not multiply.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Over 40,000 random correct results (all dtypes; logits to 10^4; constant, cancelling and heavy-tailed values; orthogonal queries
+# and keys; 1 to 400 tokens) the greatest error was 8.2 (u + u_acc growth) scale: correct code fills 0.41 of this bound.
+C = 20.0
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number of the dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def bound(
+    scale: Tensor,
+    dtype: torch.dtype,
+    growth: float = 1.0,
+    extra_roundings: int = 0,
+    single_device_error: Tensor | None = None,
+) -> Tensor:
+    """Elementwise error bound for a result computed in `dtype`.
+
+    Args:
+        scale: the reference's scale of the result, of its shape.
+        dtype: in which the result was computed.
+        growth: the reference's growth: longest sum plus greatest logit size.
+        extra_roundings: partial results that were rounded to `dtype` before they were merged or summed.
+        single_device_error: |single device result - reference| at the same dtype, of the same shape; counted twice.
+
+    Returns:
+        float64 tensor of the shape of scale.
+    """
+    u = unit_roundoff(dtype)
+    accumulated = min(u, unit_roundoff(torch.float32)) * growth
+    allowed = (C * (u + accumulated) + extra_roundings * u) * scale.double().abs()
+    return allowed if single_device_error is None else allowed + 2.0 * single_device_error.double().abs()
+
+
+def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
+    """Greatest error over bound; above 1 means wrong.
+
+    Returns:
+        inf for other shapes, for NaN anywhere, for an infinity that is not expected, and for any error where the bound is 0.
+    """
+    if not actual.shape == expected.shape == bound.shape:
+        return math.inf
+    ratios = _ratios(actual, expected, bound)
+    return float(ratios.max()) if ratios.numel() else 0.0
+
+
+def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> float:
+    """Assert that a result lies within its bound and return the greatest error over bound.
+
+    Args:
+        name: what is compared, for the message.
+        actual: result, of any dtype.
+        expected: reference, of the same shape.
+        bound: as from `bound`, of the same shape.
+
+    Raises:
+        AssertionError: naming the worst element, with what was got, expected and allowed.
+    """
+    if not actual.shape == expected.shape == bound.shape:
+        shapes = [tuple(t.shape) for t in (actual, expected, bound)]
+        raise AssertionError(f"{name}: shape {shapes[0]} given, expected {shapes[1]} (bound {shapes[2]})")
+    ratio = error_ratio(actual, expected, bound)
+    if not ratio <= 1.0:
+        raise AssertionError(_worst(name, ratio, actual, expected, bound))
+    return ratio
+
+
+def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
+    """Elementwise error over bound, inf where there is no finite answer."""
+    a, e, b = (t.detach().double().cpu() for t in (actual, expected, bound))
+    error = torch.where(a == e, 0.0, (a - e).abs())  # equal infinities have no error
+    ratios = torch.where(error == 0, 0.0, error / b)
+    # An infinite or NaN bound must not turn an error into 0.
+    return torch.where(ratios.isnan() | (b.isinf() & (error != 0)), math.inf, ratios)
+
+
+def _worst(name: str, ratio: float, actual: Tensor, expected: Tensor, bound: Tensor) -> str:
+    """Text that names the worst element."""
+    ratios = _ratios(actual, expected, bound)
+    flat = int(ratios.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape))
+    got, want, allowed = (float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound))
+    beyond = int((ratios > 1).sum())
+    return (
+        f"{name}{list(index)} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is {ratio:.3g} times the bound "
+        f"{allowed:.3g} ({beyond} of {ratios.numel()} elements out of bounds, dtype {actual.dtype})"
+    )

@@ -1,0 +1,252 @@
+"""Laws of the pieces of attention: merging partial results, the kernels and what they do not survive, their choice."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from sp_core.attention import (
+    accumulation_dtype,
+    attention,
+    backend_for,
+    block_attention,
+    block_attention_backward,
+    cuda,
+    merge,
+    record_backends,
+)
+from sp_core.attention.shards import _with_lse_columns
+from sp_core.errors import DtypeError, ShapeError
+from sp_core.mask import Mask
+from sp_core.testing.tolerance import bound, check_close
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers of a test that has no seed of its own."""
+    torch.manual_seed(0)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 99), parts=st.integers(1, 4), size=st.sampled_from([1.0, 100.0, 1e4]), dtype=st.sampled_from(DTYPES))
+def test_merge_of_parts_in_any_order_is_the_whole(seed: int, parts: int, size: float, dtype: torch.dtype) -> None:
+    """Commutative bitwise, associative within the bound; parts that saw nothing included."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn((1, n, 2, 4), generator=generator, dtype=torch.float64).to(dtype) for n in (5, 12, 12))
+    owner = torch.randint(-1, parts, (5, 12), generator=generator)  # -1: hidden; a row may have nothing in a part, or at all
+    scale = size if dtype.itemsize > 2 else min(size, 100.0)
+    inside = [t.transpose(1, 2) for t in (q, k, v)]
+    results = [block_attention(*inside, kind="partial", allowed=owner == part, scale=scale) for part in range(parts)]
+    seen = owner >= 0
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
+    p = torch.softmax(logits.masked_fill(~seen & seen.any(1, keepdim=True), -torch.inf), -1) * seen
+    expected = torch.einsum("bhqk,bkhd->bhqd", p, v.double())
+    growth = 12 + float(torch.einsum("bqhd,bkhd->bhqk", q.double().abs(), k.double().abs()).max()) * scale
+    allowed = bound(torch.einsum("bhqk,bkhd->bhqd", p, v.double().abs()) + 1e-6, dtype, growth, parts)
+    for order in itertools.permutations(results):
+        out, lse = torch.zeros_like(inside[0]), torch.full((1, 2, 5), -torch.inf, dtype=accumulation_dtype(dtype))
+        for part in order:
+            swapped = merge(*part, out, lse)
+            out, lse = merge(out, lse, *part)
+            assert torch.equal(out, swapped[0])
+            assert torch.equal(lse, swapped[1])
+        check_close("merged", out, expected, allowed)
+        assert torch.equal(lse == -torch.inf, (~seen.any(1)).expand_as(lse))
+
+
+def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
+    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3) * 1e4
+    nothing = (torch.zeros(2, 3, 4), torch.full((2, 3), -torch.inf))
+    for merged in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
+    assert merge(*nothing, *nothing)[0].eq(0).all()
+    assert merge(out.bfloat16(), lse, *nothing)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["full", "causal", "partial"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_fused_kernel_agrees_with_the_plain_one(dtype: torch.dtype, kind: str, group: int) -> None:
+    """What the module says of the CPU kernel: dtypes, groups, alignment, masks of each dtype, any scale, sizes past one tile."""
+    for sq, sk, scale in ((7, 7, 0.3), (300, 300, 0.3), (70, 600, -0.4), (600, 70, 0.0), (300, 300, -0.4)):
+        if kind == "causal" and sq != sk:
+            continue
+        q, do = (torch.randn(2, sq, 2 * group, 16).to(dtype).transpose(1, 2) for _ in range(2))
+        k, v = (torch.randn(2, sk, 2, 16).to(dtype).transpose(1, 2) for _ in range(2))
+        allowed = torch.rand(sq, sk) < 0.5 if kind == "partial" else None
+        call: dict[str, Any] = {"kind": kind, "allowed": allowed, "scale": scale}
+        with record_backends() as ran:
+            out, lse = block_attention(q, k, v, **call)
+            grads = block_attention_backward(do, q, k, v, out, lse, **call)
+        assert [(c.backend, c.direction) for c in ran] == [("flash_cpu", "forward"), ("flash_cpu", "backward")]
+        plain = block_attention(q, k, v, backend="plain", **call)
+        plain_grads = block_attention_backward(do, q, k, v, *plain, backend="plain", **call)
+        tolerance = {"rtol": 0.0, "atol": 400 * torch.finfo(dtype).eps}
+        for a, b in zip((out, lse, *grads), (*plain, *plain_grads), strict=True):
+            torch.testing.assert_close(a.double(), b.double(), **tolerance)
+
+
+def test_strides_do_not_matter() -> None:
+    """The fused kernel reads a last dim that is not contiguous wrongly, without a word."""
+    q, k, v = (torch.randn(1, 4, 33, 2).transpose(1, 3) for _ in range(3))
+    wide = torch.randn(1, 2, 33, 1).expand(1, 2, 33, 4)
+    for args in ((q, k, v), (wide, k, v), (q, wide, wide)):
+        call: dict[str, Any] = {"kind": "causal", "scale": 0.3}
+        out, lse = block_attention(*args, **call)
+        dense = [t.contiguous() for t in args]
+        assert torch.equal(out, block_attention(*dense, **call)[0])
+        grads = block_attention_backward(wide, *args, out, lse, **call)
+        for a, b in zip(grads, block_attention_backward(wide.contiguous(), *dense, out, lse, **call), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["plain", None])
+@pytest.mark.parametrize("empty", range(3))
+def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int, backend: str | None) -> None:
+    """Zero batch, queries or keys: the fused kernel would end the process."""
+    b, sq, sk = (0 if i == empty else 2 for i in range(3))
+    q, k = torch.randn(b, 2, sq, 4), torch.randn(b, 2, sk, 4)
+    out, lse = block_attention(q, k, k, scale=0.3, backend=backend)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert all((g == 0).all() for g in block_attention_backward(q, q, k, k, out, lse, scale=0.3, backend=backend))
+
+
+def test_the_kernel_itself_still_dies_of_nothing() -> None:
+    """When this fails, torch has mended it and the guard can go."""
+    script = "import torch; q = torch.ones(1, 1, 0, 4); torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)"
+    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=120).returncode != 0
+
+
+def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch() -> None:
+    q, k, v = (torch.randn(1, 200, 2, 16, requires_grad=True) for _ in range(3))
+    do = torch.randn(1, 200, 2, 16)
+    with record_backends() as ran:
+        out = attention(q, k, v, mask=Mask(causal=True))
+        grads = torch.autograd.grad(out, (q, k, v), do)
+    assert [call.direction for call in ran] == ["forward", "backward"]
+    fused = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+    assert torch.equal(out, fused)
+    for a, b in zip(grads, torch.autograd.grad(fused, (q, k, v), do), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "kind", "expected"),
+    [
+        ("cpu", torch.float64, 3, "partial", "flash_cpu"),
+        ("cpu", torch.float16, 64, "causal", "flash_cpu"),
+        ("cuda", torch.bfloat16, 128, "causal", "flash_cuda"),
+        ("cuda", torch.bfloat16, 264, "full", "efficient_cuda"),
+        ("cuda", torch.bfloat16, 12, "full", "plain"),
+        ("cuda", torch.float32, 12, "full", "efficient_cuda"),
+        ("cuda", torch.float32, 64, "partial", "plain"),
+        ("cuda", torch.float64, 64, "full", "plain"),
+        ("meta", torch.float32, 64, "full", "plain"),
+    ],
+)
+def test_the_backend_can_be_asked(device: str, dtype: torch.dtype, head_dim: int, kind: str, expected: str) -> None:
+    assert backend_for(device, dtype, head_dim, kind) == expected
+
+
+@pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
+def test_the_cuda_kernels_take_the_arguments_that_are_packed_for_them(backend: str) -> None:
+    """On the meta device, which checks schemas and shapes where there is no GPU."""
+    dtype = torch.bfloat16
+    q, k = (torch.empty(2, heads, 40, 16, dtype=dtype, device="meta") for heads in (4, 4 if backend != "efficient_cuda" else 2))
+    out, lse = cuda.forward(backend, q, k, k, True, 0.3)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 4, 40)
+    dq, dk, dv = cuda.backward(backend, q, q, k, k, out, lse, True, 0.3)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
+
+
+def test_the_lse_of_the_cuda_kernels_is_cut_and_padded() -> None:
+    lse = torch.randn(2, 3, 40)
+    padded = cuda.padded_lse(lse)
+    assert padded.shape == (2, 3, 64)
+    assert (padded[..., 40:] == torch.inf).all()
+    assert torch.equal(cuda.unpadded_lse(padded, 40), lse)
+    assert torch.equal(cuda.unpadded_lse(lse.unsqueeze(-1), 40), lse)
+    assert torch.equal(cuda.padded_lse(padded), padded)
+
+
+def test_repeated_keys_are_gathered_again() -> None:
+    k = torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
+    wide = cuda.repeated(k, 6)
+    assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
+    assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
+
+
+def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
+    """exp(s - lse) of such a row would be infinite; a caller that merged nothing for it hands it over all the same."""
+    q, do, out = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    k, v = (torch.randn(1, 2, 6, 4) for _ in range(2))
+    lse = torch.full((1, 2, 6), -torch.inf)
+    for backend, kind in itertools.product(("plain", "flash_cpu"), ("full", "causal")):
+        grads = block_attention_backward(do, q, k, v, out, lse, kind=kind, scale=0.3, backend=backend)
+        assert all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.dtype) -> None:
+    q, k = torch.randn(1, 2, 5, 3).to(dtype), torch.randn(1, 1, 7, 3).to(dtype)
+    grad_lse = torch.randn(1, 2, 5)
+    do, wide_q, wide_k, wide_v, out = _with_lse_columns(q, q, k, k, q, grad_lse)
+    smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # float16 ends there
+    assert ((do * out)[..., 3:].double().sum(-1) + grad_lse.double()).abs().max() <= smallest
+    assert (wide_q[..., 3:] == 0).all()
+    assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)
+    assert torch.equal(do @ wide_v.mT, q @ k.mT)
+
+
+def test_a_constant_value_comes_back_and_equal_scores_average() -> None:
+    """The denominator of the softmax holds nothing but what was seen."""
+    q, k = torch.zeros(1, 6, 2, 4, dtype=torch.float64), torch.randn(1, 6, 2, 4, dtype=torch.float64)
+    v = torch.randn(1, 6, 2, 4, dtype=torch.float64)
+    running = v.cumsum(1) / torch.arange(1, 7)[None, :, None, None]
+    torch.testing.assert_close(attention(q, k, v, mask=Mask(causal=True)), running, rtol=1e-14, atol=1e-14)
+    constant = torch.full_like(v, 0.7)
+    torch.testing.assert_close(attention(k, k, constant, mask=Mask(window=2)), constant, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "error"),
+    [
+        (((1, 3, 2, 4), (1, 3, 2, 5)), (torch.float32,) * 2, ShapeError),
+        (((1, 3, 3, 4), (1, 3, 2, 4)), (torch.float32,) * 2, ShapeError),
+        (((2, 3, 2, 4), (1, 3, 2, 4)), (torch.float32,) * 2, ShapeError),
+        (((3, 2, 4), (3, 2, 4)), (torch.float32,) * 2, ShapeError),
+        (((1, 3, 2, 4), (1, 3, 0, 4)), (torch.float32,) * 2, ShapeError),
+        (((1, 3, 2, 0), (1, 3, 2, 0)), (torch.float32,) * 2, ShapeError),
+        (((1, 3, 2, 4), (1, 3, 2, 4)), (torch.float32, torch.float64), DtypeError),
+        (((1, 3, 2, 4), (1, 3, 2, 4)), (torch.int64,) * 2, DtypeError),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(shapes: Any, dtypes: Any, error: type[Exception]) -> None:
+    q, k = (torch.ones(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    with pytest.raises(error, match="needed"):
+        attention(q, k, k)
+
+
+def test_masks_and_positions_for_another_length_are_refused() -> None:
+    q = torch.randn(1, 3, 1, 2)
+    with pytest.raises(ShapeError, match="needed seq_len = 3"):
+        attention(q, q, q, mask=Mask(documents=(0, 4)))
+    with pytest.raises(ShapeError, match="needed 3"):
+        attention(q, q, q, q_positions=range(4))
+    with pytest.raises(ShapeError, match="causal block"):
+        block_attention(q, q[:, :, :, :].expand(1, 3, 2, 2), q, kind="causal", scale=1.0)
+    with pytest.raises(ShapeError, match="allowed"):
+        block_attention(q, q, q, kind="partial", scale=1.0)

@@ -1,0 +1,176 @@
+"""A transformer block over the tokens of all ranks: output, input gradient and every weight's gradient, on every rank, are those of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES
+from sp_core.testing import device, given, record_ratio, reference, spmd
+from sp_core.testing.strategies import LAYOUTS, masks, seeds
+from sp_core.testing.tolerance import bound, check_close
+
+BASE = 100.0
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """A block with random weights on random tokens."""
+
+    batch: int
+    seq_len: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    ffn_hidden: int
+    norm: str
+    gated: bool
+    bias: bool
+    rope: bool
+    mask: sp.Mask
+    layout: str
+    dtype: str
+    seed: int
+
+    @property
+    def hidden(self) -> int:
+        return self.kv_heads * self.group * self.head_dim
+
+    def block(self, scheme: str, comm: sp.Communicator) -> sp.TransformerBlock:
+        torch.manual_seed(self.seed)
+        block = sp.TransformerBlock(
+            self.hidden,
+            self.kv_heads * self.group,
+            num_kv_heads=self.kv_heads,
+            ffn_hidden=self.ffn_hidden,
+            gated=self.gated,
+            norm=self.norm,
+            attention=SCHEMES[scheme],
+            rope=sp.Rope(self.head_dim, BASE) if self.rope else None,
+            bias=self.bias,
+            comm=comm,
+            dtype=getattr(torch, self.dtype),
+        )
+        generator = torch.Generator().manual_seed(self.seed)
+        for parameter in block.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) * 0.5
+        return block.to(comm.device)
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Input and upstream gradient of the whole sequence."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        x, grad = (torch.randn(self.batch, self.seq_len, self.hidden, generator=generator, dtype=torch.float64) for _ in range(2))
+        return x.to(getattr(torch, self.dtype)), grad.to(getattr(torch, self.dtype))
+
+    def expected(self, x: Tensor, grad: Tensor, weights: dict[str, Tensor]) -> reference.BlockReference:
+        mask = self.mask
+        return reference.transformer_block_grads(
+            *(x, weights, grad),
+            num_heads=self.kv_heads * self.group,
+            norm=self.norm,
+            rope_base=BASE if self.rope else None,
+            causal=mask.causal,
+            window=mask.window,
+            documents=mask.documents,
+        )
+
+
+@st.composite
+def block_problems(draw: st.DrawFn) -> BlockProblem:
+    seq_len = draw(st.integers(1, 17))
+    return BlockProblem(
+        batch=draw(st.integers(1, 2)),
+        seq_len=seq_len,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([2, 4])),
+        ffn_hidden=draw(st.integers(1, 9)),
+        norm=draw(st.sampled_from(["layer", "rms"])),
+        gated=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        rope=draw(st.booleans()),
+        mask=draw(masks(seq_len, seq_len)),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        dtype=draw(st.sampled_from(["float64", "float32"])),
+        seed=draw(seeds()),
+    )
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@given(max_examples=40, problem=block_problems())
+def test_a_block_is_that_of_one_device(comm: Any, scheme: str, problem: BlockProblem) -> None:
+    sharding = LAYOUTS[problem.layout](problem.seq_len, comm.size)
+    whole, grad = problem.tokens()
+    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+        block = problem.block(scheme, mesh["sp"])
+        x = sharding.shard(whole, comm.rank, 1).clone().to(mesh["sp"].device).requires_grad_()
+        out = block(x, sharding=sharding, mask=problem.mask)
+        out.backward(sharding.shard(grad, comm.rank, 1).to(out))
+        weights = {name: p.detach().cpu() for name, p in block.named_parameters()}
+        want = problem.expected(whole, grad, weights)
+        results = {"out": out, "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+        for name, actual in results.items():
+            value, scale = want.values[name], want.scales[name]
+            if name in ("out", "x"):
+                value, scale = (sharding.shard(t, comm.rank, 1) for t in (value, scale))
+            assert actual is not None
+            kind = name if name in ("out", "x") else "weights"
+            ratio = check_close(name, actual.detach().cpu(), value, bound(scale, whole.dtype))
+            record_ratio(f"block {scheme} {kind}", ratio)
+
+
+@spmd()
+def test_replicas_hold_bitwise_equal_gradients(comm: Any) -> None:
+    problem = BlockProblem(2, 11, 2, 2, 4, 8, "rms", True, True, True, sp.Mask(causal=True), "zigzag", "float32", 3)
+    sharding = sp.Sharding.zigzag(11, comm.size)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        block = problem.block("allgather_kv", mesh["sp"])
+        x, grad = (sharding.shard(t, comm.rank, 1) for t in problem.tokens())
+        block(x, sharding=sharding).backward(grad)
+        for parameter in block.parameters():
+            assert parameter.grad is not None
+            for other in comm.allgather(parameter.grad):
+                assert torch.equal(other, parameter.grad)
+
+
+@spmd()
+def test_inference_sends_nothing_but_keys_and_values(comm: Any) -> None:
+    problem = BlockProblem(1, 8, 1, 2, 4, 8, "layer", False, True, False, sp.Mask(), "contiguous", "float32", 3)
+    sharding = sp.Sharding.contiguous(8, comm.size)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        block = problem.block("allgather_kv", mesh["sp"])
+        x = sharding.shard(problem.tokens()[0], comm.rank, 1)
+        with torch.no_grad():
+            block(x, sharding=sharding)
+        counts = mesh["sp"].counters.snapshot()
+        assert counts["control"]["calls"] == 1
+        assert set(counts) - {"control"} == ({"all_gather"} if comm.size > 1 else set())
+        mine = 2 * sharding.local_len(comm.rank) * problem.head_dim * 4
+        assert mesh["sp"].counters["all_gather"].bytes_sent == mine * (comm.size - 1)
+
+
+@spmd(2, 3)
+def test_frozen_weights_get_no_gradient_and_do_not_disturb_the_others(comm: Any) -> None:
+    problem = BlockProblem(1, 6, 1, 2, 4, 8, "layer", False, True, False, sp.Mask(), "striped", "float64", 5)
+    sharding = sp.Sharding.striped(6, comm.size)
+    x, grad = (sharding.shard(t, comm.rank, 1) for t in problem.tokens())
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        whole, frozen = problem.block("ring", mesh["sp"]), problem.block("ring", mesh["sp"])
+        names = [name for name, _ in frozen.named_parameters()]
+        for name, parameter in frozen.named_parameters():
+            parameter.requires_grad_(names.index(name) % 2 == 0)
+        for block in (whole, frozen):
+            block(x, sharding=sharding).backward(grad)
+        for (name, a), b in zip(whole.named_parameters(), frozen.parameters(), strict=True):
+            assert a.grad is not None
+            if names.index(name) % 2:
+                assert b.grad is None
+            else:
+                assert b.grad is not None
+                assert torch.equal(a.grad, b.grad)

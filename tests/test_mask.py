@@ -1,0 +1,263 @@
+"""Laws of the mask: its definition, and that the blocks of a plan are the definition again, each visible pair once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sp_core.errors import ShapeError
+from sp_core.mask import Block, Mask, plan_blocks, position_tensor, runs, work
+from sp_core.mask import blocks as plans
+from sp_core.testing import reference
+
+
+@st.composite
+def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
+    """Document boundaries 0 = b0 <= ... <= bn = length; empty documents occur."""
+    inner = draw(st.lists(st.integers(0, length), min_size=documents - 1, max_size=documents - 1))
+    return (0, *sorted(inner), length)
+
+
+@st.composite
+def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
+    """Any mask for sequences of these lengths."""
+    documents = draw(st.none() | st.integers(1, 4))
+    pair = (None, None)
+    if documents is not None:
+        separate = length != kv_length or draw(st.booleans())
+        kv = draw(boundaries(kv_length, documents)) if separate else None
+        pair = (draw(boundaries(length, documents)), kv)
+    return Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 50)), *pair)
+
+
+@st.composite
+def shards(draw: st.DrawFn, length: int) -> list[int]:
+    """Positions that one rank holds: contiguous, zigzag, striped, gathered from such shards, or in any order."""
+    size = draw(st.integers(1, 4))
+    every = range(length)
+    cuts = [length * i // (2 * size) for i in range(2 * size + 1)]
+    chunks = [list(every[a:b]) for a, b in pairwise(cuts)]
+    by_layout = {
+        "contiguous": [chunks[2 * r] + chunks[2 * r + 1] for r in range(size)],
+        "zigzag": [chunks[r] + chunks[-1 - r] for r in range(size)],
+        "striped": [list(every[r::size]) for r in range(size)],
+        "any": [draw(st.permutations(every))],
+    }
+    layout = by_layout[draw(st.sampled_from(sorted(by_layout)))]
+    gathered = draw(st.booleans())
+    return list(chain(*layout)) if gathered else draw(st.sampled_from(layout))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
+    """Query positions, key positions and a mask."""
+    length = draw(st.integers(0, 40))
+    kv_length = draw(st.just(length) | st.integers(0, 40))
+    return draw(shards(length)), draw(shards(kv_length)), draw(masks(length, kv_length))
+
+
+def visible_in(block: Block, mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]) -> Tensor:
+    """What a kernel makes of a block, written again from the meaning of its kind."""
+    rows, columns = block.shape
+    if block.kind == "full":
+        return torch.ones(rows, columns, dtype=torch.bool)
+    if block.kind == "causal":
+        assert rows == columns, "kernels disagree on causal blocks that are not square"
+        return torch.arange(columns)[None, :] <= torch.arange(rows)[:, None]
+    return plans.dense(block, mask, position_tensor(q_positions), position_tensor(kv_positions))
+
+
+def coverage(blocks: Sequence[Block], mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]) -> Tensor:
+    """How often the blocks of a plan hold each pair."""
+    count = torch.zeros(len(q_positions), len(kv_positions), dtype=torch.int64)
+    for block in blocks:
+        visible = visible_in(block, mask, q_positions, kv_positions)
+        assert int(visible.sum()) == block.pairs > 0
+        count[block.queries, block.keys] += visible
+    return count
+
+
+@settings(deadline=None)
+@given(problem=problems())
+def test_the_mask_is_its_definition(problem: tuple[list[int], list[int], Mask]) -> None:
+    q, kv, mask = problem
+    expected = reference.visible(
+        q, kv, causal=mask.causal, window=mask.window, documents=mask.documents, kv_documents=mask.kv_documents
+    )
+    assert torch.equal(mask.allowed(q, kv), expected)
+
+
+@settings(deadline=None)
+@given(problem=problems(), tile=st.sampled_from([(1, 3), (2, 8), plans.TILE]), chunk=st.sampled_from([3, 16, plans.CHUNK]))
+@example(problem=([0, 3, 6, 9], [1, 4, 7], Mask(window=1)), tile=plans.TILE, chunk=plans.CHUNK)
+@example(problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3)
+def test_blocks_hold_each_visible_pair_once(problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int) -> None:
+    q, kv, mask = problem
+    with patch.object(plans, "TILE", tile), patch.object(plans, "CHUNK", chunk):
+        plans._plan.cache_clear()  # the cut sizes are constants of the program, so they are not part of the cache's key
+        blocks = plan_blocks(q, kv, mask)
+    plans._plan.cache_clear()
+    assert torch.equal(coverage(blocks, mask, q, kv), mask.allowed(q, kv).long())
+    assert work(blocks) == int(mask.allowed(q, kv).sum())
+    assert list(blocks) == sorted(blocks)
+
+
+def test_coverage_sees_a_missing_and_a_doubled_block() -> None:
+    mask, positions = Mask(causal=True), list(range(4, 12))
+    blocks = plan_blocks(positions, range(12), mask)
+    expected = mask.allowed(positions, range(12)).long()
+    assert torch.equal(coverage(blocks, mask, positions, range(12)), expected)
+    for wrong in (blocks[1:], blocks + blocks[:1]):
+        assert not torch.equal(coverage(wrong, mask, positions, range(12)), expected)
+
+
+@settings(deadline=None)
+@given(positions=st.lists(st.integers(-3, 30), max_size=30) | problems().map(lambda problem: problem[0]))
+def test_runs_are_the_positions_in_order_whatever_their_container(positions: list[int]) -> None:
+    cut = runs(positions)
+    assert [p for run in cut for p in range(run.start, run.last + 1, run.step)] == positions
+    assert all(run.step >= 1 and run.length >= 1 for run in cut)
+    assert cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        (range(5, 9), [(5, 1, 4)]),
+        (range(2, 20, 4), [(2, 4, 5)]),
+        (range(3, 3), []),
+        (range(3, 0, -1), [(3, 1, 1), (2, 1, 1), (1, 1, 1)]),
+        ([0, 1, 2, 9, 10, 11], [(0, 1, 3), (9, 1, 3)]),  # zigzag
+        ([0, 9, 10, 11], [(0, 1, 1), (9, 1, 3)]),  # a lone token joins nothing, so that the run stays whole
+        ([4, 4, 4], [(4, 1, 1), (4, 1, 1), (4, 1, 1)]),
+    ],
+)
+def test_runs_are_maximal(positions: Sequence[int], expected: list[tuple[int, int, int]]) -> None:
+    assert runs(positions) == expected
+
+
+@pytest.mark.parametrize("layout", [range(4096), range(3, 4096, 4), [*range(512), *range(3584, 4096)]])
+def test_causal_shards_need_no_dense_mask(layout: Sequence[int]) -> None:
+    assert {block.kind for block in plan_blocks(layout, layout, Mask(causal=True))} <= {"full", "causal"}
+
+
+def test_one_block_is_enough_where_one_is() -> None:
+    gathered = [p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))]
+    assert plan_blocks(gathered, gathered, Mask()) == (Block(0, 64, 0, 64, "full", 4096),)
+    assert plan_blocks(range(9), range(9), Mask(causal=True)) == (Block(0, 9, 0, 9, "causal", 45),)
+    assert plan_blocks(range(5), range(5, 9), Mask(causal=True)) == ()
+    assert plan_blocks(range(5, 9), range(5), Mask(causal=True)) == (Block(0, 4, 0, 5, "full", 20),)
+
+
+@pytest.mark.parametrize("window", [1, 16, 300, 1000])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_costs_its_width_and_not_the_sequence(window: int, causal: bool) -> None:
+    length = 20_000
+    blocks = plan_blocks(range(length), range(length), Mask(causal, window))
+    done = sum(a * b for a, b in (block.shape for block in blocks))
+    assert done <= length * (2 * window + 2 * plans.TILE[1])
+
+
+def test_documents_of_one_pack_never_meet() -> None:
+    mask = Mask(causal=True, documents=(0, 3, 8, 8, 12))
+    for block in plan_blocks(range(12), range(12), mask):
+        assert block.kind in ("full", "causal")
+        assert block.queries == block.keys
+        assert (block.q_start, block.q_stop) in ((0, 3), (3, 8), (8, 12))
+
+
+def test_cross_attention_pairs_documents_by_number_and_compares_global_positions() -> None:
+    mask = Mask(documents=(0, 2, 4), kv_documents=(0, 1, 5))
+    assert mask.allowed(range(4), range(5)).tolist() == 2 * [[True, *4 * [False]]] + 2 * [[False, *4 * [True]]]
+    causal = Mask(causal=True, documents=(0, 2, 4), kv_documents=(0, 1, 5))
+    assert causal.allowed([3], range(5)).tolist() == [[False, True, True, True, False]]
+
+
+def test_equal_lengths_of_runs_are_not_equal_plans() -> None:
+    """A plan that is cached on too little would answer for another offset, step or mask."""
+    plan_blocks(range(8), range(8), Mask(causal=True))
+    for q, kv, mask in [
+        (range(1, 9), range(8), Mask(causal=True)),
+        (range(0, 16, 2), range(8), Mask(causal=True)),
+        (range(8), range(8), Mask(causal=True, window=3)),
+        (range(8), range(8), Mask(causal=True, documents=(0, 4, 8))),
+        (range(8), range(8), Mask(documents=(0, 4, 8), kv_documents=(0, 5, 8))),
+    ]:
+        assert torch.equal(coverage(plan_blocks(q, kv, mask), mask, q, kv), mask.allowed(q, kv).long())
+
+
+@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 512), Mask(True, documents=range(0, 10**6 + 1, 1000))])
+def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
+    positions = torch.cat([torch.arange(250_000), torch.arange(750_000, 10**6)])
+    start = time.perf_counter()
+    blocks = plan_blocks(positions, positions, mask)
+    assert time.perf_counter() - start < 2.0  # seconds; 0.05 measured, hours for a loop over pairs
+    assert work(blocks) > 0
+
+
+def test_positions_without_structure_stay_dense_chunks() -> None:
+    positions = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+    mask = Mask(causal=True)
+    blocks = plan_blocks(positions, positions, mask)
+    assert len(blocks) <= math.ceil(1000 / plans.CHUNK) ** 2
+    assert torch.equal(coverage(blocks, mask, positions.tolist(), positions.tolist()), mask.allowed(positions, positions).long())
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_below_one_is_refused(window: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Mask(window=window)
+
+
+@pytest.mark.parametrize("bad", [{"window": 2.0}, {"window": True}, {"documents": (0, 1.5)}, {"documents": (False, 4)}])
+def test_what_is_not_an_integer_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match="needed"):
+        Mask(**bad)
+
+
+@pytest.mark.parametrize("documents", [(), (1, 4), (0, 5, 4)])
+def test_boundaries_that_are_none_are_refused(documents: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="needed boundaries"):
+        Mask(documents=documents)
+
+
+@pytest.mark.parametrize(("documents", "kv_documents"), [(None, (0, 4)), ((0, 2, 4), (0, 4))])
+def test_documents_that_do_not_pair_up_are_refused(documents: tuple[int, ...] | None, kv_documents: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="documents"):
+        Mask(documents=documents, kv_documents=kv_documents)
+
+
+def test_documents_for_another_length_are_refused() -> None:
+    mask = Mask(documents=(0, 3, 8))
+    mask.check_lengths(8)
+    Mask(causal=True, window=3).check_lengths(5, 9)
+    with pytest.raises(ShapeError, match=r"documents end at 8, needed seq_len = 9"):
+        mask.check_lengths(9)
+    with pytest.raises(ShapeError, match=r"kv_documents end at 8, needed kv_seq_len = 9"):
+        mask.check_lengths(8, 9)
+    for outside in ([8], [-1]):
+        with pytest.raises(ShapeError, match="positions"):
+            mask.allowed(outside, [0])
+        with pytest.raises(ShapeError, match="positions"):
+            plan_blocks([0], outside, mask)
+
+
+def test_documents_come_in_any_container() -> None:
+    assert Mask(documents=torch.tensor([0, 3, 8])) == Mask(documents=[0, 3, 8]) == Mask(documents=(0, 3, 8))
+    assert hash(Mask(documents=[0, 3, 8])) == hash(Mask(documents=(0, 3, 8)))
+
+
+def test_positions_that_are_no_list_of_integers_are_refused() -> None:
+    with pytest.raises(TypeError, match="integer"):
+        plan_blocks(torch.rand(3), range(3))
+    with pytest.raises(ShapeError, match="one dimension"):
+        plan_blocks(range(3), torch.zeros(2, 2, dtype=torch.int64))

@@ -1,0 +1,252 @@
+"""The oracle and the tolerance: two roads to the same number, and every comparison made to fail."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from sp_core.testing import reference, tolerance
+from sp_core.testing.tolerance import bound, check_close, error_ratio, unit_roundoff
+
+Sizes = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers of a test that has no seed of its own."""
+    torch.manual_seed(0)
+
+
+def tensors(sq: int, sk: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
+    """q, k, v, grad_out, grad_lse."""
+    shapes = [(2, sq, heads, dim), (2, sk, kv_heads, dim), (2, sk, kv_heads, dim), (2, sq, heads, dim), (2, heads, sq)]
+    return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+
+
+def sees(q: int, k: int, mask: Sizes) -> bool:
+    """The definition for one pair, in words of Python."""
+    if mask.get("causal") and k > q:
+        return False
+    if mask.get("window") is not None and abs(q - k) >= mask["window"]:
+        return False
+    documents = mask.get("documents")
+    if documents is None:
+        return True
+    kv_documents = mask.get("kv_documents") or documents
+    return any(
+        a <= q < b and c <= k < d for a, b, c, d in zip(documents, documents[1:], kv_documents, kv_documents[1:], strict=False)
+    )
+
+
+MASKS: list[Sizes] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window": 3},
+    {"window": 2},
+    {"causal": True, "documents": (0, 3, 3, 7)},
+    {"documents": (0, 2, 7), "kv_documents": (0, 5, 7), "window": 4},
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_visible_is_the_definition_pair_by_pair(mask: Sizes) -> None:
+    q, k = [4, 0, 6, 2, 2], [5, 1, 0, 3, 6, 4]
+    assert reference.visible(q, k, **mask).tolist() == [[sees(i, j, mask) for j in k] for i in q]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_is_the_sum_written_out(mask: Sizes) -> None:
+    q, k, v, *_ = tensors(7, 7, 4, 2, 3)
+    result = reference.attention(q, k, v, softmax_scale=0.7, **mask)
+    for b, i, h in [(0, 0, 0), (1, 6, 3), (0, 3, 2), (1, 2, 1)]:
+        keys = [j for j in range(7) if sees(i, j, mask)]
+        weights = [math.exp(0.7 * float(q[b, i, h] @ k[b, j, h // 2])) for j in keys]
+        total = sum(weights)
+        expected = sum(
+            (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)), torch.zeros(3, dtype=torch.float64)
+        )
+        torch.testing.assert_close(result.out[b, i, h], expected, rtol=1e-13, atol=1e-13)
+        assert float(result.lse[b, h, i]) == pytest.approx(math.log(total) if keys else -math.inf, rel=1e-13)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_by_formula_are_those_of_autograd(mask: Sizes) -> None:
+    q, k, v, do, dlse = tensors(7, 7, 4, 2, 3)
+    got = reference.attention_grads(q, k, v, do, grad_lse=dlse, **mask)
+    seen = reference.visible(range(7), range(7), **mask)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    logits = torch.einsum("bqkgd,bskd->bkgqs", q.unflatten(2, (2, 2)), k).flatten(1, 2) * 3**-0.5
+    blind = ~seen.any(1)
+    logits = logits.masked_fill(~seen & ~blind[:, None], -math.inf)
+    out = torch.einsum("bkgqs,bskd->bqkgd", (logits.softmax(-1) * seen).unflatten(1, (2, 2)), v).flatten(2, 3)
+    lse = logits.logsumexp(-1)[:, :, ~blind]
+    want = torch.autograd.grad([out, lse], leaves, [do, dlse[:, :, ~blind]])
+    for a, b in zip(got[:3], want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])
+def test_nothing_is_zero_and_minus_infinity(sizes: tuple[int, int]) -> None:
+    q, k, v, do, dlse = tensors(*sizes, 2, 1, 3)
+    result = reference.attention(q, k, v)
+    assert (result.out == 0).all()
+    assert (result.lse == -math.inf).all()
+    assert all((g == 0).all() for g in reference.attention_grads(q, k, v, do, grad_lse=dlse)[:3])
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 100.0]))
+def test_scales_are_sizes_of_the_values(seed: int, size: float) -> None:
+    """No element exceeds its scale, and a scale is not orders above what the values would be without cancellation."""
+    torch.manual_seed(seed)
+    q, k, v, do, dlse = tensors(5, 8, 4, 2, 3)
+    result = reference.attention(q * size, k, v, causal=True)
+    grads = reference.attention_grads(q * size, k, v, do, grad_lse=dlse, causal=True)
+    for value, scale in ((result.out, result.out_scale), *zip(grads[:3], grads[3:6], strict=True)):
+        assert (value.abs() <= scale * (1 + 1e-12)).all()
+    same_sign = reference.attention(q * size, k, v.abs(), causal=True)
+    torch.testing.assert_close(same_sign.out, same_sign.out_scale, rtol=1e-12, atol=0)
+    assert result.growth == reference.attention(-q * size, k, v, causal=True).growth >= 5
+
+
+def weights(hidden: int, heads: int, kv_heads: int, dim: int, ffn: int, norm: str, gated: bool, bias: bool) -> dict[str, Tensor]:
+    """Weights of a block by the names of its modules."""
+    shapes = {"q_proj": (heads * dim, hidden), "k_proj": (kv_heads * dim, hidden), "v_proj": (kv_heads * dim, hidden)}
+    shapes = {f"attention.{n}": s for n, s in {**shapes, "o_proj": (hidden, heads * dim)}.items()}
+    shapes |= {"feed_forward.up": (ffn, hidden), "feed_forward.down": (hidden, ffn)}
+    shapes |= {"feed_forward.gate": (ffn, hidden)} if gated else {}
+    made = {f"{n}.weight": torch.randn(s, dtype=torch.float64) / s[1] ** 0.5 for n, s in shapes.items()}
+    made |= {f"{n}.bias": torch.randn(s[0], dtype=torch.float64) for n, s in shapes.items() if bias}
+    for name in ("norm1", "norm2"):
+        made[f"{name}.weight"] = torch.rand(hidden, dtype=torch.float64) + 0.5
+        made |= {f"{name}.bias": torch.randn(hidden, dtype=torch.float64)} if norm == "layer" else {}
+    return made
+
+
+def torch_block(x: Tensor, w: dict[str, Tensor], heads: int, norm: str, gated: bool, causal: bool) -> Tensor:
+    """The same block from torch's own functions."""
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        if norm == "rms":
+            return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], 1e-6)
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    dim = w["attention.q_proj.weight"].shape[0] // heads
+    y = normed(x, "norm1")
+    q, k, v = (linear(y, f"attention.{n}").unflatten(2, (-1, dim)).transpose(1, 2) for n in ("q_proj", "k_proj", "v_proj"))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
+    x = x + linear(attended, "attention.o_proj")
+    y = normed(x, "norm2")
+    up = linear(y, "feed_forward.up")
+    return x + linear(F.silu(linear(y, "feed_forward.gate")) * up if gated else F.gelu(up), "feed_forward.down")
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_block_and_its_gradients_are_torchs_within_the_bound(norm: str, gated: bool, dtype: torch.dtype) -> None:
+    w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, norm, gated, bias=True).items()}
+    x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
+    expected = reference.transformer_block_grads(x, w, do, num_heads=4, norm=norm, causal=True)
+    leaves = [t.requires_grad_() for t in (x, *w.values())]
+    out = torch_block(*leaves[:1], w, 4, norm, gated, causal=True)
+    assert expected.values.keys() == {"out", "x", *w}
+    for name, got in zip(("out", "x", *w), (out, *torch.autograd.grad(out, leaves, do)), strict=True):
+        check_close(name, got, expected.values[name], bound(expected.scales[name], dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_comparison_of_blocks_fails_on_another_block(dtype: torch.dtype) -> None:
+    """A missing causal mask, positions off by one in a window, another eps: each is out of bounds somewhere."""
+    w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, "layer", True, bias=False).items()}
+    x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
+    right: Sizes = {"num_heads": 4, "causal": True, "window": 4, "rope_base": 100.0}
+    expected = reference.transformer_block_grads(x, w, do, **right)
+    for change in ({"causal": False}, {"window": 5}, {"rope_base": None}, {"eps": 0.5}):
+        wrong = reference.transformer_block_grads(x, w, do, **{**right, **change}, samples=0)
+        ratios = {n: error_ratio(wrong.values[n], expected.values[n], bound(s, dtype)) for n, s in expected.scales.items()}
+        assert max(ratios.values()) > 1, change
+
+
+def test_rotary_positions_are_global() -> None:
+    w = weights(8, 2, 1, 4, 12, "rms", False, bias=False)
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+    options: Sizes = {"num_heads": 2, "norm": "rms", "causal": True, "rope_base": 100.0}
+    whole = reference.transformer_block(x, w, **options)
+    order = [4, 0, 5, 2, 1, 3]
+    torch.testing.assert_close(reference.transformer_block(x[:, order], w, positions=order, **options), whole[:, order])
+    assert not torch.allclose(reference.transformer_block(x[:, order], w, **options), whole[:, order])
+
+
+def test_sensitivity_of_a_cancelling_sum_is_that_of_its_terms() -> None:
+    x = torch.tensor([[1e6, -1e6, 1.0]], dtype=torch.float64)
+    (value,), (scale,) = reference.sensitivity(lambda rounding, x: (x.sum(-1, keepdim=True),), [x])
+    assert float(value) == 1.0
+    assert 5e5 < float(scale) < 2e7
+
+
+def test_the_bound_counts_what_it_says() -> None:
+    scale = torch.tensor([2.0])
+    u = unit_roundoff(torch.float32)
+    assert u == 2.0**-24
+    assert float(bound(scale, torch.float32, growth=9.0)) == pytest.approx(tolerance.C * 10 * u * 2)
+    half = unit_roundoff(torch.bfloat16)
+    assert half == 2.0**-8
+    assert float(bound(scale, torch.bfloat16, growth=9.0)) == pytest.approx(tolerance.C * (half + 9 * u) * 2)
+    more = bound(scale, torch.bfloat16, 9.0, extra_roundings=3, single_device_error=torch.tensor([0.25]))
+    assert float(more - bound(scale, torch.bfloat16, 9.0)) == pytest.approx(3 * half * 2 + 0.5)
+
+
+def test_error_ratio_of_what_is_not_a_number() -> None:
+    one, inf, nan = torch.ones(2), torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.nan])
+    zero = torch.zeros(2)
+    assert error_ratio(one, one, zero) == 0
+    assert error_ratio(one + 1e-3, one, zero) == math.inf
+    assert error_ratio(inf, inf, one) == 0
+    assert error_ratio(-inf, inf, one) == math.inf
+    assert error_ratio(inf, one, one) == math.inf
+    assert error_ratio(one, inf, one) == math.inf
+    assert error_ratio(nan, one, one) == error_ratio(one, nan, one) == error_ratio(nan, nan, one) == math.inf
+    assert error_ratio(one * 2, one, torch.full((2,), math.inf)) == math.inf
+    assert error_ratio(one * 2, one, nan) == math.inf
+    assert error_ratio(one[:1], one, one) == math.inf
+    assert error_ratio(torch.ones(1, 2), one, one) == math.inf
+    assert error_ratio(one[:0], one[:0], one[:0]) == 0
+    assert error_ratio(torch.tensor([1.5, 1.1]), one, torch.tensor([2.0, 0.05])) == pytest.approx(2.0)
+
+
+def test_check_close_names_the_worst_element() -> None:
+    expected = torch.zeros(2, 3)
+    actual = expected.clone()
+    assert check_close("out", actual + 0.25, expected, torch.ones(2, 3)) == 0.25
+    actual[1, 2], actual[0, 1] = 3.0, 2.0
+    with pytest.raises(AssertionError, match=r"out\[1, 2\] = 3\.0, expected 0\.0, error 3 is 3 times the bound 1 \(2 of 6"):
+        check_close("out", actual, expected, torch.ones(2, 3))
+    with pytest.raises(AssertionError, match=r"shape \(2, 3\) given, expected \(3, 2\)"):
+        check_close("out", actual, expected.T, torch.ones(3, 2))
+    with pytest.raises(AssertionError, match="nan"):
+        check_close("out", actual * math.nan, expected, torch.ones(2, 3))
+
+
+def test_the_oracle_imports_torch_and_itself_only() -> None:
+    """An oracle that shares code with what it judges shares its mistakes."""
+    for source in Path(reference.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                foreign = [
+                    n for n in names if n and n.split(".")[0] not in ("__future__", "collections", "math", "typing", "torch")
+                ]
+                assert all(n.startswith("sp_core.testing.reference") for n in foreign), (source.name, foreign)
