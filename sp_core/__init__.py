@@ -30,12 +30,14 @@ from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFail
 from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
+from sp_core.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from sp_core.rope import Rope
 from sp_core.schemes import allgather_kv_attention, hybrid_attention, ring_attention, ulysses_attention
 from sp_core.sharding import Sharding
 
 __all__ = [
     "CollectiveMismatch",
+    "ColumnParallelLinear",
     "Communicator",
     "DeviceError",
     "DtypeError",
@@ -48,6 +50,7 @@ __all__ = [
     "RMSNorm",
     "RankError",
     "Rope",
+    "RowParallelLinear",
     "SelfAttention",
     "ShapeError",
     "Sharding",

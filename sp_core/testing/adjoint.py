@@ -1,0 +1,119 @@
+"""Whether the backward pass of a collective is its adjoint: exactly by inner products, and to any order by differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sp_core.testing.run import run_threads
+
+RankFunction = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
+    """One function of all shards that gives all outputs, so that `gradcheck` and `gradgradcheck` see every rank at once.
+
+    A check on each rank alone is wrong for a collective, because all ranks would perturb their inputs together.
+
+    Args:
+        f: `f(comm, *locals) -> tensor or tensors`; runs on each rank with that rank's shards.
+        size: number of ranks, which are threads.
+
+    Returns:
+        A function of rank 0's shards, then rank 1's, and so on, that returns outputs in the same order; differentiable to any
+        order, as far as `f` is.
+    """
+
+    def mapped(*shards: Tensor) -> tuple[Tensor, ...]:
+        if len(shards) % size:
+            raise ValueError(f"{len(shards)} tensors cannot be the shards of {size} ranks. Pass as many for each rank.")
+        return cast("Callable[..., tuple[Tensor, ...]]", _GlobalMap.apply)(f, size, *shards)
+
+    return mapped
+
+
+class _GlobalMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, f: RankFunction, size: int, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.f, ctx.size = f, size
+        ctx.save_for_backward(*shards)
+
+        def body(comm: Any) -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                outputs = _tuple(f(comm, *map(_leaf, _of_rank(shards, comm.rank, size))))
+            return tuple(output.detach() for output in outputs)
+
+        by_rank = run_threads(size, body)
+        return tuple(output for outputs in by_rank for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        shards, size = ctx.saved_tensors, ctx.size
+        local, given = len(shards) // size, len(grads) // size
+        both = [t for rank in range(size) for t in (*_of_rank(shards, rank, size), *_of_rank(grads, rank, size))]
+        return (None, None, *global_map(_pullback(ctx.f, local, given), size)(*both))
+
+
+def _pullback(f: RankFunction, local: int, given: int) -> RankFunction:
+    """The backward pass of one rank, itself a function that can be differentiated."""
+
+    def pullback(comm: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs, grads = tensors[:local], tensors[local : local + given]
+        outputs = _tuple(f(comm, *inputs))
+        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+        if not pairs:
+            return tuple(torch.zeros_like(x) for x in inputs)
+        differentiable, directions = zip(*pairs, strict=True)
+        found = torch.autograd.grad(differentiable, inputs, directions, create_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True))
+
+    return pullback
+
+
+def _of_rank(values: Sequence[Any], rank: int, size: int) -> Sequence[Any]:
+    count = len(values) // size
+    return values[rank * count : (rank + 1) * count]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def check_adjoint(
+    comm: Any, forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor] | None, x: Tensor, y: Tensor
+) -> None:
+    """Check <A x, y> == <x, A^T y>, summed over the ranks, exactly.
+
+    Args:
+        comm: a raw communicator of the ranks.
+        forward: A, linear; called on every rank.
+        adjoint: A^T; None takes the one that autograd finds.
+        x: float64 with small integers, so that every product and sum is exact.
+        y: the same, of the shape of A x.
+
+    Communication:
+        What A and A^T need, and one all-reduce of two numbers.
+
+    Raises:
+        AssertionError: on every rank.
+    """
+    x = x.detach().requires_grad_(adjoint is None)
+    ax = forward(x)
+    if ax.shape != y.shape:
+        raise AssertionError(f"A x has shape {tuple(ax.shape)}, y has {tuple(y.shape)}")
+    aty = adjoint(y) if adjoint is not None else torch.autograd.grad(ax, x, y)[0]
+    if aty.shape != x.shape:
+        raise AssertionError(f"A^T y has shape {tuple(aty.shape)}, x has {tuple(x.shape)}")
+    mine = np.array([float((ax.detach() * y).sum()), float((x.detach() * aty).sum())])
+    both = np.empty(2)
+    comm.Allreduce(mine, both)
+    if both[0] != both[1]:
+        raise AssertionError(f"not adjoint: <A x, y> = {both[0]!r}, <x, A^T y> = {both[1]!r}, summed over {comm.size} ranks")

@@ -1,0 +1,289 @@
+"""The communicator that test bodies get: mpi4py's methods, each preceded by one exchange of the lockstep protocol."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, Self
+
+from sp_core.errors import CollectiveMismatch, RankError
+from sp_core.testing import watchdog
+from sp_core.testing.family import Family
+from sp_core.testing.lockstep import Call, Lockstep
+from sp_core.testing.places import here
+from sp_core.testing.signatures import array, call, op_name
+
+_ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
+
+
+class Request(Protocol):
+    """What a non-blocking call returns."""
+
+    def Test(self) -> bool:
+        """Make progress; True once the transfer is complete."""
+        ...
+
+    def Wait(self) -> bool:
+        """Wait until the transfer is complete."""
+        ...
+
+
+class LockstepComm(ABC):
+    """A communicator whose ranks agree on each call before they make it.
+
+    It offers the methods that the library needs and refuses every other one: a call that is not checked could block for ever.
+
+    Args:
+        lockstep: this rank's side of the protocol.
+        family: where to enter this communicator, so that the end of an example reaches all of them.
+    """
+
+    def __init__(self, lockstep: Lockstep, family: Family) -> None:
+        self.lockstep = lockstep
+        self.family = family
+        self.rank: int = lockstep.carrier.rank
+        self.size: int = lockstep.carrier.size
+        self._announced: Counter[tuple[str, int, int]] = Counter()
+        self._exchanges = 0  # since the last clean-up; the same on all ranks
+        self.children = itertools.count()
+        self._freed = False
+        family.members.append(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.lockstep.name}: rank {self.rank} of {self.size}{', freed' if self._freed else ''}>"
+
+    def __bool__(self) -> bool:
+        return not self._freed
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}: only calls that the lockstep protocol can check are offered. "
+            "Add a rule in sp_core/testing/signatures.py and a method in comm.py."
+        )
+
+    def Get_rank(self) -> int:
+        """The rank of the caller."""
+        return self.rank
+
+    def Get_size(self) -> int:
+        """The number of ranks."""
+        return self.size
+
+    def Barrier(self) -> None:
+        """mpi4py's `Barrier`."""
+        self._run("Barrier")
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        """mpi4py's `Bcast`."""
+        self._run("Bcast", buf, root)
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        """mpi4py's `Allgather`."""
+        self._run("Allgather", sendbuf, recvbuf)
+
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """mpi4py's `Allgatherv` with `[buffer, counts]` to receive into."""
+        self._run("Allgatherv", sendbuf, recvbuf)
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = None) -> None:
+        """mpi4py's `Allreduce`."""
+        self._run("Allreduce", sendbuf, recvbuf, op)
+
+    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Any = None, root: int = 0) -> None:
+        """mpi4py's `Reduce`."""
+        self._run("Reduce", sendbuf, recvbuf, op, root)
+
+    def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = None) -> None:
+        """mpi4py's `Reduce_scatter`."""
+        self._run("Reduce_scatter", sendbuf, recvbuf, recvcounts, op)
+
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
+        """mpi4py's `Alltoallv` with `[buffer, counts]` on both sides."""
+        self._run("Alltoallv", sendbuf, recvbuf)
+
+    def Sendrecv(self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0) -> None:
+        """mpi4py's `Sendrecv` from a named source; every rank of the communicator takes part."""
+        self._run("Sendrecv", sendbuf, dest, sendtag, recvbuf, source, recvtag)
+
+    def Ibarrier(self) -> Request:
+        """mpi4py's `Ibarrier`."""
+        return self._start("Barrier")
+
+    def Ibcast(self, buf: Any, root: int = 0) -> Request:
+        """mpi4py's `Ibcast`."""
+        return self._start("Bcast", buf, root)
+
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """mpi4py's `Iallgather`."""
+        return self._start("Allgather", sendbuf, recvbuf)
+
+    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """mpi4py's `Iallgatherv`."""
+        return self._start("Allgatherv", sendbuf, recvbuf)
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Any = None) -> Request:
+        """mpi4py's `Iallreduce`."""
+        return self._start("Allreduce", sendbuf, recvbuf, op)
+
+    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Any = None, root: int = 0) -> Request:
+        """mpi4py's `Ireduce`."""
+        return self._start("Reduce", sendbuf, recvbuf, op, root)
+
+    def Ireduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = None) -> Request:
+        """mpi4py's `Ireduce_scatter`."""
+        return self._start("Reduce_scatter", sendbuf, recvbuf, recvcounts, op)
+
+    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
+        """mpi4py's `Ialltoallv`."""
+        return self._start("Alltoallv", sendbuf, recvbuf)
+
+    def barrier(self) -> None:
+        """mpi4py's `barrier`."""
+        self._run("Barrier")
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """mpi4py's `bcast` of a picklable object."""
+        self._enter(call("bcast", self.rank, self.size, root))
+        return self._objects(obj)[root]
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        """mpi4py's `gather` of picklable objects."""
+        self._enter(call("gather", self.rank, self.size, root))
+        objects = self._objects(sendobj)
+        return objects if self.rank == root else None
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """mpi4py's `allgather` of picklable objects."""
+        self._enter(call("allgather", self.rank, self.size))
+        return self._objects(sendobj)
+
+    def allreduce(self, sendobj: Any, op: Any = None) -> Any:
+        """mpi4py's `allreduce` of objects, in rank order; the sum unless another operation is given."""
+        self._enter(call("allreduce", self.rank, self.size, None, op))
+        return functools.reduce(_ON_OBJECTS[op_name(op)], self._objects(sendobj))
+
+    def announce_exchange(self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = ()) -> None:
+        """Declare the point-to-point messages that follow; every rank of the communicator calls this.
+
+        Args:
+            sends: (destination, bytes) of each message that this rank will `Isend`.
+            recvs: (source, bytes) of each message that this rank will `Irecv`.
+
+        Raises:
+            CollectiveMismatch: the messages sent are not the messages received.
+        """
+        sends, recvs = list(sends), list(recvs)
+        self._enter(call("announce_exchange", self.rank, self.size, sends, recvs))
+        self._exchanges += 1
+        self._announced.update(("Isend", peer, nbytes) for peer, nbytes in sends)
+        self._announced.update(("Irecv", peer, nbytes) for peer, nbytes in recvs)
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
+        """mpi4py's `Isend` of an announced message."""
+        self._take("Isend", dest, array(buf).nbytes)
+        return self._send(buf, dest, tag)
+
+    def Irecv(self, buf: Any, source: int, tag: int = 0) -> Request:
+        """mpi4py's `Irecv` of an announced message from a named source."""
+        self._take("Irecv", source, array(buf).nbytes)
+        return self._receive(buf, source, tag)
+
+    def Dup(self) -> Self:
+        """mpi4py's `Dup`: the same ranks with messages of their own."""
+        self._enter(call("Dup", self.rank, self.size))
+        return self._dup(f"{self.lockstep.name}.{next(self.children)}")
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        """mpi4py's `Split`; a negative color (`MPI.UNDEFINED`) gives a false value instead of a communicator."""
+        self._enter(call("Split", self.rank, self.size))
+        return self._split(f"{self.lockstep.name}.{next(self.children)}", color, key)
+
+    def Free(self) -> None:
+        """mpi4py's `Free`. While an error is on its way out it is put off to the end of the example, not to hide the error."""
+        if sys.exc_info()[0] is not None:
+            self._freed = True
+            return
+        self._enter(call("Free", self.rank, self.size))
+        self._complete()
+        self._free()
+        self.family.members.remove(self)
+
+    def ensure_posted(self, before: str) -> None:
+        """Raise `CollectiveMismatch` where this rank has announced a message and not posted it."""
+        if missing := +self._announced:
+            raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
+
+    def _run(self, op: str, *args: Any) -> None:
+        self._enter(call(op, self.rank, self.size, *args))
+        self._do(op, *args)
+        watchdog.note(f"left {op}")
+
+    def _start(self, op: str, *args: Any) -> Request:
+        self._enter(call(op, self.rank, self.size, *args, blocking=False))
+        return self._begin(op, *args)
+
+    def _enter(self, what: Call) -> None:
+        if self._freed:
+            raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
+        self.ensure_posted(what.op)
+        watchdog.note(f"in {what.op}({what.text}) at {here()}")
+        for member in self.family.members:
+            member._release()
+        self.lockstep.call(what)
+
+    def _take(self, op: str, peer: int, nbytes: int) -> None:
+        if not self._announced[op, peer, nbytes]:
+            left = _listed(+self._announced) or "nothing"
+            raise CollectiveMismatch(
+                f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; announced and not yet posted: {left}"
+            )
+        self._announced[op, peer, nbytes] -= 1
+
+    @abstractmethod
+    def _do(self, op: str, *args: Any) -> None:
+        """Make the blocking call."""
+
+    @abstractmethod
+    def _begin(self, op: str, *args: Any) -> Request:
+        """Make the non-blocking call."""
+
+    @abstractmethod
+    def _objects(self, value: Any) -> list[Any]:
+        """Every rank's object."""
+
+    @abstractmethod
+    def _send(self, buf: Any, dest: int, tag: int) -> Request: ...
+
+    @abstractmethod
+    def _receive(self, buf: Any, source: int, tag: int) -> Request: ...
+
+    @abstractmethod
+    def _dup(self, name: str) -> Self: ...
+
+    @abstractmethod
+    def _split(self, name: str, color: int, key: int) -> Any: ...
+
+    def _posts(self) -> int:
+        """How often this rank has entered an exchange of this communicator."""
+        return 0
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let peers complete what this rank has started."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Complete or undo what this rank has started and not waited for."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Give back what this communicator holds."""
+
+
+def _listed(messages: Counter[tuple[str, int, int]]) -> str:
+    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)

@@ -1,0 +1,146 @@
+"""Who of a launch's ranks died first, and of what, as far as the system tells somebody who is not their parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import time
+from pathlib import Path
+
+from sp_core.testing.places import owner
+
+_FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
+_EXIT_CODE_FIELD = -1  # the last one of /proc/PID/stat
+
+
+class Deaths:
+    """Watches the ranks of a launch by the process numbers that they leave.
+
+    mpiexec kills the others as soon as one rank has died; only the order of deaths tells which one it was.
+
+    Args:
+        run_dir: where the ranks leave their numbers.
+        ranks: how many there are.
+    """
+
+    def __init__(self, run_dir: Path, ranks: int) -> None:
+        self.ranks = ranks
+        self._dir = run_dir
+        self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
+        self._dead: dict[int, str] = {}  # rank: how; in the order of deaths
+
+    def look(self, seconds: float) -> None:
+        """Watch for a while."""
+        self._find()
+        poll = select.poll()
+        by_fd = {fd: rank for rank, (_, fd) in self._watched.items() if rank not in self._dead}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        if not by_fd:
+            time.sleep(seconds)
+            return
+        for fd, _ in poll.poll(seconds * 1000):
+            self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0])
+
+    def alive(self) -> dict[int, int]:
+        """Rank and process number of those that live."""
+        self.look(0.0)
+        return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
+
+    def story(self, rank: int) -> str:
+        """What is known of one rank."""
+        self.look(0.0)
+        lines = [f"---- rank {rank}: {self._state(rank)}"]
+        if place := self._text(rank, "place"):
+            lines.append(f"last place: {place}")
+        return "\n".join([*lines, shortened(self._stacks(rank)) or "no stack: the process ended without a chance to write it"])
+
+    def suspects(self) -> list[str]:
+        """One line for each rank that explains the end: the first to die, else those that did not wait for the others."""
+        self.look(0.0)
+        if self._dead:
+            rank, how = next(iter(self._dead.items()))
+            return [f"rank {rank} died first: {how}; last place: {self._text(rank, 'place')}"]
+        busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
+        return [f"rank {rank} waits for nobody: it is at {place}" for rank, place in busy.items() if place]
+
+    def _stacks(self, rank: int) -> str:
+        return self._text(rank, "hang") or self._text(rank, "stack")
+
+    def _state(self, rank: int) -> str:
+        if rank not in self._watched:
+            return "never started a test session"
+        number = f"(process {self._watched[rank][0]})"
+        if rank not in self._dead:
+            return f"alive {number}"
+        first = ", the first to die" if rank == next(iter(self._dead)) else ""
+        return f"dead{first}, {self._dead[rank]} {number}"
+
+    def _text(self, rank: int, kind: str) -> str:
+        path = self._dir / f"rank{rank}.{kind}"
+        return path.read_bytes().split(b"\0")[0].decode(errors="replace").strip() if path.exists() else ""
+
+    def _find(self) -> None:
+        for rank in range(self.ranks):
+            path = self._dir / f"rank{rank}.pid"
+            if rank not in self._watched and path.exists() and (text := path.read_text()):
+                self._watch(rank, int(text))
+
+    def _watch(self, rank: int, pid: int) -> None:
+        try:
+            self._watched[rank] = (pid, os.pidfd_open(pid))
+        except OSError:  # gone before it was seen
+            self._watched[rank] = (pid, -1)
+            self._dead.setdefault(rank, "how is not known")
+
+
+def _frames(stacks: str) -> list[tuple[str, str]]:
+    """Each line of a dump with the file it names, if it does."""
+    found = [(line, _FRAME.match(line)) for line in stacks.splitlines()]
+    return [(line, match[1] if match else "") for line, match in found]
+
+
+def innermost(stacks: str) -> str:
+    """Where the first thread of a dump is, or nothing where it is inside the kit: then it waits for other ranks."""
+    frames = [(line, file) for line, file in _frames(stacks) if file]
+    if not frames or owner(frames[0][1]) == "kit":
+        return ""
+    return next((line.strip() for line, file in frames if owner(file) in ("test", "library")), "")
+
+
+def shortened(stacks: str) -> str:
+    """A dump without the frames of the kit and of what called the test, unless nothing else is there."""
+    frames = _frames(stacks)
+    own = [index for index, (_, file) in enumerate(frames) if file and owner(file) in ("test", "library")]
+    if not own:
+        return stacks
+    kept = [line for index, (line, file) in enumerate(frames) if not file or (index <= own[-1] and owner(file) != "kit")]
+    return "\n".join(kept)
+
+
+def _how(pid: int) -> str:
+    """The cause of death, which the system keeps until the parent has asked for it."""
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().rsplit(maxsplit=1)[_EXIT_CODE_FIELD])
+    except (OSError, ValueError):
+        return "how is not known"
+    code = os.waitstatus_to_exitcode(status)
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def kill_session(leader: int) -> None:
+    """Kill every process of the session that `leader` leads; launchers put ranks into process groups of their own."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if _session(path) == leader:
+                os.kill(int(path.name), signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _session(process: Path) -> int:
+    after_name = (process / "stat").read_text().rsplit(")", 1)[1].split()
+    return int(after_name[3])

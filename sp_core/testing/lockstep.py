@@ -1,0 +1,262 @@
+"""The protocol that keeps ranks together, free of what carries it.
+
+Before each blocking call all ranks of a communicator exchange one small record: what I am about to call, or that I am done,
+and how. All call the same: everybody goes on. All done: the example is over, and everybody knows every outcome. Anything else:
+the ranks inside a call raise instead of blocking for ever, leave the body, and are done. There is no timer in this, so the
+outcome is a function of the example alone, and Hypothesis can shrink it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from sp_core.testing.outcome import DONE, QUIET, Kind, Mismatched, Outcome, Woken
+from sp_core.testing.places import here
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that yields while it has to wait for other ranks."""
+
+_MODULUS = 2**128
+
+
+class Record(NamedTuple):
+    """What one rank puts into a round: fixed size, so that the exchange costs one small message."""
+
+    kind: Kind
+    digest: int = 0
+    sends: int = 0
+    receives: int = 0
+
+
+class Ticket(Protocol):
+    """An exchange under way."""
+
+    def poll(self) -> list[Any] | None:
+        """What every rank gave, in rank order, or None as long as some rank has not given anything."""
+        ...
+
+
+class Carrier(Protocol):
+    """Carries records and values between the ranks of one communicator."""
+
+    rank: int
+    size: int
+
+    def post(self, record: Record) -> Ticket:
+        """Begin an exchange of records."""
+        ...
+
+    def share(self, value: object) -> Ticket:
+        """Begin an exchange of values of any size."""
+        ...
+
+    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
+        """Run steps to their end and wait patiently in between; `ending` where this rank waits only for others to end."""
+        ...
+
+
+class Message(NamedTuple):
+    """One message between two ranks; `turn` counts those between the same two, because MPI keeps their order."""
+
+    source: int
+    dest: int
+    turn: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is about to call.
+
+    `equal` must be equal on all ranks; the messages that the ranks together send must be those that they together receive.
+    """
+
+    op: str
+    equal: tuple[object, ...] = ()
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    text: str = ""
+
+    def record(self) -> Record:
+        """The call in fixed size."""
+        return Record(Kind.CALL, _hash((self.op, *self.equal)), _sum(self.sends), _sum(self.receives))
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=16).digest(), "little")
+
+
+def _sum(messages: Iterable[Message]) -> int:
+    """A hash of a multiset that adds up over ranks: what is sent equals what is received iff the sums are equal."""
+    return sum(_hash(tuple(message)) for message in messages) % _MODULUS
+
+
+class Decision(enum.Enum):
+    """What a round of records means."""
+
+    GO = "all ranks call the same"
+    AGAIN = "a rank waits for a message, nothing can be said yet"
+    OVER = "all ranks are done"
+    PEER_FAILED = "a rank left the example"
+    MISMATCH = "the ranks call different things"
+
+
+def decide(records: Sequence[Record]) -> Decision:
+    """What a round means. Every rank gets the same records, so every rank decides the same."""
+    kinds = {record.kind for record in records}
+    if kinds <= DONE:
+        return Decision.OVER
+    if kinds & (DONE - {Kind.OK}):
+        return Decision.PEER_FAILED
+    if Kind.WAIT in kinds:
+        return Decision.AGAIN
+    return Decision.GO if kinds == {Kind.CALL} and _agree(records) else Decision.MISMATCH
+
+
+def _agree(records: Sequence[Record]) -> bool:
+    same = len({record.digest for record in records}) == 1
+    return same and (sum(r.sends for r in records) - sum(r.receives for r in records)) % _MODULUS == 0
+
+
+def needs_details(decision: Decision, records: Sequence[Record]) -> bool:
+    """Whether the ranks must tell each other more than fits into a record."""
+    if decision is Decision.OVER:
+        return any(record.kind not in QUIET for record in records)
+    return decision in (Decision.PEER_FAILED, Decision.MISMATCH)
+
+
+def until(ticket: Ticket) -> Steps[list[Any]]:
+    """Wait for an exchange."""
+    while (got := ticket.poll()) is None:
+        yield
+    return got
+
+
+class Lockstep:
+    """One rank's side of the protocol on one communicator."""
+
+    def __init__(self, carrier: Carrier, name: str) -> None:
+        self.carrier = carrier
+        self.name = name
+        # a round begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to its memory
+        self._open: tuple[Ticket, object] | None = None
+        self._sharing: Ticket | None = None
+
+    def call(self, call: Call) -> None:
+        """Return when every rank is about to make this call; raise `PeerFailed` or `CollectiveMismatch` when one is not."""
+        what = f"{call.op}({call.text}) on {self.name} at {here()}"
+        self.carrier.drive(self._calling(call, what), what)
+
+    def waiting(self, what: str) -> None:
+        """Look, without waiting, whether a peer has left the example while this rank waits for its message."""
+        if self._open is None:
+            self._open = (self.carrier.post(Record(Kind.WAIT)), what)
+        ticket, _ = self._open
+        records = ticket.poll()
+        if records is not None:
+            self._open = (_Read(records), what)
+            self.carrier.drive(self._settle(), what)
+
+    def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
+        """Say that this rank is done until all are.
+
+        Returns:
+            The outcome of every rank.
+        """
+        while self._open is not None:
+            yield from self._read()
+        while True:
+            self._open = (self.carrier.post(Record(outcome.kind)), outcome)
+            decision, records, details = yield from self._read()
+            if decision is Decision.OVER:
+                return list(details) if details else [Outcome(record.kind) for record in records]
+
+    def _calling(self, call: Call, what: str) -> Steps[None]:
+        decision = Decision.AGAIN
+        yield from self._settle()
+        while decision is Decision.AGAIN:
+            self._open = (self.carrier.post(call.record()), (call, what))
+            decision = yield from self._settle()
+
+    def _settle(self) -> Steps[Decision]:
+        if self._open is None:
+            return Decision.GO
+        decision, _, details = yield from self._read()
+        if decision is Decision.PEER_FAILED:
+            raise Woken(_describe(details))
+        if decision is Decision.MISMATCH:
+            raise Mismatched(_explain(details))
+        return decision
+
+    def _read(self) -> Steps[tuple[Decision, list[Record], list[Any]]]:
+        assert self._open is not None
+        ticket, detail = self._open
+        records = yield from until(ticket)
+        decision = decide(records)
+        details: list[Any] = []
+        if needs_details(decision, records):
+            self._sharing = self._sharing or self.carrier.share(detail)
+            details = yield from until(self._sharing)
+        self._open = self._sharing = None
+        return decision, records, details
+
+
+class _Read:
+    """A round whose records are known."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self._records = records
+
+    def poll(self) -> list[Record]:
+        return self._records
+
+
+def _text(detail: object) -> str:
+    return str(detail[1]) if isinstance(detail, tuple) else str(detail)
+
+
+def _describe(details: Sequence[object]) -> str:
+    return "; ".join(f"rank {rank}: {_text(detail)}" for rank, detail in enumerate(details))
+
+
+def _explain(details: Sequence[object]) -> str:
+    """Who calls what, and which messages nobody sends or nobody receives."""
+    calls = [detail[0] for detail in details if isinstance(detail, tuple)]
+    sent = {message for call in calls for message in call.sends}
+    received = {message for call in calls for message in call.receives}
+    lines = [
+        f"\n  rank {m.source} sends {m.nbytes} bytes to rank {m.dest}, which does not expect them" for m in sorted(sent - received)
+    ]
+    lines += [
+        f"\n  rank {m.dest} expects {m.nbytes} bytes from rank {m.source}, which does not send them"
+        for m in sorted(received - sent)
+    ]
+    return "the ranks do not call the same: " + _describe(details) + "".join(lines[:8])
+
+
+def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome) -> list[Outcome]:
+    """Finish on several communicators at once, since a peer may be blocked on any of them.
+
+    Returns:
+        The outcome of every rank of the first communicator.
+    """
+    jobs = [lockstep.finish(outcome) for lockstep in locksteps]
+    return locksteps[0].carrier.drive(_together(jobs), "has ended", ending=True)
+
+
+def _together(jobs: Sequence[Steps[list[Outcome]]]) -> Steps[list[Outcome]]:
+    results: dict[int, list[Outcome]] = {}
+    while len(results) < len(jobs):
+        for index, job in enumerate(jobs):
+            if index not in results:
+                try:
+                    next(job)
+                except StopIteration as stop:
+                    results[index] = stop.value
+        yield
+    return results[0]

@@ -1,0 +1,81 @@
+"""How many examples, and which: the profiles `pr` (the default), `quick` and `explore`, and what a test says about itself."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+DEFAULT = "pr"
+SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
+_OWN: dict[str, dict[str, Any]] = {
+    "pr": {"derandomize": True, "max_examples": 100, "database": None},
+    "quick": {"derandomize": True, "max_examples": 25, "database": None},
+    "explore": {"derandomize": False, "max_examples": 5000},
+}
+_TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")
+
+
+def register() -> None:
+    """Make the profiles known to Hypothesis. Times are of no use as deadlines: they include waiting for other ranks."""
+    for name, values in _OWN.items():
+        settings.register_profile(name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **values)
+
+
+def load_from_environment() -> None:
+    """Load the profile that the environment names, for all Hypothesis tests of the session."""
+    chosen = os.environ.get("SP_PROFILE")
+    if chosen:
+        settings.load_profile(_known(chosen))
+
+
+def name() -> str:
+    """The profile in use: the one loaded if it is one of these, else the environment's SP_PROFILE, else `pr`."""
+    loaded = settings.get_current_profile_name()
+    return loaded if loaded in _OWN else _known(os.environ.get("SP_PROFILE") or DEFAULT)
+
+
+def draws_at_random() -> bool:
+    """Whether the profile takes other examples on every run, so that its seed must be told."""
+    return not settings.get_profile(name()).derandomize
+
+
+def allow_fixtures(test: Any) -> None:
+    """Let a test use pytest's function-scoped fixtures: they are set up once for all its examples, which is what is meant."""
+    function = getattr(test, "__func__", test)
+    own = function._hypothesis_internal_use_settings
+    suppressed = {*own.suppress_health_check, HealthCheck.function_scoped_fixture}
+    function._hypothesis_internal_use_settings = settings(own, suppress_health_check=suppressed)
+
+
+def _known(chosen: str) -> str:
+    if chosen not in _OWN:
+        raise ValueError(f"SP_PROFILE={chosen!r} is not one of {tuple(_OWN)}.")
+    return chosen
+
+
+def chosen(own: settings | None, max_examples: int | None = None, *, seeded: bool = False) -> settings:
+    """The settings for one test.
+
+    Args:
+        own: what `@settings` on the test says. What it leaves at Hypothesis' default is taken from the profile.
+        max_examples: given to `given`; wins.
+        seeded: a seed was asked for, so the examples are drawn from it and not from the test's name.
+    """
+    profile = settings.get_profile(name())
+    values: dict[str, Any] = {} if max_examples is None else {"max_examples": max_examples}
+    if own is not None:
+        differing = {
+            field: getattr(own, field) for field in _TAKEN_FROM_TEST if getattr(own, field) != getattr(settings.default, field)
+        }
+        values = {**differing, **values}
+        values["suppress_health_check"] = {*SUPPRESSED, *own.suppress_health_check}
+    if seeded:
+        values["derandomize"] = False
+    if values.get("derandomize", profile.derandomize):
+        values["database"] = None
+    return settings(profile, **values)
+
+
+register()

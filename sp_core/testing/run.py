@@ -1,0 +1,138 @@
+"""Running a body on ranks that are threads."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from sp_core.testing import remarks, watchdog
+from sp_core.testing.family import Family
+from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
+from sp_core.testing.threads import ThreadComm
+from sp_core.testing.world import Stopped, World
+
+T = TypeVar("T")
+GRACE_SECONDS = 2.0
+
+
+class ThreadsHung(BaseException):
+    """A rank did not arrive in time. No `Exception`: Hypothesis must not shrink it at half a minute for each attempt."""
+
+
+def run_threads(size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None) -> list[T]:
+    """Run a body on every rank of a communicator whose ranks are threads.
+
+    Args:
+        size: number of ranks.
+        body: called with the communicator on each rank.
+        timeout: seconds after which a rank that has not arrived counts as hung; default: the limit of one example.
+
+    Returns:
+        What the body returned, in rank order.
+
+    Raises:
+        RankFailure: a rank failed; the text says what each rank did.
+        ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
+    """
+    results, outcomes = run_ranks(size, body, timeout=timeout)
+    problem = failure(outcomes)
+    if problem is not None:
+        raise problem
+    return results
+
+
+def run_ranks(size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None) -> tuple[list[T], list[Outcome]]:
+    """Run a body on `size` threads.
+
+    Returns:
+        What the body returned on each rank (None where it did not return) and how each rank ended.
+    """
+    world = World(size)
+    ranks = [_Rank(world, rank, body) for rank in range(size)]
+    intra_op = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for rank in ranks:
+            rank.start()
+        _join(world, ranks, watchdog.example_seconds() if timeout is None else timeout)
+    finally:
+        torch.set_num_threads(intra_op)
+    return [rank.result for rank in ranks], [rank.outcome for rank in ranks]
+
+
+class _Rank(threading.Thread):
+    """One rank: runs the body, then waits for the others to end."""
+
+    def __init__(self, world: World, rank: int, body: Callable[[ThreadComm], Any]) -> None:
+        super().__init__(name=f"rank {rank}", daemon=True)
+        self._world, self._body = world, body
+        self._family = Family()
+        self.number = rank
+        self.comm = ThreadComm(world, "comm", rank, world.size, world_rank=rank, family=self._family)
+        self.result: Any = None
+        self.outcome = FINISHED
+        self.crash: BaseException | None = None
+        self._sink = remarks.current()
+
+    def run(self) -> None:
+        """The body, then the end of the example."""
+        remarks.enter(self._sink)
+        with Catch() as caught:
+            self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
+            self._family.finish(self.outcome)
+        if not isinstance(caught.error, Stopped):
+            self.crash = caught.error  # a fault of the kit itself: the main thread raises it
+        self._world.leave(self.number)
+
+
+def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
+    """Run one rank's part of an example.
+
+    Returns:
+        What it returned, and how it ended.
+    """
+    result = None
+    with Catch() as caught:
+        result = body()
+        for member in family.members:
+            member.ensure_posted("the end of the body")
+    if isinstance(caught.error, Stopped):
+        raise caught.error
+    return result, caught.outcome
+
+
+def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    for rank in ranks:
+        rank.join(max(deadline - time.monotonic(), 0.0))
+    late = [rank for rank in ranks if rank.is_alive()]
+    if late:
+        _give_up(world, late, timeout)
+    for rank in ranks:
+        if rank.crash is not None:
+            raise rank.crash
+
+
+def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
+    print(
+        f"\nranks {[rank.number for rank in late]} of {world.size} have not arrived after {timeout:g} s; all stacks:",
+        file=sys.__stderr__,
+    )
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    blame = world.running()
+    world.stop()
+    for rank in late:  # an endless loop in Python code ends at its next instruction
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped))
+    for rank in late:
+        rank.join(GRACE_SECONDS)
+    raise ThreadsHung(
+        f"ranks {blame} of {world.size} ran for more than {timeout:g} s without a call that another rank could wait for, "
+        f"or wait for a message for ever (stacks of all ranks are on standard error)"
+    )

@@ -1,0 +1,86 @@
+"""What is the same for all tests of a session: the tier, the device, and the counts printed at its end."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from sp_core.testing.mpi import MpiCarrier
+
+
+@dataclass
+class Session:
+    """Set up by the pytest plugin; the defaults are those of a run without it."""
+
+    control: MpiCarrier | None = None
+    device: str = "cpu"
+    share_gpu: bool = False
+    raw_replay: bool = True
+    seed: int | None = None
+    command: str = "python -m pytest {test}"
+    node_id: str = ""
+    tests: int = 0
+    examples: int = 0
+    raw_examples: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+
+    def begin(self) -> None:
+        """Make this the session of the process."""
+        global current
+        current = self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the launch, or 0 where ranks are threads."""
+        return 0 if self.control is None else self.control.size
+
+    def test_id(self, fallback: str) -> str:
+        """The id of the running test, as the command line takes it."""
+        return self.node_id or os.environ.get("PYTEST_CURRENT_TEST", fallback).rsplit(" (", 1)[0]
+
+    def summary(self) -> str:
+        """One line of counts."""
+        sizes = ", ".join(f"{size}: {count}" for size, count in sorted(self.sizes.items()))
+        raw = f" (+ {self.raw_examples} raw)" if self.raw_examples else ""
+        return f"{tier()}: {self.tests} tests, {self.examples} examples{raw}; examples by ranks {{{sizes}}}"
+
+
+current = Session()
+
+
+def tier() -> Literal["threads", "mpi"]:
+    """What ranks are in this session."""
+    return "threads" if current.control is None else "mpi"
+
+
+def device() -> torch.device:
+    """The device that the tests of this rank use.
+
+    Returns:
+        What `--device` says. For CUDA the local rank's own GPU; with `--share-gpu` ranks go round those that there are.
+
+    Raises:
+        DeviceError: there are fewer GPUs than ranks on this machine, and sharing was not asked for.
+    """
+    import torch
+
+    if current.device != "cuda":
+        return torch.device(current.device)
+    from sp_core.errors import DeviceError
+
+    local, count = _local_rank(), torch.cuda.device_count()
+    if local >= count and not (current.share_gpu and count):
+        raise DeviceError(
+            f"local rank {local} has no GPU of its own: this machine offers {count}. Pass --share-gpu or start fewer ranks."
+        )
+    return torch.device("cuda", local % count)
+
+
+def _local_rank() -> int:
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)

@@ -1,0 +1,143 @@
+"""Column- and row-parallel layers are the ordinary layers, exactly: small integers, which no order of summation rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sp_core as sp
+from sp_core.testing import device, given, spmd
+from sp_core.testing.strategies import LAYOUTS, seeds
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A column-parallel layer and the row-parallel one after it."""
+
+    batch: int
+    seq_len: int
+    hidden: int
+    inner: int
+    layout: str
+    bias: bool
+    uneven: bool
+    frozen: int
+    dtype: str
+    seed: int
+
+    def sizes(self, size: int) -> list[int] | None:
+        if not self.uneven:
+            return None
+        random = Random(self.seed)
+        cuts = sorted(random.randint(0, self.inner) for _ in range(size - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, self.inner], strict=True)]
+
+    def whole(self) -> tuple[Tensor, Tensor, nn.Linear, nn.Linear]:
+        """Input, upstream gradient and the two layers, of small integers."""
+        random = torch.Generator().manual_seed(self.seed)
+        dtype = getattr(torch, self.dtype)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.randint(-3, 4, shape, generator=random).to(dtype)
+
+        up, down = nn.Linear(self.hidden, self.inner, self.bias, dtype=dtype), nn.Linear(self.inner, self.hidden, self.bias, dtype=dtype)
+        for parameter in (*up.parameters(), *down.parameters()):
+            parameter.data = integers(*parameter.shape)
+        frozen = [up.weight, down.weight, up.bias, down.bias][self.frozen % 4] if self.frozen < 4 else None
+        if frozen is not None:
+            frozen.requires_grad_(False)
+        shape = (self.batch, self.seq_len, self.hidden)
+        return integers(*shape).requires_grad_(), integers(*shape), up, down
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    return Pair(
+        batch=draw(st.integers(1, 3)),
+        seq_len=draw(st.integers(0, 19)),
+        hidden=draw(st.integers(1, 5)),
+        inner=draw(st.integers(1, 9)),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        bias=draw(st.booleans()),
+        uneven=draw(st.booleans()),
+        frozen=draw(st.integers(0, 7)),
+        dtype=draw(st.sampled_from(["float64", "float32"])),
+        seed=draw(seeds()),
+    )
+
+
+@given(pair=pairs())
+def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair: Pair) -> None:
+    rank, size = comm.rank, comm.size
+    sharding = LAYOUTS[pair.layout](pair.seq_len, size)
+    x, grad, up, down = pair.whole()
+    sizes = pair.sizes(size)
+    with sp.Mesh(comm, device=device(), sp=size) as mesh:
+        group = mesh["sp"]
+        column = sp.ColumnParallelLinear.from_linear(up, comm=group, sharding=sharding, sizes=sizes)
+        row = sp.RowParallelLinear.from_linear(down, comm=group, sharding=sharding, sizes=sizes)
+        mine = sharding.shard(x.detach(), rank, 1).clone().to(group.device).requires_grad_()
+        inner = column(mine)
+        out = row(inner)
+        out.backward(sharding.shard(grad, rank, 1).to(out))
+        whole_inner = up(x)
+        whole = down(whole_inner)
+        whole.backward(grad)
+
+        order = sharding.group([range(size)]).positions(0)
+        assert torch.equal(inner.detach().cpu(), whole_inner[:, order].split(list(column.sizes), 2)[rank])
+        assert torch.equal(out.detach().cpu(), sharding.shard(whole, rank, 1))
+        assert torch.equal(mine.grad.cpu(), sharding.shard(x.grad, rank, 1))
+        for parallel, linear, dim in ((column, up, 0), (row, down, 1)):
+            for name, expected in linear.named_parameters():
+                actual = getattr(parallel, name)
+                assert (actual.grad is None) == (expected.grad is None)
+                if expected.grad is not None:
+                    split = name == "weight" or dim == 0
+                    part = expected.grad.split(list(parallel.sizes), dim)[rank] if split else expected.grad
+                    assert torch.equal(actual.grad.cpu(), part)
+            again = parallel.to_linear()
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(again.parameters(), linear.parameters(), strict=True))
+
+
+@spmd()
+def test_bytes_are_those_of_the_formula(comm: Any) -> None:
+    """Forward (P-1) X to gather and (P-1) X to scatter; backward 2 (P-1) X for the first layer and (P-1) X for the second."""
+    size = comm.size
+    sharding = sp.Sharding.contiguous(8 * size, size)
+    pair = Pair(2, 8 * size, 5, 4 * size, "contiguous", False, False, 9, "float64", 1)
+    x, grad, up, down = pair.whole()
+    own = 2 * 8 * 5 * 8
+    with sp.Mesh(comm, sp=size) as mesh:
+        group = mesh["sp"]
+        column = sp.ColumnParallelLinear.from_linear(up, comm=group, sharding=sharding)
+        row = sp.RowParallelLinear.from_linear(down, comm=group, sharding=sharding)
+        group.counters.reset()
+        out = row(column(sharding.shard(x.detach(), comm.rank, 1).requires_grad_()))
+        assert group.counters.total().bytes_sent == 2 * (size - 1) * own
+        group.counters.reset()
+        out.backward(sharding.shard(grad, comm.rank, 1))
+        assert group.counters.total().bytes_sent == 3 * (size - 1) * own
+
+
+@spmd(2, 3)
+def test_bad_input_is_refused_on_every_rank(comm: Any) -> None:
+    linear = nn.Linear(4, 6)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group, sharding = mesh["sp"], sp.Sharding.contiguous(6, comm.size)
+        with pytest.raises(sp.ShapeError, match="add up to 6"):
+            sp.ColumnParallelLinear.from_linear(linear, comm=group, sharding=sharding, sizes=[1] * comm.size)
+        with pytest.raises(sp.ShapeError, match="ranks"):
+            sp.RowParallelLinear.from_linear(linear, comm=group, sharding=sp.Sharding.contiguous(6, comm.size + 1))
+        with pytest.raises(sp.CollectiveMismatch, match="from_linear"):
+            sp.ColumnParallelLinear.from_linear(nn.Linear(4, 6 + comm.rank), comm=group, sharding=sharding)
+        column = sp.ColumnParallelLinear.from_linear(linear, comm=group, sharding=sharding)
+        with pytest.raises(sp.ShapeError, match="is needed on rank"):
+            column(torch.ones(1, 6 // comm.size + (comm.rank == 1), 4))
+        assert column(torch.ones(1, 6 // comm.size, 4)).shape == (1, 6, 6 // comm.size)
