@@ -65,7 +65,7 @@ def hybrid_attention(
         softmax_scale=softmax_scale,
     )
     ring = axes[0] if axes[1] == ulysses else axes[1]
-    groups = _groups(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)
+    groups = groups_of(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)
     inner = replace(
         problem, comm=mesh[ring], sharding=problem.sharding.group(groups), kv_sharding=problem.kv_sharding.group(groups)
     )
@@ -80,7 +80,7 @@ def hybrid_attention(
     return (out, lse) if return_lse else out
 
 
-def _groups(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
+def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
     """For each rank of the ring, the ranks of the product that exchange heads with each other there."""
     if ulysses_fastest:
         return [[ring * fast + rank for rank in range(fast)] for ring in range(slow)]

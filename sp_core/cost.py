@@ -1,0 +1,158 @@
+"""What each scheme sends, by formula: messages and bytes per rank, forward and backward. No MPI, no tensors.
+
+With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
+
+    allgather_kv   (P-1) * 2K own                                 backward  the same, and (P-1) * 2K own in float32 or wider
+    ring           (P-1) * 2K own in P-1 messages                 backward  the same, and P * 2K own in float32 or wider in P messages
+    ulysses        (P-1)/P * (2H + 2K) own                        backward  the same
+    hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in the parts
+    tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B * (S/P) * E * e
+
+The functions sum over the actual shards, the head split, the mask and the ring's schedule instead. Letters: B batch, S sequence, H heads, K
+key/value heads, D head dim, E model dim, P ranks, U and R ranks of the two axes of a hybrid, e bytes per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sp_core.mask import Mask
+from sp_core.schemes.travel import hops
+from sp_core.schemes.ulysses import split_heads
+from sp_core.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends: point-to-point messages, and bytes in these and in collectives of the library."""
+
+    messages: int = 0
+    bytes_sent: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.messages + other.messages, self.bytes_sent + other.bytes_sent)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sizes of an attention problem, and what is asked of it.
+
+    Args:
+        sharding, kv_sharding: who owns which queries and keys.
+        mask: who sees whom.
+        batch, num_heads, num_kv_heads, head_dim: B, H, K, D.
+        itemsize: bytes per element of q, k and v.
+        return_lse: whether the log-sum-exp is returned too.
+        needs_grad: which of q, k and v have gradients.
+        lse_grad: whether a gradient flows into the log-sum-exp.
+    """
+
+    sharding: Sharding
+    kv_sharding: Sharding
+    mask: Mask
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    return_lse: bool = False
+    needs_grad: tuple[bool, bool, bool] = (True, True, True)
+    lse_grad: bool = False
+
+    @property
+    def wide(self) -> int:
+        """Bytes per element of sums and of the log-sum-exp."""
+        return max(self.itemsize, 4)
+
+    def kv_block(self, rank: int, itemsize: int) -> int:
+        """Bytes of one rank's keys and values."""
+        return 2 * self.batch * self.kv_sharding.local_len(rank) * self.num_kv_heads * self.head_dim * itemsize
+
+
+Both = tuple[Traffic, Traffic]
+"""Forward and backward."""
+
+
+def allgather_kv(problem: Attention, rank: int) -> Both:
+    """What `rank` sends in `allgather_kv_attention`."""
+    size, lengths = problem.kv_sharding.size, problem.kv_sharding.lengths
+    gathered = Traffic(0, (size - 1) * problem.kv_block(rank, problem.itemsize))
+    backward = gathered if any(problem.needs_grad) else Traffic()
+    if any(problem.needs_grad[1:]):
+        others = sum(problem.kv_block(other, problem.wide) for other in range(len(lengths)) if other != rank)
+        backward += Traffic(0, others)
+    return gathered, backward
+
+
+def ring(problem: Attention, rank: int) -> Both:
+    """What `rank` sends in `ring_attention`."""
+    way, size = hops(problem.sharding, problem.kv_sharding, problem.mask), problem.sharding.size
+    keys = sums = Traffic()
+    for step in range(max(way) + 1):
+        block = (rank - step) % size
+        if problem.kv_sharding.local_len(block) == 0:
+            continue
+        if way[block] > step:
+            keys += Traffic(1, problem.kv_block(block, problem.itemsize))
+        if way[block] > step or way[block] == step > 0:
+            sums += Traffic(1, problem.kv_block(block, problem.wide))
+    backward = keys if any(problem.needs_grad) else Traffic()
+    return keys, backward + (sums if any(problem.needs_grad[1:]) else Traffic())
+
+
+def ulysses(problem: Attention, rank: int) -> Both:
+    """What `rank` sends in `ulysses_attention`."""
+    heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
+    return _exchange(problem, rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads])
+
+
+def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
+    """What one rank sends in `hybrid_attention`; `groups` are the ranks that exchange heads, for each rank of the ring."""
+    mine = groups[ring_rank]
+    heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, len(mine))
+    inside = replace(
+        problem,
+        sharding=Sharding(tuple(problem.sharding.segments[rank] for rank in mine)),
+        kv_sharding=Sharding(tuple(problem.kv_sharding.segments[rank] for rank in mine)),
+    )
+    around = replace(
+        problem,
+        sharding=problem.sharding.group(groups),
+        kv_sharding=problem.kv_sharding.group(groups),
+        num_kv_heads=len(kv_heads[ulysses_rank]),
+        needs_grad=_through_exchange(problem),
+    )
+    parts = (_exchange(inside, ulysses_rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads]), ring(around, ring_rank))
+    return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+
+
+def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int) -> Both:
+    """What `rank` sends in a column-parallel layer and the row-parallel one after it, all gradients wanted, without bias."""
+    mine = sharding.local_len(rank)
+    token = batch * hidden * itemsize
+    gather, scatter = (sharding.size - 1) * mine * token, (sharding.seq_len - mine) * token
+    return Traffic(0, gather + scatter), Traffic(0, gather + (gather + scatter))
+
+
+def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int]) -> Both:
+    """The all-to-alls of Ulysses: `heads` of q and out, and `slots` of k and v together, that each rank computes."""
+    unit = problem.batch * problem.head_dim * problem.itemsize
+    lse_unit = problem.batch * problem.wide
+    own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)
+    others, kv_others = problem.sharding.seq_len - own, problem.kv_sharding.seq_len - kv_own
+    elsewhere, slots_elsewhere = sum(heads) - heads[rank], sum(slots) - slots[rank]
+    forward = unit * (own * elsewhere + kv_own * slots_elsewhere + others * heads[rank])
+    forward += lse_unit * others * heads[rank] * problem.return_lse
+    q_back, kv_back, _ = _through_exchange(problem)
+    backward = unit * (q_back * others * heads[rank] + kv_back * kv_others * slots[rank])
+    if any(problem.needs_grad):
+        backward += unit * own * elsewhere + lse_unit * own * elsewhere * problem.lse_grad
+    return Traffic(0, forward), Traffic(0, backward)
+
+
+def _through_exchange(problem: Attention) -> tuple[bool, bool, bool]:
+    """Which of q, k and v have gradients after the exchange: what travels together has them together."""
+    q, *kv = problem.needs_grad
+    if problem.sharding.lengths == problem.kv_sharding.lengths:
+        return (q or any(kv),) * 3
+    return q, any(kv), any(kv)

@@ -1,0 +1,98 @@
+"""The ledger: what an execution hands to the transport is what the formula says, message by message and byte by byte."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core import cost
+from sp_core.schemes import SCHEMES
+from sp_core.schemes.hybrid import groups_of
+from sp_core.testing import given, spmd
+from sp_core.testing.attention_check import Shards
+from sp_core.testing.strategies import AttentionProblem, attention_problems
+
+
+def sizes_of(problem: AttentionProblem, size: int) -> cost.Attention:
+    return cost.Attention(
+        sharding=problem.sharding(size),
+        kv_sharding=problem.kv_sharding(size),
+        mask=problem.mask,
+        batch=problem.batch,
+        num_heads=problem.kv_heads * problem.group,
+        num_kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        itemsize=problem.torch_dtype.itemsize,
+        return_lse=True,
+        needs_grad=problem.needs_grad,
+        lse_grad=problem.upstream_lse_gradient() is not None,
+    )
+
+
+def measured(scheme: Any, shards: Shards, *comms: sp.Communicator) -> cost.Both:
+    """What the counters say, forward and backward."""
+    seen = []
+    out, lse = shards.run(scheme)
+    seen.append(_drained(*comms))
+    shards.gradients(out, lse)
+    seen.append(_drained(*comms))
+    return seen[0], seen[1]
+
+
+def _drained(*comms: sp.Communicator) -> cost.Traffic:
+    total = cost.Traffic()
+    for comm in comms:
+        count = comm.counters.total()
+        total += cost.Traffic(count.messages, count.bytes_sent)
+        comm.counters.reset()
+    return total
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+@given(problem=attention_problems())
+def test_a_scheme_sends_what_its_formula_says(comm: Any, name: str, problem: AttentionProblem) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        shards = Shards(problem, comm.rank, comm.size, mesh.device)
+        found = measured(functools.partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"])
+        assert found == getattr(cost, name)(sizes_of(problem, comm.size), comm.rank)
+
+
+@given(problem=attention_problems(), fast=st.booleans(), divisor=st.integers(0, 3))
+def test_a_hybrid_sends_what_its_formula_says(comm: Any, problem: AttentionProblem, fast: bool, divisor: int) -> None:
+    divisors = [u for u in range(1, comm.size + 1) if comm.size % u == 0]
+    heads = divisors[divisor % len(divisors)]
+    axes = ("ring", "ulysses") if fast else ("ulysses", "ring")
+    lengths = {"ring": comm.size // heads, "ulysses": heads}
+    with sp.Mesh(comm, **{axis: lengths[axis] for axis in axes}) as mesh:
+        shards = Shards(problem, comm.rank, comm.size, mesh.device)
+        scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
+        found = measured(scheme, shards, mesh["ring"], mesh["ulysses"])
+        groups = groups_of(lengths[axes[0]], lengths[axes[1]], ulysses_fastest=fast)
+        place = (mesh["ring"].rank, mesh["ulysses"].rank)
+        assert found == cost.hybrid(sizes_of(problem, comm.size), *place, groups)
+
+
+@spmd()
+def test_the_even_case_is_the_closed_form(comm: Any) -> None:
+    """The formulas at the top of `cost`, in one place where they can be read and checked."""
+    size, seq, batch, heads, kv_heads, head_dim, item = comm.size, 8 * comm.size, 2, 12, 12, 4, 8
+    sharding = sp.Sharding.contiguous(seq, size)
+    problem = cost.Attention(sharding, sharding, sp.Mask(), batch, heads, kv_heads, head_dim, item)
+    own = batch * 8 * head_dim * item
+    keys, queries = 2 * kv_heads * own, heads * own
+    assert cost.allgather_kv(problem, comm.rank) == (cost.Traffic(0, (size - 1) * keys), cost.Traffic(0, 2 * (size - 1) * keys))
+    messages = 2 * size - 1 if size > 1 else 0
+    assert cost.ring(problem, comm.rank) == (
+        cost.Traffic(size - 1, (size - 1) * keys),
+        cost.Traffic(messages, messages * keys),
+    )
+    exchange = cost.Traffic(0, (size - 1) * (2 * queries + keys) // size)
+    assert cost.ulysses(problem, comm.rank) == (exchange, exchange)
+    assert cost.tp_sp(sharding, comm.rank, batch, 5, item) == (
+        cost.Traffic(0, 2 * (size - 1) * batch * 8 * 5 * item),
+        cost.Traffic(0, 3 * (size - 1) * batch * 8 * 5 * item),
+    )
