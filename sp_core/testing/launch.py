@@ -148,7 +148,7 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
                 print(launch.report(reason), file=sys.stderr, flush=True)
         finally:
             launch.end()
-        return launch.exit_code() or (1 if reason else 0)
+        return 1 if reason else launch.exit_code()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

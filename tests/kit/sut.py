@@ -1,0 +1,80 @@
+"""A small system under test over a raw communicator: an average of rows that are split over ranks, with faults to switch on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def split(length: int, size: int) -> list[int]:
+    """Even lengths; the first ones are one longer."""
+    return [length // size + (rank < length % size) for rank in range(size)]
+
+
+def rows(n: int, d: int, seed: int) -> Array:
+    """The whole input, the same on every rank."""
+    return np.random.default_rng(seed).standard_normal((n, d))
+
+
+def reference(x: Array) -> Array:
+    """What one process computes."""
+    weights = np.exp(x @ x.T / np.sqrt(x.shape[1]))
+    result: Array = weights @ x / weights.sum(1, keepdims=True)
+    return result
+
+
+def gather(comm: Any, local: Array, lengths: list[int]) -> Array:
+    """All rows."""
+    width = local.shape[1]
+    whole = np.empty(sum(lengths) * width)
+    comm.Allgatherv(local.reshape(-1), [whole, [n * width for n in lengths]])
+    return whole.reshape(-1, width)
+
+
+def attention(comm: Any, x: Array, fault: str = "") -> Array:
+    """This rank's rows of the result."""
+    n, last = len(x), comm.rank == comm.size - 1 > 0
+    lengths = split(n, comm.size)
+    start = sum(lengths[: comm.rank])
+    local = np.ascontiguousarray(x[start : start + lengths[comm.rank]])
+    _misbehave(fault, comm, n)
+    if fault == "mismatch" and n % comm.size and last:
+        comm.Barrier()
+        comm.Barrier()
+        return local
+    if fault == "swapped" and n >= 3 and last:
+        norm = _norm(comm, 0)
+        whole = gather(comm, local, lengths)
+    else:
+        whole = gather(comm, local, lengths)
+        norm = 1.0 if fault == "skipped" and n >= 2 and last else _norm(comm, 1 if fault == "root" and last else 0)
+    weights = np.exp(local @ whole.T / np.sqrt(x.shape[1]))
+    out: Array = weights @ whole / weights.sum(1, keepdims=True)
+    if fault == "value" and comm.rank == 1 and n >= 5 and x.shape[1] >= 3:
+        out = out + 1e-3
+    return out * norm
+
+
+def _norm(comm: Any, root: int) -> float:
+    """One, by way of a broadcast."""
+    one = np.ones(1)
+    comm.Bcast(one, root)
+    return float(one[0])
+
+
+def _misbehave(fault: str, comm: Any, n: int) -> None:
+    if comm.rank != 1 or n < 7:
+        return
+    if fault == "raise":
+        raise ValueError(f"rank 1 refuses n={n}")
+    if fault == "exit":
+        os._exit(1)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while fault == "loop":
+        pass

@@ -1,0 +1,124 @@
+"""`python -m sp_core doctor`: it says what works, and names a remedy for what does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sp_core import doctor, machine
+
+pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCTOR = (sys.executable, "-m", "sp_core", "doctor")
+MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
+
+
+def mpi_environment() -> dict[str, str]:
+    """What ci/ sets for either MPI, and no GPU."""
+    lines = [line for name in ("openmpi", "mpich") for line in (ROOT / "ci" / f"env.{name}").read_text().splitlines()]
+    settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {**settings, **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def examined(*command: str, **environment: str) -> tuple[int, str]:
+    answer = subprocess.run(
+        command, cwd=ROOT, env={**mpi_environment(), **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+    return answer.returncode, answer.stdout + answer.stderr
+
+
+def test_a_machine_that_works() -> None:
+    code, text = examined(*DOCTOR)
+    assert code == 0, text
+    assert "starts 2 ranks" in text
+    assert "transport host" in text
+    assert "over 1 rank(s) came out right" in text
+    assert "nothing is broken" in text
+
+
+def test_on_two_ranks_there_is_one_report() -> None:
+    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR)
+    assert code == 0, text
+    assert text.count("over 2 rank(s) came out right") == 1
+
+
+def test_without_an_mpi_library() -> None:
+    code, text = examined(*DOCTOR, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+    assert code == 1
+    assert "mpi4py finds no MPI library" in text
+    assert "pip install mpich" in text
+
+
+def test_without_mpi4py(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')")
+    code, text = examined(*DOCTOR, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert code == 1
+    assert "mpi4py is not installed" in text
+    assert "pip install mpi4py" in text
+
+
+def test_a_gpu_that_must_be_there_and_is_not() -> None:
+    code, text = examined(*DOCTOR, "--device", "cuda")
+    assert code == 1
+    assert "GPUs" in text
+    assert "install a torch with CUDA" in text
+
+
+class TwoRanks:
+    """The part of a communicator that `_try` uses, with another rank that says what it is told to."""
+
+    size = 2
+
+    def __init__(self, other: str | None) -> None:
+        self.other = other
+
+    def allgather(self, mine: str | None) -> list[str | None]:
+        return [mine, self.other]
+
+
+@pytest.mark.parametrize(("mine", "other"), [("no such link", None), (None, "RuntimeError: no such link")])
+def test_a_transport_that_fails_on_one_rank_is_broken_on_all(
+    mine: str | None, other: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(*_: object) -> None:
+        if mine:
+            raise RuntimeError(mine)
+
+    monkeypatch.setattr(doctor, "_gather", gather)
+    finding = doctor._try(TwoRanks(other), "cpu", "host")  # a stand-in that has what is needed
+    assert finding.status == "broken"
+    assert "no such link" in finding.text
+    assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "remedy"),
+    [
+        (1, "prterun has detected an attempt to run as root.", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+        (1, "There are not enough slots available in the system", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"),
+        (0, "ranks: 1\nranks: 1\n", "belongs to another MPI"),
+        (None, "", "mpiexec -n 2 hostname"),
+        (7, "boom", "mpiexec -n 2 hostname"),
+    ],
+)
+def test_a_launch_that_fails_has_a_remedy(code: int | None, output: str, remedy: str) -> None:
+    assert remedy in doctor._launch_problem(code, output)[1]
+
+
+def test_a_broken_finding_is_repeated_with_its_remedy() -> None:
+    found = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "broken", "torn", "sew it")]
+    assert "1 broken:\n  b: sew it" in doctor.report(found)
+    assert "nothing is broken" in doctor.report(found[:1])
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("300000 100000", 3), ("50000 100000", 1), ("nonsense", 8)])
+def test_cores_respect_the_quota_of_a_container(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert machine.cores() == cores

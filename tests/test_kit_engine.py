@@ -1,0 +1,307 @@
+"""The engine's own laws: every fault of a rank is caught, attributed and shrunk, and the next test still runs.
+
+These tests run with threads and, from test_kit_launch.py, under mpiexec. On ranks other than 0 a failure has one line of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, example, settings
+from hypothesis import strategies as st
+from kit import sut
+from kit.failing import failure_of, leads
+
+from sp_core.testing import event, given, note, record_ratio, remarks, session, spmd, target, tier
+from sp_core.testing.outcome import RankFailure
+
+QUICK = 60
+
+
+def sums_to_size(comm: Any) -> None:
+    """A collective that works."""
+    total = np.empty(1)
+    comm.Allreduce(np.ones(1), total)
+    assert total[0] == comm.size
+
+
+@spmd()
+def still_works(comm: Any) -> None:
+    sums_to_size(comm)
+
+
+def average(fault: str) -> Callable[[], None]:
+    """A property of the system under test with one fault switched on."""
+
+    @given(n=st.integers(1, 40), d=st.integers(1, 8), seed=st.integers(0, 99))
+    def test_average(comm: Any, n: int, d: int, seed: int) -> None:
+        x = sut.rows(n, d, seed)
+        lengths = sut.split(n, comm.size)
+        start = sum(lengths[: comm.rank])
+        expected = sut.reference(x)[start : start + lengths[comm.rank]]
+        np.testing.assert_allclose(sut.attention(comm, x, fault), expected, rtol=1e-9, atol=1e-9)
+
+    return test_average
+
+
+def test_a_correct_system_passes() -> None:
+    average("")()
+    still_works()
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "minimum", "told"),
+    [
+        ("value", "AssertionError at", "nprocs=2, n=5, d=3", "AssertionError on rank 1 of 2"),
+        ("raise", "ValueError at kit/sut.py", "nprocs=2, n=7, d=1", "ValueError on rank 1 of 2: rank 1 refuses n=7"),
+        ("mismatch", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 0: Allgatherv(counts=(1, 0) of float64)"),
+        ("swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"),
+        ("root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(1 x float64, root=1)"),
+        ("skipped", "CollectiveMismatch", "nprocs=2, n=2, d=1", "rank 1: finished"),
+    ],
+)
+def test_a_fault_is_attributed_and_shrunk(fault: str, name: str, minimum: str, told: str) -> None:
+    text = failure_of(average(fault))
+    assert f"RankFailure[{name}" in text
+    if leads():
+        assert told in text
+        assert f"to keep this example: @example({minimum}, seed=0)" in text
+        assert "run it again: " in text
+        assert "test_kit_engine.py::test_a_fault_is_attributed_and_shrunk" in text
+        assert ("python -m sp_core.testing.launch -n" in text) == (tier() == "mpi")
+    still_works()
+
+
+def test_two_bugs_are_told_apart() -> None:
+    @given(n=st.integers(0, 40), d=st.integers(0, 40))
+    def both(comm: Any, n: int, d: int) -> None:
+        if n > 20:
+            raise KeyError("n")
+        if d > 2 and comm.rank == comm.size - 1:
+            raise ZeroDivisionError("d")
+        comm.Barrier()
+
+    text = failure_of(both)
+    if leads():
+        assert "KeyError on rank 0 of 1" in text
+        assert "ZeroDivisionError on rank 0 of 1" in text
+        assert "@example(nprocs=1, n=21, d=0)" in text
+        assert "@example(nprocs=1, n=0, d=3)" in text
+
+
+def test_the_first_cause_is_reported_although_cleaning_up_communicates() -> None:
+    @spmd(3)
+    def body(comm: Any) -> None:
+        duplicate = comm.Dup()
+        try:
+            if comm.rank == 2:
+                raise LookupError("the cause")
+            duplicate.Barrier()
+        finally:
+            duplicate.Free()
+
+    assert "RankFailure[LookupError" in failure_of(body)
+    still_works()
+
+
+def test_a_rank_that_fails_wakes_ranks_that_wait_on_other_communicators() -> None:
+    @spmd(4)
+    def body(comm: Any) -> None:
+        row, column = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
+        if comm.rank == 3:
+            raise LookupError("only rank 3")
+        (row if comm.rank < 2 else column).Barrier()
+        comm.Barrier()
+
+    assert "RankFailure[LookupError" in failure_of(body)
+    still_works()
+
+
+def test_a_rank_that_fails_wakes_ranks_that_wait_for_its_message() -> None:
+    @spmd(3)
+    def body(comm: Any) -> None:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        received = np.empty(100_000)
+        comm.announce_exchange(sends=[(right, 800_000)], recvs=[(left, 800_000)])
+        request = comm.Irecv(received, left)
+        if comm.rank == 1:
+            raise LookupError("before it sends")
+        sent = comm.Isend(np.full(100_000, comm.rank + 1.0), right)
+        while not (request.Test() and sent.Test()):
+            pass
+        comm.Barrier()
+
+    @spmd(3)
+    def clean(comm: Any) -> None:
+        """No message of the broken exchange may be found by the next one."""
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        received = np.empty(1)
+        if hasattr(comm, "announce_exchange"):  # a raw communicator has nothing to announce to
+            comm.announce_exchange(sends=[(right, 8)], recvs=[(left, 8)])
+        sent, came = comm.Isend(np.full(1, -1.0 - comm.rank), right), comm.Irecv(received, left)
+        while not (sent.Test() and came.Test()):
+            pass
+        assert received[0] == -1.0 - left
+
+    for _ in range(3):
+        assert "RankFailure[LookupError" in failure_of(body)
+        clean()
+
+
+def test_what_was_started_and_not_waited_for_does_no_harm() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        total = np.empty(1000)
+        comm.Iallreduce(np.ones(1000), total)
+        if comm.rank:
+            raise LookupError("before the wait")
+
+    assert "RankFailure[LookupError" in failure_of(body)
+    still_works()
+
+
+def test_an_assumption_that_fails_on_one_rank_rejects_the_example() -> None:
+    seen = []
+
+    @given(nprocs=st.just(2), n=st.integers(0, 100), max_examples=QUICK)
+    def body(comm: Any, n: int) -> None:
+        assume(comm.rank == 0 or n % 2 == 0)
+        comm.Barrier()
+        seen.append(n)
+
+    body()
+    assert all(n % 2 == 0 for n in seen)
+
+
+def test_skipping_on_every_rank_is_a_skip_and_on_one_a_failure() -> None:
+    @spmd(2)
+    def everywhere(comm: Any) -> None:
+        pytest.skip("not here")
+
+    @spmd(2)
+    def on_one_rank(comm: Any) -> None:
+        if comm.rank:
+            pytest.skip("not here")
+
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        everywhere()
+    text = failure_of(on_one_rank)
+    assert "the ranks disagree about skipping" in text
+    assert not leads() or "rank 1: skipped: Skipped" in text
+
+
+def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
+    seen = []
+
+    @given(nprocs=st.sampled_from([(2, 1), (3,), 2, (0, 2, 1, 3)]), n=st.integers(0, 9), max_examples=QUICK)
+    def body(comm: Any, n: int) -> None:
+        world = session.current.control.rank if session.current.control else None
+        ranks = comm.allgather(world)
+        seen.append(tuple(ranks))
+        assert n < 5 or comm.size < 3 or comm.rank < 2
+
+    text = failure_of(body)
+    if tier() == "mpi":
+        assert all(session.current.control.rank in ranks for ranks in seen)
+        assert set(seen) <= {(2, 1), (3,), (0, 1), (0, 2, 1, 3)}
+    if leads():
+        assert "on rank 2 of 4 (world ranks (0, 2, 1, 3))" in text
+        assert "@example(nprocs=(0, 2, 1, 3), n=5)" in text
+
+
+def test_decorators_of_hypothesis_work_on_top() -> None:
+    seen = []
+
+    @example(nprocs=3, n=-7)
+    @settings(max_examples=5)
+    @given(n=st.integers(0, 9))
+    def body(comm: Any, n: int) -> None:
+        comm.Barrier()
+        if comm.rank == 0:
+            seen.append((comm.size, n))
+
+    before = session.current.examples
+    body()
+    if leads():
+        assert session.current.examples - before == 6
+        assert seen[0] == (3, -7)
+
+
+def test_events_targets_and_notes_may_come_from_any_rank() -> None:
+    @given(nprocs=st.just(2), n=st.integers(0, 1000), max_examples=QUICK)
+    def body(comm: Any, n: int) -> None:
+        event(f"rank {comm.rank}")
+        target(float(n * comm.rank), label="n")
+        note(f"said by rank {comm.rank}")
+        assert n < 900
+
+    text = failure_of(body)
+    if leads():
+        assert "said by rank 0" in text
+        assert "said by rank 1" in text
+        assert "@example(nprocs=2, n=900)" in text
+
+
+def test_the_largest_ratio_over_ranks_is_recorded() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        record_ratio("of the kit's own test", 0.01 * (1 + comm.rank))
+
+    body()
+    assert not leads() or remarks.session.ratios["of the kit's own test"] == 0.02
+
+
+def test_raw_replay_finds_what_the_checks_hide() -> None:
+    from sp_core.testing import CheckedComm, ThreadComm
+
+    @given(n=st.integers(0, 9), max_examples=QUICK)
+    def body(comm: Any, n: int) -> None:
+        assert isinstance(comm, CheckedComm | ThreadComm) or comm.size < 2 or n < 3
+
+    if tier() == "threads":
+        body()
+        return
+    before = session.current.raw_replay
+    session.current.raw_replay = False
+    body()
+    session.current.raw_replay = True
+    text = failure_of(body)
+    session.current.raw_replay = before
+    assert "raw replay: this example passes with checked communicators" in text
+
+
+@given(n=st.integers(0, 3))
+@pytest.mark.parametrize("power", [1, 2])
+def test_fixtures_and_parameters_are_pytests(comm: Any, tmp_path: Any, n: int, power: int) -> None:
+    assert tmp_path.is_dir()
+    assert power in (1, 2)
+    sums_to_size(comm)
+
+
+class TestMethods:
+    @spmd(1, 2)
+    def test_a_method(self, comm: Any) -> None:
+        assert isinstance(self, TestMethods)
+        sums_to_size(comm)
+
+
+def test_health_checks_are_still_made() -> None:
+    from hypothesis.errors import FailedHealthCheck
+
+    @settings(suppress_health_check=[HealthCheck.too_slow])
+    @given(n=st.integers(0, 1000))
+    def body(comm: Any, n: int) -> None:
+        assume(n == 77)
+
+    with pytest.raises((FailedHealthCheck, RankFailure), match=r"[Ff]ilter|satisf"):
+        body()
+
+
+def test_a_body_without_the_drawn_parameters_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"parameters named \['n'\]"):
+
+        @given(n=st.integers())
+        def body(comm: Any) -> None: ...

@@ -1,0 +1,143 @@
+"""The protocol without a carrier: what a round means, and what outcomes amount to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_core.testing.lockstep import Call, Decision, Record, decide
+from sp_core.testing.outcome import Kind, Mismatched, Outcome, Woken, capture, failure, failure_class
+from sp_core.testing.signatures import call
+from sp_core.testing.stuck import Report, deadlocked
+
+pytestmark = pytest.mark.mpi_skip  # one process is enough
+
+CALL = Call("Barrier").record()
+ENDED = st.sampled_from([Record(kind) for kind in Kind if kind not in (Kind.CALL, Kind.WAIT)])
+ANY = st.one_of(ENDED, st.just(CALL), st.just(Record(Kind.WAIT)))
+
+
+@given(st.lists(ENDED, min_size=1, max_size=5))
+def test_the_example_is_over_when_all_are_done(records: list[Record]) -> None:
+    assert decide(records) is Decision.OVER
+
+
+@given(st.lists(ANY, min_size=1, max_size=5), st.randoms())
+def test_the_decision_does_not_depend_on_the_order_of_ranks(records: list[Record], random: object) -> None:
+    before = decide(records)
+    random.shuffle(records)
+    assert decide(records) is before
+
+
+@given(st.lists(ANY, min_size=1, max_size=5))
+def test_nobody_goes_on_unless_all_call(records: list[Record]) -> None:
+    assert (decide(records) is Decision.GO) == all(record == CALL for record in records)
+
+
+def test_rounds() -> None:
+    wait, ok, failed = Record(Kind.WAIT), Record(Kind.OK), Record(Kind.FAIL)
+    assert decide([CALL, Call("Dup").record()]) is Decision.MISMATCH
+    assert decide([CALL, ok]) is Decision.MISMATCH
+    assert decide([CALL, failed]) is Decision.PEER_FAILED
+    assert decide([wait, failed]) is Decision.PEER_FAILED
+    assert decide([wait, CALL, ok]) is Decision.AGAIN
+
+
+MATRICES = st.integers(1, 5).flatmap(
+    lambda p: st.lists(st.lists(st.integers(0, 3), min_size=p, max_size=p), min_size=p, max_size=p)
+)
+
+
+@given(MATRICES, st.data())
+def test_messages_agree_iff_what_is_sent_is_received(sizes: list[list[int]], data: st.DataObject) -> None:
+    p = len(sizes)
+
+    def records(expected: list[list[int]]) -> list[Record]:
+        return [
+            call("announce_exchange", r, p, list(enumerate(sizes[r])), [(s, expected[s][r]) for s in range(p)]).record()
+            for r in range(p)
+        ]
+
+    assert decide(records(sizes)) is Decision.GO
+    source, dest = data.draw(st.integers(0, p - 1)), data.draw(st.integers(0, p - 1))
+    wrong = [list(row) for row in sizes]
+    wrong[source][dest] += 1
+    assert decide(records(wrong)) is Decision.MISMATCH
+
+
+def test_the_order_of_two_messages_matters() -> None:
+    one = call("announce_exchange", 0, 2, [(1, 8), (1, 16)], []).record()
+    other = call("announce_exchange", 1, 2, [], [(0, 16), (0, 8)]).record()
+    assert decide([one, other]) is Decision.MISMATCH
+
+
+def outcome(kind: Kind) -> Outcome:
+    return Outcome(kind, "ValueError", "text", "x.py", 1) if kind is not Kind.OK else Outcome(kind)
+
+
+@given(st.lists(st.sampled_from([kind for kind in Kind if kind not in (Kind.CALL, Kind.WAIT)]), min_size=1, max_size=4))
+def test_a_rank_that_fails_is_never_overlooked(kinds: list[Kind]) -> None:
+    found = failure([outcome(kind) for kind in kinds])
+    if {Kind.FAIL, Kind.MISMATCH} & set(kinds):
+        assert found is not None
+    if (
+        set(kinds) == {Kind.OK}
+        or set(kinds) == {Kind.SKIP}
+        or (set(kinds) <= {Kind.OK, Kind.REJECT, Kind.WOKEN} and Kind.REJECT in kinds)
+    ):
+        assert found is None
+    if set(kinds) == {Kind.OK, Kind.SKIP}:
+        assert "disagree about skipping" in str(found)
+
+
+def test_one_class_for_each_origin() -> None:
+    assert failure_class("ValueError", "x.py", 1) is failure_class("ValueError", "x.py", 1)
+    assert failure_class("ValueError", "x.py", 1) is not failure_class("ValueError", "x.py", 2)
+
+
+def raised(*errors: BaseException) -> BaseException:
+    """The last error, raised while the ones before were handled."""
+    previous: BaseException | None = None
+    for error in errors:
+        error.__context__ = previous
+        previous = error
+    assert previous is not None
+    return previous
+
+
+@pytest.mark.parametrize(
+    ("chain", "kind", "name"),
+    [
+        ([ValueError("own")], Kind.FAIL, "ValueError"),
+        ([Woken("peer")], Kind.WOKEN, "PeerFailed"),
+        ([Mismatched("all")], Kind.MISMATCH, "CollectiveMismatch"),
+        ([ValueError("own"), Woken("while freeing")], Kind.FAIL, "ValueError"),
+        ([Woken("peer"), ValueError("while freeing")], Kind.WOKEN, "PeerFailed"),
+        ([Woken("peer"), RuntimeError("wrapped"), Woken("while freeing")], Kind.WOKEN, "PeerFailed"),
+        ([KeyError("cause"), ValueError("own")], Kind.FAIL, "ValueError"),
+    ],
+)
+def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: str) -> None:
+    found = capture(raised(*chain))
+    assert (found.kind, found.type) == (kind, name)
+
+
+def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
+    def report(on: str, a: int, b: int) -> Report:
+        return Report((("a", a), ("b", b)), on, 2, "")
+
+    assert deadlocked([report("a", 1, 0), report("b", 0, 1)])
+    assert not deadlocked([report("a", 1, 0), report("a", 1, 0)])
+    assert not deadlocked([report("", 1, 1), report("", 1, 1)])
+    assert not deadlocked([report("b", 1, 1), report("", 1, 1)])  # the other has entered it, and ended
+
+
+@pytest.mark.parametrize("module", ["", ".plugin", ".launch", ".engine", ".checked", ".threads", ".mpi", ".agreed", ".mpitier"])
+def test_importing_the_kit_does_not_start_mpi(module: str) -> None:
+    heavy = ("mpi4py.MPI",) if module and module not in (".plugin", ".launch") else ("mpi4py", "hypothesis")
+    code = f"import sys, sp_core.testing{module}; print([m for m in {heavy!r} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

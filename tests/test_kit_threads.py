@@ -1,0 +1,130 @@
+"""Ranks as threads: transfers in the least favourable order, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.failing import failure_of
+
+from sp_core.testing import run_threads, spmd
+from sp_core.testing.outcome import RankFailure
+
+pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_threads(16, lambda comm: (comm.rank, comm.size)) == [(rank, 16) for rank in range(16)]
+
+
+def test_a_failure_names_its_rank() -> None:
+    with pytest.raises(RankFailure, match="ZeroDivisionError on rank 2 of 3"):
+        run_threads(3, lambda comm: 1 // (2 - comm.rank))
+
+
+def test_reductions_add_in_rank_order() -> None:
+    """Another order gives another rounding."""
+    parts = [1e16, 1.0, -1e16, 1.0]
+
+    def body(comm: Any) -> float:
+        total = np.empty(1)
+        comm.Allreduce(np.array([parts[comm.rank]]), total)
+        return float(total[0])
+
+    assert run_threads(4, body) == [((1e16 + 1.0) - 1e16) + 1.0] * 4
+
+
+def ring(comm: Any, meddle: str) -> float:
+    """One step round a ring that may touch a buffer too early."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    out, into = np.full(4, float(comm.rank)), np.full(4, -1.0)
+    comm.announce_exchange(sends=[(right, out.nbytes)], recvs=[(left, into.nbytes)])
+    requests = [comm.Irecv(into, left), comm.Isend(out, right)]
+    early = float(into[0])
+    if meddle == "send buffer":
+        out[:] = 99.0
+    while not all(request.Test() for request in requests):
+        pass
+    return early if meddle == "receive buffer" else float(into[0])
+
+
+def test_a_send_buffer_reused_too_early_is_seen_every_time() -> None:
+    for _ in range(20):
+        assert run_threads(3, lambda comm: ring(comm, "")) == [2.0, 0.0, 1.0]
+        assert run_threads(3, lambda comm: ring(comm, "send buffer")) == [99.0] * 3
+
+
+def test_a_receive_buffer_read_too_early_is_spoiled() -> None:
+    assert np.isnan(run_threads(3, lambda comm: ring(comm, "receive buffer"))).all()
+
+
+def test_a_collective_that_was_started_reads_late_and_writes_late() -> None:
+    def body(comm: Any) -> tuple[float, float]:
+        mine, total = np.ones(1), np.zeros(1)
+        request = comm.Iallreduce(mine, total)
+        early = float(total[0])
+        mine[0] = 10.0  # too early
+        while not request.Test():
+            pass
+        return early, float(total[0])
+
+    for early, late in run_threads(3, body):
+        assert np.isnan(early)
+        assert late == 30.0
+
+
+def test_a_started_transfer_moves_on_while_its_rank_does_something_else() -> None:
+    """Rank 0 waits for a sum to which rank 1 has contributed before it went into a barrier."""
+
+    def body(comm: Any) -> float:
+        total = np.zeros(1)
+        request = comm.Iallreduce(np.ones(1), total)
+        if comm.rank == 1:
+            comm.Barrier()
+        while not request.Test():
+            pass
+        if comm.rank == 0:
+            comm.Barrier()
+        return float(total[0])
+
+    assert run_threads(2, body) == [2.0, 2.0]
+
+
+def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        while comm.rank == 1:
+            pass
+        comm.Barrier()
+
+    monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
+    begin = time.monotonic()
+    text = failure_of(body)
+    assert "ranks [1] of 2 ran for more than 0.5 s" in text
+    assert "example: nprocs=2" in text
+    assert time.monotonic() - begin < 10
+    assert "test_kit_threads.py" in capfd.readouterr().err
+    assert run_threads(2, lambda comm: comm.allreduce(1)) == [2, 2]
+
+
+def test_a_message_that_never_comes_does_not_block_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        comm.announce_exchange(sends=[(1 - comm.rank, 8)], recvs=[(1 - comm.rank, 8)])
+        requests = [comm.Isend(np.zeros(1), 1 - comm.rank, 0), comm.Irecv(np.zeros(1), 1 - comm.rank, 1)]  # other tags
+        while not all(request.Test() for request in requests):
+            time.sleep(0.001)
+
+    monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
+    assert "ran for more than 0.5 s" in failure_of(body)
+
+
+def test_threads_of_a_run_do_not_outlive_it() -> None:
+    import threading
+
+    before = threading.active_count()
+    with pytest.raises(RankFailure):
+        run_threads(4, lambda comm: comm.Barrier() if comm.rank else 1 // 0)
+    assert threading.active_count() == before

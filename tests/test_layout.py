@@ -1,0 +1,173 @@
+"""The walls of the package: who imports whom, what importing starts, and how long a file or function may be."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = (
+    ("errors", "machine"),
+    ("sharding", "mask"),
+    ("attention", "rope"),
+    ("transport",),
+    ("agreement",),
+    ("communicator",),
+    ("mesh",),
+    ("collectives",),
+    ("autograd",),
+    ("schemes",),
+    ("layers", "parallel_linear", "cost"),
+    ("__init__",),
+    ("testing",),
+    ("doctor",),
+    ("__main__",),
+)
+"""Every module or folder of sp_core. Each may import from the lines above its own, and from itself."""
+
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+USES_MPI = {"transport", "agreement", "communicator", "mesh", "testing", "doctor", "__main__"}
+REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
+MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 300, 50, 10
+
+
+def read(*folders: str) -> dict[str, str]:
+    """The text of all Python files in some folders, by path."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def room_of(path: str) -> str:
+    return path.split("/")[1].removesuffix(".py")
+
+
+def imported(path: str, text: str) -> Iterator[str]:
+    """Dotted names that a file imports, anywhere in it; relative ones made absolute."""
+    package = path.split("/")[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def turned_arrows(sources: dict[str, str]) -> list[str]:
+    """Imports that go against the order of the rooms."""
+    found = []
+    for path, text in sources.items():
+        room = room_of(path)
+        if room not in LEVEL:
+            found.append(f"{path}: the room {room} has no place in ROOMS")
+            continue
+        for name in imported(path, text):
+            target = target_room(name)
+            if target is not None and target != room and LEVEL.get(target, len(ROOMS)) >= LEVEL[room]:
+                found.append(f"{path} imports {name}")
+    return found
+
+
+def target_room(name: str) -> str | None:
+    """The room that a dotted name leads to; None outside sp_core."""
+    parts = name.split(".")
+    if parts[0] != "sp_core":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
+
+
+def uses_of_mpi(sources: dict[str, str]) -> list[str]:
+    """Files that import mpi4py and must not."""
+    users = {path for path, text in sources.items() for name in imported(path, text) if name.split(".")[0] == "mpi4py"}
+    return sorted(path for path in users if room_of(path) not in USES_MPI)
+
+
+def foreign_to_reference(sources: dict[str, str]) -> list[str]:
+    """What the reference imports beside torch, the standard library and its own parts."""
+    return [
+        f"{path} imports {name}"
+        for path, text in sources.items()
+        if path.startswith("sp_core/testing/reference")
+        for name in imported(path, text)
+        if name.split(".")[0] not in REFERENCE_IMPORTS and not name.startswith("sp_core.testing.reference")
+    ]
+
+
+def functions(text: str) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of every function, without its docstring."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            has_text = ast.get_docstring(node) is not None
+            docstring = (first.end_lineno or 0) - first.lineno + 1 if has_text else 0
+            yield f"{node.name} in line {node.lineno}", (node.end_lineno or 0) - node.lineno + 1 - docstring
+
+
+def test_imports_go_one_way() -> None:
+    assert turned_arrows(read("sp_core")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("sp_core/sharding.py", "from sp_core.mesh import Mesh"),
+        ("sp_core/transport/host.py", "def run():\n    import sp_core.communicator"),
+        ("sp_core/autograd/apply.py", "from sp_core import layers"),
+        ("sp_core/schemes/ring.py", "from sp_core import Mesh"),
+        ("sp_core/mask/runs.py", "from ..collectives import maps"),
+        ("sp_core/layers.py", "from sp_core.testing import given"),
+        ("sp_core/errors.py", "from sp_core import machine"),
+        ("sp_core/novelty.py", ""),
+    ],
+)
+def test_an_arrow_turned_round_is_found(path: str, text: str) -> None:
+    assert turned_arrows({**read("sp_core"), path: text}) != []
+
+
+def test_imports_within_a_room_and_downwards_are_fine() -> None:
+    text = "from sp_core.schemes.problem import agree\nfrom . import problem\nfrom sp_core import agreement\nimport torch"
+    assert turned_arrows({"sp_core/schemes/ring.py": text}) == []
+
+
+def test_mpi_is_used_in_few_rooms() -> None:
+    assert uses_of_mpi(read("sp_core")) == []
+    assert uses_of_mpi({"sp_core/layers.py": "def f():\n    from mpi4py import MPI"}) == ["sp_core/layers.py"]
+
+
+def test_the_reference_knows_only_torch() -> None:
+    assert foreign_to_reference(read("sp_core")) == []
+    planted = {"sp_core/testing/reference/dense.py": "from sp_core.attention import attention"}
+    assert foreign_to_reference(planted) == ["sp_core/testing/reference/dense.py imports sp_core.attention.attention"]
+
+
+def test_importing_starts_no_mpi() -> None:
+    """Every module is imported in a process of its own, in which nothing else could have loaded mpi4py."""
+    program = (
+        "import importlib, pkgutil, sys, sp_core\n"
+        "names = [m.name for m in pkgutil.walk_packages(sp_core.__path__, 'sp_core.')]\n"
+        "[importlib.import_module(name) for name in names if not name.endswith('__main__')]\n"
+        "assert len(names) > 20, names\n"
+        "raise SystemExit('mpi4py was imported' if 'mpi4py' in sys.modules else 0)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_files_and_functions_are_short() -> None:
+    sources = {**read("sp_core", "benchmarks", "tests"), "noxfile.py": (ROOT / "noxfile.py").read_text()}
+    files = {path: len(text.splitlines()) for path, text in sources.items()}
+    lengths = {f"{path}: {name}": lines for path, text in sources.items() for name, lines in functions(text)}
+    assert {path: lines for path, lines in files.items() if lines > MAX_FILE} == {}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION} == {}
+    assert statistics.median(lengths.values()) <= MAX_MEDIAN
+
+
+def test_a_docstring_does_not_make_a_function_long() -> None:
+    text = 'def f(x):\n    """One.\n\n    Two.\n    """\n    return x\n'
+    assert list(functions(text)) == [("f in line 1", 2)]

