@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from benchmarks.case import DEVICES, ITEM_BYTES, LAYOUTS, PRESETS, Case, CaseErr
 from benchmarks.launching import ROOT, Launch, run_case, tail
 from benchmarks.report import Record, legend, rows, table
 from benchmarks.verdict import Verdict
+from sp_core.machine import busy_share
 
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {
@@ -34,6 +34,7 @@ SIZES = {
     "warmup": "steps before them",
     "seed": "of weights and embedding",
 }
+BUSY_SHARE = 0.2
 CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 
@@ -132,12 +133,10 @@ def _follow(bar: Any, case: Case) -> Any:
 
 def _warn_of_load(console: Any) -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores / 2:
+    busy = busy_share()
+    if busy > BUSY_SHARE:
         console.print(
-            f"note: {load:.1f} processes are running on {cores} cores already; timings will suffer.",
-            style="yellow",
-            highlight=False,
+            f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.", style="yellow", highlight=False
         )
 
 

@@ -1,7 +1,7 @@
 """Before a collective the ranks compare what each is about to do, so that a mistake on one rank is an error on all of them.
 
-Each rank sends one record of 64 bytes: whether it found an error, a hash of what it is about to call, and one number of its own (such
-as the length of its shard). Only when the records do not agree do the texts follow.
+Each rank sends one record of 64 bytes: whether it found an error, a hash of what it is about to call, and one number of its own
+(such as the length of its shard). Only when the records do not agree do the texts follow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def agree(comm: Intracomm, call: str, value: int = 0, error: Exception | None = 
         One all-gather of 64 bytes per rank; with an error two more, of the texts.
 
     Raises:
-        The error of the lowest rank that has one, on every rank, with the rank in its text; `CollectiveMismatch` where the calls differ.
+        The error of the lowest rank that has one, on every rank, with the rank in its text; `CollectiveMismatch` where the
+        calls differ.
     """
     record = np.zeros(_FIELDS, np.int64)
     record[:3] = (error is not None, _hash(call), value)

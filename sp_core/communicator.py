@@ -26,7 +26,8 @@ class Count:
     """What one operation has sent from this rank.
 
     `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
-    payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one by one.
+    payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
+    by one.
     """
 
     calls: int = 0

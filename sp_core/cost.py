@@ -3,13 +3,14 @@
 With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
 
     allgather_kv   (P-1) * 2K own                                 backward  the same, and (P-1) * 2K own in float32 or wider
-    ring           (P-1) * 2K own in P-1 messages                 backward  the same, and P * 2K own in float32 or wider in P messages
+    ring           (P-1) * 2K own in P-1 messages                 backward  the same, and P * 2K own in float32 or wider, P messages
     ulysses        (P-1)/P * (2H + 2K) own                        backward  the same
     hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in the parts
     tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B * (S/P) * E * e
 
-The functions sum over the actual shards, the head split, the mask and the ring's schedule instead. Letters: B batch, S sequence, H heads, K
-key/value heads, D head dim, E model dim, P ranks, U and R ranks of the two axes of a hybrid, e bytes per element.
+The functions sum over the actual shards, the head split, the mask and the ring's schedule instead. Letters: B batch, S
+sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R ranks of the two axes of a hybrid, e bytes per
+element.
 """
 
 from __future__ import annotations

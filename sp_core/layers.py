@@ -110,7 +110,8 @@ class RMSNorm(ReplicatedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., E) to (..., E)."""
-        return F.rms_norm(x, self.weight.shape, self.weights()["weight"], self.eps)
+        out: Tensor = F.rms_norm(x, self.weight.shape, self.weights()["weight"], self.eps)
+        return out
 
 
 class SelfAttention(ReplicatedLayer):
@@ -149,8 +150,8 @@ class SelfAttention(ReplicatedLayer):
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
             raise ShapeError(
-                f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads must be a multiple of num_kv_heads, "
-                "and divide hidden unless head_dim is given."
+                f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads must be a multiple "
+                "of num_kv_heads, and divide hidden unless head_dim is given."
             )
         self.head_dim = head_dim or hidden // num_heads
         self.attention = attention
@@ -177,7 +178,8 @@ class SelfAttention(ReplicatedLayer):
         return _linear(out.flatten(2), weights, "o_proj")
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.head_dim))
+        heads: Tensor = x.unflatten(2, (-1, self.head_dim))
+        return heads
 
 
 class FeedForward(ReplicatedLayer):
@@ -287,7 +289,8 @@ class TransformerBlock(nn.Module):
             That of the scheme; with gradients also one all-reduce per layer backward, of all its weights.
         """
         x = x + self.attention(self.norm1(x), sharding=sharding, mask=mask or self.mask)
-        return x + self.feed_forward(self.norm2(x))
+        out: Tensor = x + self.feed_forward(self.norm2(x))
+        return out
 
 
 def _linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:

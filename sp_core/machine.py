@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
+_STAT = Path("/proc/stat")
 
 
 def cores() -> int:
@@ -24,6 +26,23 @@ def cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def busy_share(seconds: float = 0.3) -> float:
+    """Part of all processor time that is in use, observed for a moment; 0 where the system does not say."""
+    before = _processor_times()
+    time.sleep(seconds)
+    total, idle = (after - earlier for after, earlier in zip(_processor_times(), before, strict=True))
+    return 1 - idle / total if total > 0 else 0.0
+
+
+def _processor_times() -> tuple[int, int]:
+    """All ticks since the start, and those in which nothing ran."""
+    try:
+        ticks = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    return sum(ticks), ticks[3] + ticks[4]  # idle, and waiting for a disk
 
 
 def _quota(otherwise: int) -> int:

@@ -130,8 +130,8 @@ class Mesh:
         offered = NAMES.get(self.device.type, ())
         if not offered or self._transport not in ("auto", *offered):
             return DeviceError(
-                f"device {str(self.device)!r} with transport {self._transport!r} was asked for; kinds of device and their transports "
-                f"are {NAMES}. Pass one of these, or transport='auto'."
+                f"device {str(self.device)!r} with transport {self._transport!r} was asked for; kinds of device and their "
+                f"transports are {NAMES}. Pass one of these, or transport='auto'."
             )
         if self.device.type == "cuda" and not torch.cuda.is_available():
             return DeviceError(

@@ -125,8 +125,8 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank has some input features; it sums over the ranks and gives each its tokens.
 
-    Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks and its gradient is summed over them.
-    Made by `from_linear`.
+    Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks and its gradient is summed over
+    them. Made by `from_linear`.
     """
 
     split_dim = 1

@@ -122,3 +122,15 @@ def test_cores_respect_the_quota_of_a_container(quota: str, cores: int, tmp_path
     monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert machine.cores() == cores
+
+
+def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["cpu  100 0 0 300 0 0 0 0 0 0\n", "cpu  130 0 0 340 30 0 0 0 0 0\n"])  # 30 ticks of work, 70 of nothing
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(machine, "_STAT", stat)
+    stat.write_text(next(lines))
+    monkeypatch.setattr(machine.time, "sleep", lambda _: stat.write_text(next(lines)))
+    assert machine.busy_share() == pytest.approx(0.3)
+    monkeypatch.setattr(machine, "_STAT", tmp_path / "absent")
+    monkeypatch.setattr(machine.time, "sleep", lambda _: None)
+    assert machine.busy_share() == 0.0

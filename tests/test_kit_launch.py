@@ -76,8 +76,8 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "cause", "place"),
     [
-        ("exit", r"rank 1 died first: exit code 1", "in the body of test_average"),
-        ("kill", r"rank 1 died first: killed by SIGKILL", "in the body of test_average"),
+        ("exit", r"rank 1 died first: (exit code 1|how is not known here)", "in the body of test_average"),
+        ("kill", r"rank 1 died first: (killed by SIGKILL|how is not known here)", "in the body of test_average"),
         ("loop", r"rank 1 waits for nobody: it is at .*sut\.py", "in Allgatherv"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
 def test_a_launch_of_another_size_is_refused() -> None:
     result = pytest_on(2, "--with-mpi", "--expect-ranks", "3", "case_small.py")
     assert result.returncode == 4, result.stdout
-    assert result.stdout.count("--expect-ranks 3 was given, but MPI says that this launch has 2") == 1
+    assert result.stdout.count("--expect-ranks 3 was given, but MPI says that this launch has 2") == 1, result.stdout
 
 
 def test_single_processes_are_refused_where_ranks_are_expected() -> None:

@@ -1,4 +1,4 @@
-"""A transformer block over the tokens of all ranks: output, input gradient and every weight's gradient, on every rank, are those of one device."""
+"""A transformer block over all ranks' tokens: output and every gradient, on every rank, are those of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every scheme against the dense reference: any mask, layout, length, number of heads, dtype and number of ranks; and laws between results."""
+"""Every scheme against the dense reference, for any mask, layout, length, heads, dtype and ranks; and laws between results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,17 @@ from sp_core.testing.strategies import AttentionProblem, attention_problems
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
 PLAIN = AttentionProblem(
     *(2, 13, 13, 2, 2, 4),
-    **{"dtype": "float64", "layout": "zigzag", "kv_layout": "zigzag", "mask": sp.Mask(causal=True), "softmax_scale": None},
-    **{"magnitude": 1.0, "values": "normal", "upstream": "normal", "needs_grad": (True, True, True), "strided": False, "seed": 7},
+    dtype="float64",
+    layout="zigzag",
+    kv_layout="zigzag",
+    mask=sp.Mask(causal=True),
+    softmax_scale=None,
+    magnitude=1.0,
+    values="normal",
+    upstream="normal",
+    needs_grad=(True, True, True),
+    strided=False,
+    seed=7,
 )
 
 
@@ -70,7 +79,9 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(comm: Any, problem: At
 @given(max_examples=30, problem=attention_problems(), token=st.integers(0, 32))
 def test_no_token_sees_the_future(comm: Any, name: str, problem: AttentionProblem, token: int) -> None:
     """Changing a token leaves every output before it bitwise unchanged."""
-    problem = replace(problem, kv_len=problem.seq_len, kv_layout=problem.layout, mask=sp.Mask(causal=True, window=problem.mask.window))
+    problem = replace(
+        problem, kv_len=problem.seq_len, kv_layout=problem.layout, mask=sp.Mask(causal=True, window=problem.mask.window)
+    )
     if not token < problem.seq_len:
         return
     with sp.Mesh(comm, device=device(), sp=comm.size) as mesh, torch.no_grad():

@@ -46,7 +46,10 @@ class Pair:
         def integers(*shape: int) -> Tensor:
             return torch.randint(-3, 4, shape, generator=random).to(dtype)
 
-        up, down = nn.Linear(self.hidden, self.inner, self.bias, dtype=dtype), nn.Linear(self.inner, self.hidden, self.bias, dtype=dtype)
+        up, down = (
+            nn.Linear(self.hidden, self.inner, self.bias, dtype=dtype),
+            nn.Linear(self.inner, self.hidden, self.bias, dtype=dtype),
+        )
         for parameter in (*up.parameters(), *down.parameters()):
             parameter.data = integers(*parameter.shape)
         frozen = [up.weight, down.weight, up.bias, down.bias][self.frozen % 4] if self.frozen < 4 else None

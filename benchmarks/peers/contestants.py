@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.peers import rivals
 from benchmarks.peers.problem import Part
+from benchmarks.peers.waiting import meet
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES
@@ -124,6 +125,7 @@ class Field:
             attend = make()
         except MISSING as error:
             missing = f"{type(error).__name__}: {error}"
+        meet(self.world)  # imports take seconds, and a rank that spins takes them from the other
         reasons: list[str] = self.world.allgather(missing)
         return (None, next(filter(None, reasons))) if any(reasons) else (attend, "")
 

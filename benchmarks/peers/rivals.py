@@ -77,6 +77,9 @@ def deepspeed_ulysses(group: Any) -> Attend:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     comm: Any = importlib.import_module("deepspeed.comm")
     layer: Any = importlib.import_module("deepspeed.sequence.layer")
+    kernels: Any = importlib.import_module("deepspeed.ops")
+    # Else its all-reduce through shared memory, which nothing here uses, is compiled now, and that waits for ever after an interrupted build.
+    kernels.__compatible_ops__["deepspeed_shm_comm"] = False
     comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ from benchmarks.peers import problem
 from benchmarks.peers.contestants import Contestant, Field
 from benchmarks.peers.problem import LIMIT, Part
 from benchmarks.peers.setting import Setting
+from benchmarks.peers.waiting import meet
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-NAP_SECONDS = 0.005  # between two looks of a rank that has nothing to do
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError)
 
 
@@ -118,13 +118,6 @@ def taking_part(contestant: Contestant, world: Intracomm) -> Iterator[bool]:
         torch.set_num_threads(1)
     if contestant.ranks == 1:
         meet(world)
-
-
-def meet(world: Intracomm) -> None:
-    """A barrier at which ranks sleep."""
-    request = world.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP_SECONDS)
 
 
 def race(heat: Heat, names: list[str], rounds: int, seed: int) -> dict[str, list[float]]:

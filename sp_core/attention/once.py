@@ -27,8 +27,8 @@ class _Refuse(torch.autograd.Function):
 def differentiable_once(backward: Backward) -> Backward:
     """Make the gradients that `backward` returns refuse to be differentiated, by anything that it was given or has saved.
 
-    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable. The gradients of attention also depend on
-    q, k and v; that part of a second derivative it would drop without a word.
+    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable. The gradients of attention
+    also depend on q, k and v; that part of a second derivative it would drop without a word.
     """
 
     @functools.wraps(backward)

@@ -13,8 +13,9 @@ ends; a self-adjoint all_reduce there would multiply gradients by the number of 
     reduce_from_group  all_reduce  forward, identity   backward      partial sums become one value
     gather_replicated  all_gather  forward, own slice  backward      shards become one value
 
-Each function compares its arguments over the ranks before it sends anything, unless the mesh was made with `check="off"`. The backward of
-a collective is a collective: it runs on a rank only if that rank's result is used, so use it on all ranks or on none.
+Each function compares its arguments over the ranks before it sends anything, unless the mesh was made with `check="off"`. The
+backward of a collective is a collective: it runs on a rank only if that rank's result is used, so use it on all ranks or on
+none.
 """
 
 from sp_core.autograd.apply import Pending

@@ -1,1 +1,1 @@
-"""Collectives over a transport: `maps` carries them out, `build` checks the arguments. `sp_core.autograd` makes them differentiable."""
+"""Collectives over a transport: `maps` carries them out, `build` checks their arguments, `sp_core.autograd` differentiates."""

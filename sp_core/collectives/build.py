@@ -1,4 +1,4 @@
-"""From the arguments of a public collective to the map that carries it out: check, agree with the other ranks, fill in the sizes."""
+"""From the arguments of a collective to the map that carries it out: check, agree with the other ranks, fill in the sizes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def check_device(x: Tensor, comm: Communicator) -> None:
     want = comm.device
     if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
         raise DeviceError(
-            f"the tensor is on {x.device}, {comm.name} is on {want}. Move the tensor, or make the mesh with device={str(x.device)!r}."
+            f"the tensor is on {x.device}, {comm.name} is on {want}. "
+            f"Move the tensor, or make the mesh with device={str(x.device)!r}."
         )
 
 

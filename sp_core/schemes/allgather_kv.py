@@ -3,12 +3,14 @@
     rank r:   q_r  k_r v_r  --all-gather-->  k_0..k_P-1  v_0..v_P-1,    out_r = softmax(q_r k^T) v
     backward: gather k, v again;  dq_r stays,  dk dv of all tokens  --reduce-scatter-->  dk_r dv_r
 
-K and V travel in one message. They are not kept for the backward, which gathers them again: what a layer saves grows with S/P.
-Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+K and V travel together, a group of heads at a time: while one group is attended to, the next is under way. They are not kept
+for the backward, which gathers them again: what a layer saves grows with S/P. Shapes: B batch, S sequence, H heads, K key/value
+heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from sp_core.attention.once import differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
+from sp_core.schemes.overlap import head_groups, one_ahead
 from sp_core.schemes.problem import Problem, agree
 from sp_core.sharding import Sharding
 
@@ -53,7 +56,7 @@ def allgather_kv_attention(
         gets out = 0 and lse = -inf.
 
     Communication:
-        Forward one all-gather of K and V: (P-1) * 2*B*(S/P)*K*D elements sent per rank. Backward the same again, and one
+        Forward an all-gather of K and V: (P-1) * 2*B*(S/P)*K*D elements sent per rank. Backward the same again, and a
         reduce-scatter of their gradients in float32 or wider: 2*B*(S - S/P)*K*D elements. A single rank sends nothing.
 
     Raises:
@@ -82,8 +85,9 @@ class _AllGatherKV(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        out, lse = attend(_heads_first(q), *_gather(k, v, problem), **_who(problem))
-        out = _heads_last(out)
+        parts = [attend(q[:, :, h].transpose(1, 2), *kv, **_who(problem)) for h, kv in _gathered(q, k, v, problem)]
+        out, lse = (_joined(list(x), 1) for x in zip(*parts, strict=True))
+        out = out.transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
@@ -93,45 +97,56 @@ class _AllGatherKV(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         problem: Problem = ctx.problem
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        q_, out_, do = (_heads_first(x) for x in (q, out, grad_out))
-        dq, dk, dv = attend_backward(do, q_, *_gather(k, v, problem), out_, lse, **_who(problem), grad_lse=grad_lse)
-        if any(ctx.needs_input_grad[1:3]):
-            dk, dv = _reduce_scatter(dk, dv, problem)
-        return _heads_last(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        dqs: list[Tensor] = []
+
+        def gradients() -> Iterator[tuple[Tensor, Tensor]]:
+            for h, kv in _gathered(q, k, v, problem):
+                do, q_, out_ = (x[:, :, h].transpose(1, 2) for x in (grad_out, q, out))
+                gl = None if grad_lse is None else grad_lse[:, h]
+                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **_who(problem), grad_lse=gl)
+                dqs.append(dq.transpose(1, 2).to(q.dtype))
+                yield dk, dv
+
+        mine = list(_reduced(gradients(), problem) if any(ctx.needs_input_grad[1:3]) else gradients())
+        dk, dv = (_joined(list(x), 2) for x in zip(*mine, strict=True))
+        return _joined(dqs, 2), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _who(problem: Problem) -> dict[str, Any]:
-    """Positions, mask and scale; keys in the order that `_gather` gives."""
+    """Positions, mask and scale; keys in the order that `_gathered` gives."""
     positions = problem.sharding.positions(problem.comm.rank)
     kv_positions = problem.kv_sharding.sorted_positions
     return {"q_positions": positions, "kv_positions": kv_positions, "mask": problem.mask, "scale": problem.scale}
 
 
-def _gather(k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks, (B, K, S, D) each."""
-    if problem.comm.size > 1:
-        mine = torch.stack((k.detach(), v.detach())).movedim(2, 0)  # (S/P, 2, B, K, D)
-        rows = AllGather(problem.comm, 0, problem.kv_sharding.lengths).run(mine)
-        k, v = problem.kv_sharding.sort_segments(rows, 0).movedim(0, 2).unbind()
-    else:
-        k, v = (problem.kv_sharding.sort_segments(x, 1) for x in (k, v))
-    return _heads_first(k), _heads_first(v)
+def _gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+    """For each group of heads its query heads, and its keys and values of all ranks (B, K, S, D); the next group is under way."""
+    groups = head_groups(q.shape[2], k.shape[2], problem.comm.size)
+    if problem.comm.size == 1:
+        keys, values = (problem.kv_sharding.sort_segments(x, 1).transpose(1, 2) for x in (k, v))
+        yield groups[0][0], (keys, values)
+        return
+    gather = AllGather(problem.comm, 0, problem.kv_sharding.lengths)
+    calls = ((gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups)  # (S/P, 2, B, K, D)
+    for (heads, _), rows in zip(groups, one_ahead(calls), strict=True):
+        keys, values = problem.kv_sharding.sort_segments(rows, 0).permute(1, 2, 3, 0, 4).unbind()
+        yield heads, (keys, values)
 
 
-def _reduce_scatter(dk: Tensor, dv: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Gradients of this rank's keys and values, (B, S/P, K, D) each, from what every rank has for all tokens."""
-    if problem.comm.size > 1:
-        rows = problem.kv_sharding.unsort_segments(torch.stack((dk, dv)).movedim(3, 0), 0)  # (S, 2, B, K, D)
-        mine = ReduceScatter(problem.comm, 0, problem.kv_sharding.lengths).run(rows)
+def _reduced(gradients: Iterator[tuple[Tensor, Tensor]], problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
+    """dk and dv of this rank's tokens (B, S/P, K, D), from everybody's for all tokens (B, K, S, D); one group is summed while the
+    next is computed."""
+    if problem.comm.size == 1:
+        for grads in gradients:
+            dk, dv = (problem.kv_sharding.unsort_segments(x.transpose(1, 2), 1) for x in grads)
+            yield dk, dv
+        return
+    scatter = ReduceScatter(problem.comm, 0, problem.kv_sharding.lengths)
+    calls = ((scatter, problem.kv_sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0)) for x in gradients)
+    for mine in one_ahead(calls):
         dk, dv = mine.movedim(0, 2).unbind()
-        return dk, dv
-    dk, dv = (problem.kv_sharding.unsort_segments(_heads_last(x), 1) for x in (dk, dv))
-    return dk, dv
+        yield dk, dv
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
-
-
-def _heads_last(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -2,13 +2,14 @@
 
     (B, S/(R*U), H, D)  --all-to-all over U-->  (B, S/R, H/U, D)  ring over R  --all-to-all over U-->  (B, S/(R*U), H, D)
 
-Nothing here knows more than its parts: after the exchange a rank holds the tokens of its group, and the ring runs over these groups.
-Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, U and R ranks along the two axes.
+Nothing here knows more than its parts: after the exchange a rank holds the tokens of its group, and the ring runs over these
+groups. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, U and R ranks along the two axes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -76,7 +77,7 @@ def hybrid_attention(
         tuple(problem.kv_sharding.local_len(rank) for rank in mine),
         *split_heads(q.shape[2], k.shape[2], mesh[ulysses].size),
     )
-    out, lse = exchange.run(q, k, v, lambda *heads: run_ring(*heads, inner), return_lse=return_lse)
+    out, lse = exchange.run(q, k, v, partial(run_ring, problem=inner), return_lse=return_lse)
     return (out, lse) if return_lse else out
 
 

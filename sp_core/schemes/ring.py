@@ -2,13 +2,14 @@
 
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
-While a block is computed on, the next one is under way. A block travels only as far as the last rank that sees any of it. In the
-backward the blocks travel the same way again, each followed by the sum of its gradients so far, which goes home from the last rank
-that adds to it. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+While a block is computed on, some heads at a time, the next one is under way. A block travels only as far as the last rank that
+sees any of it. In the backward the blocks travel the same way again, each followed by the sum of its gradients so far, which
+goes home from the last rank that adds to it. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sp_core.attention import accumulation_dtype, attend, attend_backward, merge
 from sp_core.attention.once import differentiable_once
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
+from sp_core.schemes.overlap import head_groups
 from sp_core.schemes.problem import Problem, agree
 from sp_core.schemes.travel import Homeward, Travel, visibility
 from sp_core.sharding import Sharding
@@ -96,16 +98,21 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
     """Forward: q and out (B, H, S/P, D), lse (B, H, S/P); results in float32 or wider."""
     dtype = accumulation_dtype(q.dtype)
     mine = torch.stack((k.detach(), v.detach()))
-    result: tuple[Tensor, Tensor] | None = None
+    results: list[tuple[Tensor, Tensor]] = []
     for _, block, held in Travel(problem, mine).circulate(mine):
         if held is None or not _sees(problem, block):
             continue
-        part = attend(q, *_heads_first(held), **_who(problem, block), out_dtype=dtype)
-        if result is None:
-            result = part
-        else:
+        parts = [
+            attend(q[:, heads], *_heads_first(held, kv_heads), **_who(problem, block), out_dtype=dtype)
+            for heads, kv_heads in _groups(q, k, problem)
+        ]
+        for result, part in zip(results, parts, strict=True) if results else ():
             merge_into(*result, *part)
-    return result or (torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
+        results = results or parts
+    if not results:
+        return torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    out, lse = (torch.cat(x, 1) if len(x) > 1 else x[0] for x in zip(*results, strict=True))
+    return out, lse
 
 
 def _ring_gradients(
@@ -119,13 +126,23 @@ def _ring_gradients(
     for step, block, held in Travel(problem, mine).circulate(mine):
         own = None
         if held is not None and _sees(problem, block):
-            blocks = _heads_first(held)
-            part, dk, dv = attend_backward(grad_out, q, *blocks, out, lse, **_who(problem, block), grad_lse=grad_lse)
-            dq += part
-            own = torch.stack((dk, dv)).transpose(2, 3).contiguous()
+            own = torch.empty_like(held, dtype=dq.dtype)
+            for h, kv in _groups(q, k, problem):
+                given = (grad_out[:, h], q[:, h], *_heads_first(held, kv), out[:, h], lse[:, h])
+                gl = None if grad_lse is None else grad_lse[:, h]
+                part, dk, dv = attend_backward(*given, **_who(problem, block), grad_lse=gl)
+                dq[:, h] += part
+                own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
         if with_kv:
             homeward.add(step, own)
     return dq, *(homeward.arrived() if with_kv else (k, v))
+
+
+def _groups(q: Tensor, k: Tensor, problem: Problem) -> Iterator[tuple[slice, slice]]:
+    """Heads in pieces, (B, H, ...) of q and (B, S/P, K, D) of k; what is under way makes progress in between."""
+    for heads, kv_heads in head_groups(q.shape[1], k.shape[2], problem.comm.size):
+        yield heads, kv_heads
+        problem.comm.poll()
 
 
 def _sees(problem: Problem, block: int) -> bool:
@@ -138,7 +155,7 @@ def _who(problem: Problem, block: int) -> dict[str, Any]:
     return {"q_positions": positions, "kv_positions": kv_positions, "mask": problem.mask, "scale": problem.scale}
 
 
-def _heads_first(block: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v (B, K, S_block, D) of a block (2, B, S_block, K, D)."""
-    k, v = block.transpose(2, 3).unbind()
+def _heads_first(block: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+    """Some heads of k and v, (B, K, S_block, D), of a block (2, B, S_block, K, D)."""
+    k, v = block[:, :, :, heads].transpose(2, 3).unbind()
     return k, v

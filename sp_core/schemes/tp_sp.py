@@ -1,16 +1,16 @@
-"""Megatron's tensor parallelism with sequence parallelism: the weights are split over the ranks, and between layers so are the tokens.
+"""Megatron's tensor parallelism with sequence parallelism: the weights are split over the ranks, and between layers so are the
+tokens.
 
     x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel: a rank has some output features
     y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)    row-parallel: a rank has some input features
 
-The sequence travels in chunks: while one chunk is multiplied, the next is being gathered, or the one before is being summed. Between the
-two layers a rank holds all tokens in the order of an all-gather, `sharding.group([range(P)])`. What a layer keeps for its backward
-grows with S/P on the side of E. Shapes: B batch, S sequence, E and F features, P ranks.
+The sequence travels in chunks: while one chunk is multiplied, the next is being gathered, or the one before is being summed.
+Between the two layers a rank holds all tokens in the order of an all-gather, `sharding.group([range(P)])`. What a layer keeps
+for its backward grows with S/P on the side of E. Shapes: B batch, S sequence, E and F features, P ranks.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 from sp_core.attention import accumulation_dtype
 from sp_core.attention.once import differentiable_once
-from sp_core.collectives.maps import AllGather, Map, ReduceScatter
+from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
+from sp_core.schemes.overlap import one_ahead
 from sp_core.sharding import split_ranges
 
 CHUNKS = 4
@@ -70,8 +71,8 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, comm: Commu
     """Gather the tokens and multiply: x (B, S/P, E), weight (F/P, E) to (B, S, F/P).
 
     Communication:
-        Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the same again (the gathered tokens are
-        not kept), and a reduce-scatter of as many elements.
+        Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the same again (the gathered
+        tokens are not kept), and a reduce-scatter of as many elements.
 
     Raises:
         RuntimeError: a second derivative.
@@ -150,7 +151,7 @@ def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
     """Each chunk of the tokens of all ranks, while the next one is under way."""
     chunks = list(tokens)
     calls = ((AllGather(tokens.comm, 1, chunk[1]), tokens.own(x, chunk)) for chunk in chunks)
-    yield from zip(chunks, _one_ahead(calls), strict=True)
+    yield from zip(chunks, one_ahead(calls), strict=True)
 
 
 def _scattered(y: Tensor, matrix: Tensor, tokens: Tokens, features: int) -> Tensor:
@@ -158,25 +159,9 @@ def _scattered(y: Tensor, matrix: Tensor, tokens: Tokens, features: int) -> Tens
     out = y.new_empty(y.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
     calls = ((ReduceScatter(tokens.comm, 1, chunk[1]), tokens.take(y, chunk) @ matrix) for chunk in chunks)
-    for chunk, mine in zip(chunks, _one_ahead(calls), strict=True):
+    for chunk, mine in zip(chunks, one_ahead(calls), strict=True):
         tokens.own(out, chunk).copy_(mine)
     return out
-
-
-def _one_ahead(calls: Iterator[tuple[Map, Tensor]]) -> Iterator[Tensor]:
-    """The results of collectives, each handed out once the next one has been started."""
-    under_way: deque[tuple[Map, Any]] = deque()
-    for mapping, x in calls:
-        under_way.append((mapping, mapping.start(x)))
-        if len(under_way) > 1:
-            yield _finished(*under_way.popleft())
-    yield from (_finished(*call) for call in under_way)
-
-
-def _finished(mapping: Map, started: Any) -> Tensor:
-    mapping.comm.wait(started.handle, mapping.name)
-    result: Tensor = started.result()
-    return result
 
 
 def _weight_gradient(pairs: Iterator[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How blocks of keys and values travel around a ring, and how their gradients come home.
 
-Block j starts at rank j. In step s it is at rank j + s, which passes it on if a rank further along sees any of it. `hops` says how far each
-block goes; every rank computes the whole table from the positions, so all agree on every message without asking.
+Block j starts at rank j. In step s it is at rank j + s, which passes it on if a rank further along sees any of it. `hops` says
+how far each block goes; every rank computes the whole table from the positions, so all agree on every message without asking.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from sp_core.mask import Mask, plan_blocks

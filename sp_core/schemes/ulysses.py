@@ -2,15 +2,16 @@
 
     q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)   inner attention   (B, S, H/P, D)  --all-to-all-->  out  (B, S/P, H, D)
 
-Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks, or they do not divide, a head goes
-to every rank that reads it, and its gradients are summed on the way back. Shapes: B batch, S sequence, H heads, K key/value heads,
-D head dim, P ranks.
+Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks, or they do not divide, a
+head goes to every rank that reads it, and its gradients are summed on the way back. Shapes: B batch, S sequence, H heads, K
+key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def ulysses_attention(
     mask: Mask | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-    inner: Callable[..., tuple[Tensor, Tensor]] = attention,
+    inner: Callable[..., Any] = attention,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the tokens of all ranks, each rank computing some of the heads.
 
@@ -51,8 +52,8 @@ def ulysses_attention(
         As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no head.
 
     Communication:
-        Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys are sharded differently) and one of
-        out: (P-1)/P of 2Q + K elements sent per rank, where Q = B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
+        Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys are sharded differently) and
+        one of out: (P-1)/P of 2Q + K elements sent per rank, where Q = B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
 
     Raises:
         As `allgather_kv_attention`.
@@ -71,7 +72,7 @@ def ulysses_attention(
     positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return inner(
+        result: tuple[Tensor, Tensor] = inner(
             *(q, k, v),
             q_positions=positions,
             kv_positions=kv_positions,
@@ -79,6 +80,7 @@ def ulysses_attention(
             softmax_scale=problem.scale,
             return_lse=True,
         )
+        return result
 
     exchange = Exchange.of(problem, q.shape[2], k.shape[2])
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
@@ -153,8 +155,9 @@ class Exchange:
 def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
     """Deal heads out to ranks.
 
-    With at least one key/value head per rank, whole groups are dealt out and no key or value travels twice. With fewer, query heads are
-    dealt out evenly and each rank receives the key/value head of each of its query heads; once, where these all read the same one.
+    With at least one key/value head per rank, whole groups are dealt out and no key or value travels twice. With fewer, query
+    heads are dealt out evenly and each rank receives the key/value head of each of its query heads; once, where these all read
+    the same one.
 
     Returns:
         The query heads of each rank, and for each rank the key/value head of each of its key/value slots.

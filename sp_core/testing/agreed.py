@@ -70,9 +70,7 @@ class Ranks:
             self._usage("pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same tests. Leave -n out.")
 
     def _usage(self, text: str) -> NoReturn:
-        if self.rank:  # every rank raises; one text is enough
-            sys.stderr = self._nowhere
-        raise pytest.UsageError(text)
+        raise pytest.UsageError(*([] if self.rank else [text]))  # every rank raises; pytest prints each text it is given
 
     def _command(self, session: Session) -> str:
         options = ["--with-mpi"]

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from sp_core.mask import plan_blocks
 from sp_core.testing import reference
+from sp_core.testing.reference import AttentionReference, GradientReference
 from sp_core.testing.remarks import record_ratio
 from sp_core.testing.strategies import AttentionProblem
 from sp_core.testing.tolerance import bound, check_close
 
 Scheme = Callable[..., Any]
+Part = Callable[..., tuple[Tensor, ...]]
 
 
 def check_attention(name: str, scheme: Scheme, problem: AttentionProblem, rank: int, size: int, device: torch.device) -> None:
@@ -36,17 +38,18 @@ def check_attention(name: str, scheme: Scheme, problem: AttentionProblem, rank: 
     partials = shards.partial_results()
     dtype = problem.torch_dtype
 
-    def compare(what: str, actual: Tensor, want: Tensor, scale: Tensor, growth: float, extra: int) -> None:
-        ratio = check_close(f"{name} {what}", actual.detach().cpu(), want, bound(scale, dtype, growth, extra))
+    def compare(what: str, actual: Tensor, part: Part, want: Tensor, scale: Tensor, growth: float) -> None:
+        expected, scale = part(want, scale)
+        ratio = check_close(f"{name} {what}", actual.detach().cpu(), expected, bound(scale, dtype, growth, partials))
         record_ratio(f"{name} {what}", ratio)
 
-    compare("out", out, *shards.queries(expected.out, expected.out_scale), expected.growth, partials)
-    compare("lse", lse, *(shards.lse(x) for x in (expected.lse, expected.lse_scale)), expected.growth, partials)
+    compare("out", out, shards.queries, expected.out, expected.out_scale, expected.growth)
+    compare("lse", lse, shards.lses, expected.lse, expected.lse_scale, expected.growth)
     grads, want = shards.gradients(out, lse)
     scales = {"dq": want.dq_scale, "dk": want.dk_scale, "dv": want.dv_scale}
     for what, grad in grads.items():
         part = shards.queries if what == "dq" else shards.keys
-        compare(what, grad, *part(getattr(want, what), scales[what]), want.growth, partials)
+        compare(what, grad, part, getattr(want, what), scales[what], want.growth)
 
 
 class Shards:
@@ -70,9 +73,9 @@ class Shards:
         """This rank's part of tensors (B, S, ...) over all keys."""
         return tuple(self.kv_sharding.shard(x, self.rank, 1) for x in tensors)
 
-    def lse(self, x: Tensor) -> Tensor:
-        """This rank's part of a tensor (B, H, S)."""
-        return self.sharding.shard(x, self.rank, 2)
+    def lses(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This rank's part of tensors (B, H, S)."""
+        return tuple(self.sharding.shard(x, self.rank, 2) for x in tensors)
 
     def run(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         """The scheme's out and lse on this rank."""
@@ -89,11 +92,11 @@ class Shards:
         )
         return out, lse
 
-    def reference(self) -> reference.AttentionReference:
+    def reference(self) -> AttentionReference:
         """The dense result of the whole sequence."""
         return reference.attention(*self.whole, **self._definition())
 
-    def gradients(self, out: Tensor, lse: Tensor) -> tuple[dict[str, Tensor], reference.GradientReference]:
+    def gradients(self, out: Tensor, lse: Tensor) -> tuple[dict[str, Tensor], GradientReference]:
         """This rank's gradients by name, and the dense ones of the whole sequence."""
         problem = self.problem
         grad_out, grad_lse = problem.upstream_gradient(), problem.upstream_lse_gradient()
@@ -104,7 +107,7 @@ class Shards:
         roots, upstream = [out], [self.queries(grad_out)[0].to(out.device)]
         if grad_lse is not None:
             roots.append(lse)
-            upstream.append(self.lse(grad_lse).to(lse))
+            upstream.append(self.lses(grad_lse)[0].to(lse))
         grads = torch.autograd.grad(roots, list(needing.values()), upstream)
         return dict(zip(needing, grads, strict=True)), want
 

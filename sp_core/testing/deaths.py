@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import select
 import signal
+import struct
 import time
 from pathlib import Path
 
 from sp_core.testing.places import owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
-_EXIT_CODE_FIELD = -1  # the last one of /proc/PID/stat
+_INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, what is of no use here, exit_code
+_INFO_EXIT = 1 << 3
+_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
 
 
 class Deaths:
@@ -43,7 +47,7 @@ class Deaths:
             time.sleep(seconds)
             return
         for fd, _ in poll.poll(seconds * 1000):
-            self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0])
+            self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0], fd)
 
     def alive(self) -> dict[int, int]:
         """Rank and process number of those that live."""
@@ -94,7 +98,7 @@ class Deaths:
             self._watched[rank] = (pid, os.pidfd_open(pid))
         except OSError:  # gone before it was seen
             self._watched[rank] = (pid, -1)
-            self._dead.setdefault(rank, "how is not known")
+            self._dead.setdefault(rank, "how is not known here")
 
 
 def _frames(stacks: str) -> list[tuple[str, str]]:
@@ -121,14 +125,33 @@ def shortened(stacks: str) -> str:
     return "\n".join(kept)
 
 
-def _how(pid: int) -> str:
-    """The cause of death, which the system keeps until the parent has asked for it."""
-    try:
-        status = int(Path(f"/proc/{pid}/stat").read_text().rsplit(maxsplit=1)[_EXIT_CODE_FIELD])
-    except (OSError, ValueError):
-        return "how is not known"
+def _how(pid: int, fd: int) -> str:
+    """The cause of death. The system tells it after the fact on new kernels, else only until the parent has asked for it."""
+    status = _status_of(fd)
+    if status is None:
+        status = _status_of_zombie(pid)
+    if status is None:
+        return "how is not known here, mpiexec may say above"
     code = os.waitstatus_to_exitcode(status)
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _status_of(fd: int) -> int | None:
+    """From the process's file descriptor: `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15."""
+    info = bytearray(_INFO.pack(_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(fd, _GET_INFO, info)
+    except OSError:
+        return None
+    mask, status = _INFO.unpack(info)
+    return int(status) if mask & _INFO_EXIT else None
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(maxsplit=1)[1])
+    except (OSError, ValueError):
+        return None
 
 
 def kill_session(leader: int) -> None:

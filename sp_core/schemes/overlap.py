@@ -1,0 +1,37 @@
+"""Communication under way while something else is computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from sp_core.collectives.maps import Map, Started
+from sp_core.sharding import split_ranges
+
+GROUPS = 4
+"""Pieces into which a computation is cut so that communication can make progress in between."""
+
+
+def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
+    """The results of collectives, each handed out once the next one has been started."""
+    under_way: deque[tuple[Map, Started]] = deque()
+    for mapping, x in calls:
+        under_way.append((mapping, mapping.start(x)))
+        if len(under_way) > 1:
+            yield _finished(*under_way.popleft())
+    while under_way:
+        yield _finished(*under_way.popleft())
+
+
+def _finished(mapping: Map, started: Started) -> Tensor:
+    mapping.comm.wait(started.handle, mapping.name)
+    return started.result()
+
+
+def head_groups(num_heads: int, num_kv_heads: int, size: int) -> list[tuple[slice, slice]]:
+    """Query heads and key/value heads of each group; whole groups of query heads, and a single group for a single rank."""
+    group = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
+    parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if size > 1 else 1)
+    return [(slice(part.start * group, part.stop * group), slice(part.start, part.stop)) for part in parts]
