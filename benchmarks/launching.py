@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -66,7 +67,7 @@ def run_case(case: Case, launch: Launch, progress: Progress = lambda told: None)
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(case.as_dict()))
         code = _run(launch, case, folder, progress)
-        output = (folder / "output").read_text(errors="replace")
+        output = (folder / "output").read_text(errors="replace").replace("\0", "")  # Open MPI ends some lines with one
         record = {"schema_version": SCHEMA_VERSION, "status": "failed", "commit": commit(), "case": case.as_dict()}
         return record | _outcome(folder, code, output, launch.timeout), output
 
@@ -151,8 +152,8 @@ def _outcome(folder: Path, code: int | None, output: str, timeout: float) -> dic
 
 def _complaint(output: str) -> str:
     """The line of the output that most likely says what was wrong."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
+    lines = [line.strip() for line in output.splitlines() if any(map(str.isalpha, line))]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["nothing was printed"])[0]
 
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from sp_core.testing.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -115,34 +114,6 @@ def timed(
         progress(done)
     by_rank: list[tuple[list[float], list[float], list[float]]] = world.allgather((starts, ends, notes))
     return Samples([r[0] for r in by_rank], [r[1] for r in by_rank], [r[2] for r in by_rank])
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors alive at once while it is active, on the CPU, where torch keeps no such count.
-
-    What the process holds besides (MPI's buffers, scratch memory inside one kernel) is not seen.
-
-    Args:
-        tensors: those that are alive when it begins.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        TorchDispatchMode.__init__(self)
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self._note(tensors)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count what is alive after it."""
-        result = func(*args, **(kwargs or {}))
-        self._note(x for x in tree_leaves(result) if isinstance(x, Tensor))
-        return result
-
-    def _note(self, tensors: Iterable[Tensor]) -> None:
-        for storage in (x.untyped_storage() for x in tensors):
-            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
 
 
 def peak_memory(step: Callable[[], object], held: Iterable[Tensor], device: torch.device) -> tuple[int, str]:

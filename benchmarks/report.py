@@ -111,8 +111,8 @@ def legend(records: list[Record]) -> str:
     return (
         f"time: median over the iterations, last rank's end minus first rank's start. speed-up: against P = {base}; "
         f"each rank uses {threads} CPU thread{'s'[: threads != 1]}.\n"
-        "comm share: part of the step in sp_core's communication, waiting for other ranks included. "
-        "GB/s: bytes a rank receives from the others / time of the AllGather.\n"
+        "comm share: part of the step spent waiting for communication and for other ranks. "
+        "AllGather: of all K and V, by itself. GB/s: bytes a rank receives / its time.\n"
         "peak memory: live tensors of the rank that has most. max error: against a single device in plain torch; 0 is bit for bit."
     )
 

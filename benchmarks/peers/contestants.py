@@ -14,7 +14,9 @@ from torch import Tensor
 
 from benchmarks.peers import rivals
 from benchmarks.peers.problem import Part
+from benchmarks.peers.setting import BALANCED, LAYOUTS
 from benchmarks.peers.waiting import meet
+from sp_core.communicator import Check
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES
@@ -23,9 +25,7 @@ from sp_core.sharding import Sharding
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-CHECKS = ("off", "agree")
-LAYOUTS = {"allgather_kv": ("contiguous", "zigzag"), "ring": ("contiguous", "zigzag"), "ulysses": ("contiguous",)}
-BALANCED = {"allgather_kv": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
+CHECKS: tuple[Check, ...] = ("off", "agree")
 MISSING = (ImportError, AttributeError, RuntimeError, OSError)
 
 
@@ -115,8 +115,8 @@ class Field:
 
     def _find_peers(self) -> Iterator[tuple[str, tuple[rivals.Attend | None, str]]]:
         for rotation in rivals.ROTATIONS:
-            yield f"torch ring/{rotation}", self._find(lambda chosen=rotation: rivals.torch_ring(self._gloo, chosen))
-        yield "deepspeed ulysses", self._find(lambda: rivals.deepspeed_ulysses(self._gloo))
+            yield f"torch ring/{rotation}", self._find(functools.partial(rivals.torch_ring, self._gloo, rotation))
+        yield "deepspeed ulysses", self._find(functools.partial(rivals.deepspeed_ulysses, self._gloo))
 
     def _find(self, make: Callable[[], rivals.Attend]) -> tuple[rivals.Attend | None, str]:
         """A peer, or why it cannot take part on some rank: all ranks must come to the same answer."""

@@ -1,6 +1,6 @@
 """Other projects' attention over several ranks: torch's ring and DeepSpeed's Ulysses, over gloo.
 
-Each is called the way its own project calls it, but without wrappers that would only cost it time (DTensor's dispatch around torch's ring).
+Each is called the way its own project calls it, but without wrappers that would only cost it time (DTensor's around torch's ring).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def start_gloo(folder: Path, rank: int, size: int) -> Any:
     """A process group over the loopback device; ranks find each other through a file."""
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which containers may not know
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "gloo"), size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'gloo'}", rank=rank, world_size=size)
     return dist.group.WORLD
 
 
@@ -51,9 +51,9 @@ def torch_ring(group: Any, rotation: str) -> Attend:
             ring._cp_options.enable_load_balance = True
             ring._cp_options.rotate_method = method
             op = aten._scaled_dot_product_flash_attention_for_cpu
-            out, lse = ring._templated_ring_attention(group, SEQ_DIM, op, q, k, v, **options)
-            ctx.save_for_backward(q, k, v, out, lse)
-            return out  # type: ignore[no-any-return]
+            results: tuple[Tensor, ...] = ring._templated_ring_attention(group, SEQ_DIM, op, q, k, v, **options)
+            ctx.save_for_backward(q, k, v, *results)
+            return results[0]
 
         @staticmethod
         def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...]:
@@ -64,8 +64,7 @@ def torch_ring(group: Any, rotation: str) -> Attend:
             )
             return tuple(gradients[:3])
 
-    apply: Any = Ring.apply
-    return apply  # type: ignore[no-any-return]
+    return cast("Attend", Ring.apply)
 
 
 def deepspeed_ulysses(group: Any) -> Attend:
@@ -78,7 +77,7 @@ def deepspeed_ulysses(group: Any) -> Attend:
     comm: Any = importlib.import_module("deepspeed.comm")
     layer: Any = importlib.import_module("deepspeed.sequence.layer")
     kernels: Any = importlib.import_module("deepspeed.ops")
-    # Else its all-reduce through shared memory, which nothing here uses, is compiled now, and that waits for ever after an interrupted build.
+    # Else its all-reduce through shared memory, not used here, is compiled now, which never ends after an interrupted build.
     kernels.__compatible_ops__["deepspeed_shm_comm"] = False
     comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 RANKS = 2
+LAYOUTS = {"allgather_kv": ("contiguous", "zigzag"), "ring": ("contiguous", "zigzag"), "ulysses": ("contiguous",)}
+BALANCED = {"allgather_kv": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
 REFERENCE_SEQ = 4096  # `rounds` counts samples at this length
 MAX_ROUNDS = 4  # times `rounds`, for shorter sequences
 MIN_SAMPLES = 3

@@ -1,13 +1,14 @@
 """One rank of one launch: `mpiexec -n 2 python -m mpi4py -m benchmarks.peers.worker FOLDER`.
 
-FOLDER holds `setting.json`. Every contestant is first checked against one process; then those that are right are timed in rounds, in a new
-random order each round. Rank 0 writes `record.json`. An exception on any rank ends all of them, because `-m mpi4py` calls `MPI_Abort`.
+FOLDER holds `setting.json`. Every contestant is first checked against one process; then those that are right are timed in rounds,
+in a new random order each. Rank 0 writes `record.json`. An exception on any rank ends all of them: `-m mpi4py` calls `MPI_Abort`.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -123,7 +124,8 @@ def taking_part(contestant: Contestant, world: Intracomm) -> Iterator[bool]:
 def race(heat: Heat, names: list[str], rounds: int, seed: int) -> dict[str, list[float]]:
     """Seconds of every sample of each contestant, from the first rank's start to the last rank's end."""
     runners = [c for c in heat.contestants if c.name in names]
-    order, spans = random.Random(seed), {name: [] for name in names}  # type: dict[str, list[tuple[float, float]]]
+    order = random.Random(seed)
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds):
         gc.collect()
         for contestant in order.sample(runners, len(runners)):
@@ -154,6 +156,13 @@ def run_heat(field: Field, setting: Setting, seq: int) -> dict[str, Any]:
     return record
 
 
+def redirect(folder: Path) -> None:
+    """Send what this rank prints, and what its libraries do, to a file that is shown if the launch fails."""
+    with (folder / f"output-{os.getpid()}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
+
 def facts(world: Intracomm) -> dict[str, Any]:
     """Machine and libraries."""
     from mpi4py import MPI
@@ -166,6 +175,7 @@ def main(folder: Path) -> None:
     """Carry out the launch that `folder` describes."""
     from mpi4py import MPI
 
+    redirect(folder)
     setting = Setting.from_dict(json.loads((folder / "setting.json").read_text()))
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)

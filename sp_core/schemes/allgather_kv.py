@@ -21,7 +21,7 @@ from sp_core.attention.once import differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.overlap import head_groups, one_ahead
+from sp_core.schemes.overlap import head_groups, join_heads, one_ahead
 from sp_core.schemes.problem import Problem, agree
 from sp_core.sharding import Sharding
 
@@ -86,8 +86,7 @@ class _AllGatherKV(torch.autograd.Function):
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         parts = [attend(q[:, :, h].transpose(1, 2), *kv, **_who(problem)) for h, kv in _gathered(q, k, v, problem)]
-        out, lse = (_joined(list(x), 1) for x in zip(*parts, strict=True))
-        out = out.transpose(1, 2)
+        out, lse = join_heads([out for out, _ in parts]), _joined([lse for _, lse in parts], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from sp_core.collectives.maps import Map, Started
@@ -28,6 +29,11 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 def _finished(mapping: Map, started: Started) -> Tensor:
     mapping.comm.wait(started.handle, mapping.name)
     return started.result()
+
+
+def join_heads(parts: list[Tensor]) -> Tensor:
+    """Groups of heads (B, h, S, D) as one tensor (B, S, H, D), contiguous, so that what follows can use it without a copy."""
+    return parts[0].transpose(1, 2) if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], 2)
 
 
 def head_groups(num_heads: int, num_kv_heads: int, size: int) -> list[tuple[slice, slice]]:

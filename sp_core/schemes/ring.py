@@ -19,7 +19,7 @@ from sp_core.attention import accumulation_dtype, attend, attend_backward, merge
 from sp_core.attention.once import differentiable_once
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.overlap import head_groups
+from sp_core.schemes.overlap import head_groups, join_heads
 from sp_core.schemes.problem import Problem, agree
 from sp_core.schemes.travel import Homeward, Travel, visibility
 from sp_core.sharding import Sharding
@@ -80,7 +80,7 @@ class _Ring(torch.autograd.Function):
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         out, lse = _attend_ring(q.transpose(1, 2), k, v, problem)
-        out = out.to(q.dtype).transpose(1, 2)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
@@ -95,7 +95,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Forward: q and out (B, H, S/P, D), lse (B, H, S/P); results in float32 or wider."""
+    """Forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), in float32 or wider."""
     dtype = accumulation_dtype(q.dtype)
     mine = torch.stack((k.detach(), v.detach()))
     results: list[tuple[Tensor, Tensor]] = []
@@ -110,9 +110,8 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
             merge_into(*result, *part)
         results = results or parts
     if not results:
-        return torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    out, lse = (torch.cat(x, 1) if len(x) > 1 else x[0] for x in zip(*results, strict=True))
-    return out, lse
+        return torch.zeros_like(q.transpose(1, 2), dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    return join_heads([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
 
 
 def _ring_gradients(

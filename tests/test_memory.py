@@ -1,0 +1,67 @@
+"""What is kept for the backward, and what a ring holds while it runs, grows with the tokens of a rank and not with the sequence."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES
+from sp_core.testing import spmd
+from sp_core.testing.attention_check import Shards
+from sp_core.testing.live_bytes import LiveBytes
+from sp_core.testing.strategies import AttentionProblem
+
+HIDDEN, HEADS, FFN = 16, 4, 24
+
+
+def saved_elements(block: sp.TransformerBlock, x: Tensor, sharding: sp.Sharding) -> int:
+    """Elements that autograd keeps for the backward, weights aside; each memory counted once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = block(x, sharding=sharding)
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+@pytest.mark.parametrize("tokens", [4, 12])
+@spmd(1, 2, 4)
+def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: int) -> None:
+    """Per token: inputs of both norms and their results, q, k, v and out, the two sides of GELU, lse, mean and deviation twice."""
+    sharding = sp.Sharding.contiguous(tokens * comm.size, comm.size)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        block = sp.TransformerBlock(HIDDEN, HEADS, ffn_hidden=FFN, attention=SCHEMES[name], comm=mesh["sp"], dtype=torch.float64)
+        kept = saved_elements(block, torch.ones(1, tokens, HIDDEN, dtype=torch.float64, requires_grad=True), sharding)
+    if name == "ulysses":  # out stays with its heads and arrives with its tokens; and the order of the heads is kept
+        kept -= tokens * HIDDEN + (3 * HEADS if comm.size > 1 else 0)
+    assert kept == tokens * (8 * HIDDEN + 2 * FFN + HEADS + 4)
+
+
+@spmd(3, 4, 6, 8)
+def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> None:
+    """Forward and backward, in units of one rank's tokens of one of q, k, v: never more than 25, for any number of ranks."""
+    tokens, size = 64, comm.size
+    problem = AttentionProblem(
+        *(1, tokens * size, tokens * size, 4, 1, 8, "float64", "contiguous", "contiguous", sp.Mask(), None, 1.0),
+        *("normal", "normal", (True, True, True), False, 7),
+    )
+    with sp.Mesh(comm, sp=size) as mesh:
+        shards = Shards(problem, comm.rank, size, mesh.device)
+        grad = shards.queries(problem.upstream_gradient())[0].clone()
+        with LiveBytes(shards.local) as live:
+            out, _ = shards.run(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+            torch.autograd.grad(out, shards.local, grad)
+        assert live.peak <= 25 * shards.local[0].nbytes

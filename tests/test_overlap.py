@@ -1,0 +1,158 @@
+"""The next piece is under way while the present one is computed: shown by the order of events, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES, allgather_kv, ring, tp_sp
+from sp_core.schemes.overlap import GROUPS
+from sp_core.testing import run_threads
+from sp_core.testing.attention_check import Shards
+from sp_core.testing.strategies import AttentionProblem
+from sp_core.transport import Handle, Messages, Transfer, Transport
+
+SIZE = 3
+PLAIN = AttentionProblem(
+    *(1, 12, 12, 4, 1, 4, "float64", "contiguous", "contiguous", sp.Mask(), None, 1.0, "normal", "normal", (True, True, True), False, 7)
+)
+
+
+class Log:
+    """Events of every rank, which are threads here: ("start", n), ("wait", n) for the n-th transfer, and ("compute", 0)."""
+
+    def __init__(self) -> None:
+        self._by_thread: dict[int, list[tuple[str, int]]] = defaultdict(list)
+
+    @property
+    def mine(self) -> list[tuple[str, int]]:
+        return self._by_thread[threading.get_ident()]
+
+    def computing(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            self.mine.append(("compute", 0))
+            return function(*args, **kwargs)
+
+        return logged
+
+    def listen(self, comm: sp.Communicator) -> None:
+        """Write down what this communicator does."""
+        comm.transport = Listening(comm.transport, self.mine)
+        wait = comm.wait
+
+        def logged(handle: Any, name: str | None = None) -> None:
+            if isinstance(handle, Numbered):
+                self.mine.append(("wait", handle.number))
+            wait(handle, name)
+
+        comm.wait = logged  # type: ignore[method-assign]
+
+
+@dataclass
+class Numbered:
+    """A handle that knows its number, and how often it has been asked."""
+
+    inner: Handle
+    number: int
+    asked: int = 0
+
+    def test(self) -> bool:
+        self.asked += 1
+        return self.inner.test()
+
+
+class Listening:
+    """A transport that writes down what it starts."""
+
+    name = "listening"
+
+    def __init__(self, inner: Transport, log: list[tuple[str, int]]) -> None:
+        self._inner = inner
+        self._log = log
+        self.handles: list[Numbered] = []
+
+    def _started(self, handle: Handle) -> Handle:
+        self.handles.append(Numbered(handle, len(self.handles)))
+        self._log.append(("start", self.handles[-1].number))
+        return self.handles[-1]
+
+    def run(self, transfer: Transfer, send: Any, recv: Any) -> None:
+        raise AssertionError("nothing here may block")
+
+    def start(self, transfer: Transfer, send: Any, recv: Any) -> Handle:
+        return self._started(self._inner.start(transfer, send, recv))
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        return self._started(self._inner.exchange(sends, recvs))
+
+
+def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: int) -> None:
+    """Transfer `first + i`, which brings piece i + 1, is started before piece i is computed, and waited for only afterwards."""
+    computed = [place for place, (event, _) in enumerate(log) if event == "compute"]
+    assert len(computed) == pieces * per_piece
+    for piece in range(pieces - 1):
+        begin, end = computed[piece * per_piece], computed[(piece + 1) * per_piece - 1]
+        assert log.index(("start", first + piece)) < begin
+        assert log.index(("wait", first + piece)) > end
+
+
+CASES = {"ring": (ring, SIZE, GROUPS, 0), "allgather_kv": (allgather_kv, GROUPS, 1, 1)}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_next_piece_travels_while_this_one_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, *expected = CASES[name]
+    log = Log()
+    monkeypatch.setattr(module, "attend", log.computing(module.attend))
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            log.listen(mesh["sp"])
+            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(functools.partial(SCHEMES[name], comm=mesh["sp"]))
+            check_order(log.mine, *expected)
+
+    run_threads(SIZE, body)
+
+
+def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    monkeypatch.setattr(tp_sp.F, "linear", log.computing(tp_sp.F.linear))
+
+    def body(comm: Any) -> None:
+        sharding = sp.Sharding.contiguous(12 * comm.size, comm.size)
+        linear = torch.nn.Linear(4, 6)
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            column = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["sp"], sharding=sharding)
+            log.listen(mesh["sp"])
+            column(torch.ones(1, 12, 4))
+            check_order(log.mine, tp_sp.CHUNKS, 1, 1)
+
+    run_threads(SIZE, body)
+
+
+def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation() -> None:
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            log = Log()
+            log.listen(mesh["sp"])
+            asked: list[int] = []
+            poll = mesh["sp"].poll
+
+            def counted() -> None:
+                asked.append(len(mesh["sp"].transport.handles))  # type: ignore[attr-defined]
+                poll()
+
+            mesh["sp"].poll = counted  # type: ignore[method-assign]
+            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+            assert asked.count(1) >= GROUPS  # at least once for each piece of the first step
+            assert asked.count(2) >= GROUPS
+
+    run_threads(SIZE, body)

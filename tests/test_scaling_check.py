@@ -1,0 +1,118 @@
+"""The check of the scaling experiment can fail, and its measurements count what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import inputs, single
+from benchmarks.case import Case
+from benchmarks.corpus import source_bytes
+from benchmarks.measure import LiveBytes, Samples
+
+TINY = Case(ranks=2, hidden=64, heads=4, kv_heads=2, ffn=256, seq=48, batch=2)
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    """Weights of the tiny block, drawn as the worker draws them."""
+    widths = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
+    block = torch.nn.Module()
+    block.norm1, block.norm2 = torch.nn.LayerNorm(64), torch.nn.LayerNorm(64)
+    block.attention = torch.nn.ModuleDict({name: torch.nn.Linear(64, width) for name, width in widths.items()})
+    block.feed_forward = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 256), "down": torch.nn.Linear(256, 64)})
+    inputs.fill(block, 0)
+    return {name: weight.detach() for name, weight in block.state_dict().items()}
+
+
+def outputs(
+    weights: dict[str, Tensor], dtype: torch.dtype, case: Case = TINY
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Input, single-device output and float64 output in a dtype."""
+    x = inputs.tokens(case, torch.arange(case.seq)).to(dtype)
+    cast = {name: weight.to(dtype) for name, weight in weights.items()}
+    return x, single.block(x, cast, case), single.exact(x, cast, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["one token", "shards swapped", "zeros", "not finite", "own keys only"])
+def test_a_wrong_output_is_found(weights: dict[str, Tensor], dtype: torch.dtype, fault: str) -> None:
+    x, alone, truth = outputs(weights, dtype)
+    wrong = alone.clone()
+    if fault == "one token":
+        wrong[1, 7] = alone[1, 8]
+    if fault == "shards swapped":
+        wrong = torch.cat(alone.chunk(2, 1)[::-1], 1)
+    if fault == "zeros":
+        wrong[:, -1] = 0
+    if fault == "not finite":
+        wrong[0, 0, 0] = float("nan")
+    if fault == "own keys only":
+        cast = {name: weight.to(dtype) for name, weight in weights.items()}
+        wrong = torch.cat([single.block(part, cast, TINY) for part in x.chunk(2, 1)], 1)
+    assert not single.judge(wrong, alone, truth).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    _, alone, truth = outputs(weights, dtype)
+    verdict = single.judge(alone, alone, truth)
+    assert verdict.passed
+    assert verdict.max_abs_error == 0.0
+    assert verdict.tokens == TINY.tokens
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sample_of_tokens_has_the_values_of_the_whole(
+    weights: dict[str, Tensor], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.from_dict({**TINY.as_dict(), "causal": causal})
+    x, _, (_, _, whole) = outputs(weights, torch.float32, case)
+    monkeypatch.setitem(single.EXACT_FLOPS, "cpu", 0.0)
+    monkeypatch.setattr(single, "SAMPLED_TOKENS", 5)
+    rows, positions, sample = single.exact(x, weights, case)
+    assert rows.tolist() == [0]
+    assert positions.tolist() == [0, 12, 24, 35, 47]
+    torch.testing.assert_close(sample, whole[rows][:, positions])
+
+
+def test_an_error_beside_the_sample_is_found(weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(single.EXACT_FLOPS, "cpu", 0.0)
+    _, alone, truth = outputs(weights, torch.float32)
+    wrong = alone.clone()
+    wrong[1, 7] = alone[1, 8]  # only the first sequence was computed in float64
+    verdict = single.judge(wrong, alone, truth)
+    assert verdict.ranks_error == verdict.single_error
+    assert not verdict.passed
+
+
+def test_the_time_of_a_step_spans_all_ranks() -> None:
+    samples = Samples(starts=[[0.0, 10.0], [1.0, 10.5]], ends=[[3.0, 12.0], [2.0, 15.5]], notes=[[0.5, 0.1], [0.2, 0.9]])
+    assert samples.makespans == [3.0, 5.5]
+    assert samples.max_local == [3.0, 5.0]
+    assert samples.skews == [1.0, 0.5]
+    assert samples.max_notes == [0.5, 0.9]
+    told = samples.as_dict()
+    assert told["median_s"] == 4.25
+    assert told["barrier_skew_s"] == {"median": 0.75, "p95": 1.0, "max": 1.0}
+    assert told["skew_limited"]
+
+
+def test_live_bytes_counts_what_is_alive_at_once() -> None:
+    held = torch.zeros(100)
+    with LiveBytes([held]) as live:
+        a = held + 1  # 800 bytes with the one held
+        b = a.view(10, 10).t()  # no memory of its own
+        del a, b
+        c = torch.zeros(200)  # 1200 bytes, now that a is gone
+        del c
+        torch.zeros(10)
+    assert live.peak == 1200
+
+
+def test_the_text_is_python_and_as_long_as_asked() -> None:
+    text = source_bytes(5000)
+    assert len(text) == 5000
+    assert text == source_bytes(9000)[:5000]
+    assert b"import " in text
