@@ -24,8 +24,8 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.ShapeError,
     errors.DtypeError,
     errors.DeviceError,
+    ValueError,  # after those above that are kinds of it
     errors.RankError,
-    ValueError,  # last: some of those above are kinds of it
 )
 """What a check may find wrong; these travel to the other ranks by their place in this tuple."""
 
@@ -63,8 +63,7 @@ def _hash(text: str) -> int:
 
 
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
-    kind = len(ERRORS) if error is None else next(i for i, k in enumerate(ERRORS) if isinstance(error, k))
-    texts = _gather_texts(comm, f"{kind}|{call if error is None else error}")
+    texts = _gather_texts(comm, f"{_kind(error)}|{call if error is None else _text(error)}")
     kinds, messages = zip(*(text.split("|", 1) for text in texts), strict=True)
     if not any(failed):
         raise CollectiveMismatch(_differences(messages))
@@ -72,6 +71,15 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
     others = [rank for rank, bad in enumerate(failed) if bad and rank != first and messages[rank] != messages[first]]
     lines = [f"rank {first}: {messages[first]}"] + [f"rank {rank}: {messages[rank]}" for rank in others]
     raise ERRORS[int(kinds[first])]("\n".join(lines)) from error
+
+
+def _kind(error: Exception | None) -> int:
+    """The place of an error in ERRORS; other ranks see an unforeseen one as the last kind, a RankError."""
+    return next((place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ERRORS) else f"{type(error).__name__}: {error}"
 
 
 def _differences(calls: Sequence[str]) -> str:

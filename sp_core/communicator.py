@@ -87,6 +87,7 @@ class Communicator:
         name: str = "communicator",
     ) -> None:
         self._comm = comm
+        self._control = comm.Dup()  # apart from transfers under way, whose calls have an order of their own
         self._pending: list[Handle] = []
         self._freed = False
         self.rank: int = comm.rank
@@ -101,18 +102,18 @@ class Communicator:
         state = "freed" if self._freed else self.transport.name
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, name: str | None = None) -> None:
-        """Carry out a collective over flat contiguous buffers; `name` is the operation to count it under."""
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective over flat contiguous buffers."""
         self.ensure_open()
-        count = self._count(transfer, send, name)
+        count = self._count(transfer, send)
         start = time.perf_counter()
         self.transport.run(transfer, send, recv)
         count.seconds += time.perf_counter() - start
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, name: str | None = None) -> Handle:
+    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective; finish it with `wait`."""
         self.ensure_open()
-        self._count(transfer, send, name)
+        self._count(transfer, send)
         return self._track(self.transport.start(transfer, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
@@ -121,47 +122,46 @@ class Communicator:
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
         return self._track(self.transport.exchange(sends, recvs))
 
-    def wait(self, handle: Handle, name: str | None = None) -> None:
-        """Wait for a handle and keep the others going meanwhile."""
+    def wait(self, handle: Handle, name: str) -> None:
+        """Wait for a handle of the operation `name`, and keep the others going meanwhile."""
         start = time.perf_counter()
         wait(handle, self.poll)
-        if name is not None:
-            self.counters[name].seconds += time.perf_counter() - start
+        self._pending = [other for other in self._pending if other is not handle]
+        self.counters[name].seconds += time.perf_counter() - start
 
     def poll(self) -> None:
         """Let everything that was started make progress. Cheap; call it between pieces of a long computation."""
         self._pending = [handle for handle in self._pending if not handle.test()]
 
-    def agree(self, call: str, *, value: int = 0, error: Exception | None = None) -> tuple[int, ...]:
-        """Compare `call` over the ranks before a message is sent; see `sp_core.agreement.agree`."""
-        if self._freed:  # nobody can be asked any more: every rank finds this out by itself
-            raise self._closed()
+    def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start = time.perf_counter()
         try:
-            return agreement.agree(self._comm, call, value, error)
+            return agreement.agree(self._control, call, value, error)
         finally:
             control = self.counters["control"]
             control.add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
             control.seconds += time.perf_counter() - start
 
-    def agree_on(self, call: str, check: Callable[[], int], *, always: bool = True) -> tuple[int, ...]:
+    def agree_on(self, call: Callable[[], str], check: Callable[[], int], *, always: bool = True) -> tuple[int, ...]:
         """Run a local check on every rank, then agree, so that what one rank finds is raised by all.
 
         Args:
-            call: operation and arguments that must be the same on every rank.
-            check: returns this rank's number or raises one of `agreement.ERRORS`.
+            call: gives the operation and the arguments that must be the same on every rank.
+            check: returns this rank's number, or raises what is wrong.
             always: exchange records even if the communicator was made with `check="off"`.
 
         Returns:
             Every rank's number, or nothing where no records were exchanged.
         """
-        error, value = None, 0
+        self.ensure_open()  # nobody can be asked any more: every rank finds this out by itself
+        error, value, text = None, 0, ""
         try:
             value = check()
-        except agreement.ERRORS as found:
+            text = call()
+        except Exception as found:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
             error = found
         if always or self.check == "agree":
-            return self.agree(call, value=value, error=error)
+            return self._agree(text, value, error)
         if error is not None:
             raise error
         return ()
@@ -174,17 +174,25 @@ class Communicator:
     def free(self) -> None:
         """Free the MPI communicator, on every rank; a second call does nothing."""
         if not self._freed:
-            self._freed = True
             for handle in self._pending:
                 wait(handle)
-            self._pending.clear()
+            self.abandon()
+            self._control.Free()
             self._comm.Free()
+
+    def abandon(self) -> None:
+        """Stop using this communicator without a word to the other ranks: what an error leaves behind is never waited for."""
+        self._freed = True
+        self._pending.clear()
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.free()
+        if error is None:
+            self.free()
+        else:
+            self.abandon()
 
     def _closed(self) -> RankError:
         return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
@@ -193,8 +201,8 @@ class Communicator:
         self._pending.append(handle)
         return handle
 
-    def _count(self, transfer: Transfer, send: Tensor | None, name: str | None) -> Count:
-        count = self.counters[name or transfer.op.value]
+    def _count(self, transfer: Transfer, send: Tensor | None) -> Count:
+        count = self.counters[transfer.op.value]
         count.add(bytes_sent=_payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize))
         return count
 

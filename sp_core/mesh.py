@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -30,7 +31,7 @@ class Mesh:
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One agreement of 64 bytes per rank, and one `MPI_Comm_split` per axis.
+        One agreement of 64 bytes per rank, and one `MPI_Comm_split` for each set of axes.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
@@ -52,20 +53,27 @@ class Mesh:
         self.axes = dict(axes)
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.device = torch.device(device or "cpu")
         self._transport = transport
-        self._check = check
+        self._check: Check = check
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._freed = False
-        agreement.agree(comm, f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=})", error=self._problem())
+        self.device, error = _resolved(device)
+        error = error or self._problem()
+        agreement.agree(comm, f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=})", error=error)
         self._comm = comm.Dup()
-        for axis in self.axes:
-            self._make((axis,))
+        for number in range(1, len(self.axes) + 1):
+            for names in combinations(self.axes, number):
+                self._made[names] = self._make(names)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
         """The communicator along one axis, or along the product of several with the last one fastest.
 
-        The first use of a product makes it, so every rank has to ask for it.
+        Products in the order of the mesh are there from the beginning. The first use of another order makes it, so every rank of
+        the mesh has to ask for it then.
+
+        Raises:
+            ShapeError: an unknown axis, or one named twice.
+            RankError: the mesh has been freed.
         """
         if self._freed:
             raise RankError("this mesh has been freed. Use it inside its `with Mesh(...)` block.")
@@ -73,7 +81,10 @@ class Mesh:
         unknown = [name for name in names if name not in self.axes]
         if unknown or len(set(names)) != len(names) or not names:
             raise ShapeError(f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once.")
-        return self._made[names] if names in self._made else self._make(names)
+        if names not in self._made:
+            agreement.agree(self._comm, f"mesh[{names}] for the first time")
+            self._made[names] = self._make(names)
+        return self._made[names]
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -91,21 +102,24 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.free()
+        if error is None:
+            self.free()
+            return
+        for communicator in self._made.values():  # the other ranks may be anywhere: waiting for them would hide the error
+            communicator.abandon()
+        self._freed = True
 
     def _make(self, names: tuple[str, ...]) -> Communicator:
         place = self._coordinates()
         color = _index({axis: place[axis] for axis in self.axes if axis not in names}, self.axes)
         key = _index({axis: place[axis] for axis in names}, self.axes)
-        communicator = Communicator(
+        return Communicator(
             cast("Intracomm", self._comm.Split(color, key)),
             device=self.device,
             transport=self._transport,
             check=self._check,
             name="mesh[" + ", ".join(map(repr, names)) + "]",
         )
-        self._made[names] = communicator
-        return communicator
 
     def _coordinates(self) -> dict[str, int]:
         rest, coordinates = self.rank, {}
@@ -133,11 +147,28 @@ class Mesh:
                 f"device {str(self.device)!r} with transport {self._transport!r} was asked for; kinds of device and their "
                 f"transports are {NAMES}. Pass one of these, or transport='auto'."
             )
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            return DeviceError(
-                "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or install torch with CUDA."
-            )
         return None
+
+
+def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exception | None]:
+    """The device with its index, or what is wrong with it."""
+    try:
+        found = torch.device(device or "cpu")
+    except RuntimeError as error:
+        return torch.device("cpu"), DeviceError(f"device={device!r} was given: {str(error).splitlines()[0]} Pass 'cpu' or 'cuda'.")
+    if found.type != "cuda":
+        return found, None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return found, DeviceError(
+            "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or install torch with CUDA."
+        )
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= count:
+        return found, DeviceError(
+            f"device {str(found)!r} was asked for; there are {count} CUDA devices, cuda:0 to cuda:{count - 1}."
+        )
+    return torch.device("cuda", index), None
 
 
 def _index(place: dict[str, int], lengths: dict[str, int]) -> int:

@@ -43,7 +43,7 @@ class _ParallelLinear(nn.Module):
             return 0
 
         call = f"{kind}.from_linear({shape}, {linear.weight.dtype}, bias={linear.bias is not None}, sizes={self.sizes}, "
-        self.comm.agree_on(f"{call}{self.sharding.fingerprint}) on {self.comm.name}", check)
+        self.comm.agree_on(lambda: f"{call}{self.sharding.fingerprint}) on {self.comm.name}", check)
 
     def _check(self, x: Tensor, tokens: int, features: int) -> None:
         """Compare a call over the ranks."""
@@ -57,7 +57,7 @@ class _ParallelLinear(nn.Module):
             return 0
 
         grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
-        self.comm.agree_on(f"{kind}(batch {x.shape[0]}, {x.dtype}, requires_grad={grad}) on {self.comm.name}", check)
+        self.comm.agree_on(lambda: f"{kind}(batch {x.shape[0]}, {x.dtype}, requires_grad={grad}) on {self.comm.name}", check)
 
     def _whole_weight(self) -> Tensor:
         return AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())

@@ -178,6 +178,8 @@ class Sharding:
         Raises:
             ShapeError: `x` has another length along `dim`.
         """
+        if not 0 <= rank < self.size:
+            raise ShapeError(f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}.")
         if x.shape[dim] != self.seq_len:
             raise ShapeError(
                 f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with shape {tuple(x.shape)} has "
@@ -240,12 +242,14 @@ class Sharding:
         return sorted(range(len(segments)), key=lambda place: _start(segments[place]))
 
     @cached_property
+    @torch.inference_mode(False)
     def _ascending(self) -> Tensor:
-        return torch.cat([self.positions(rank) for rank in range(self.size)]).sort().values
+        return _concatenated(self.gathered_segments).sort().values
 
     @cached_property
+    @torch.inference_mode(False)
     def _restore_index(self) -> Tensor:
-        return torch.cat([self.positions(rank) for rank in range(self.size)]).argsort()
+        return _concatenated(self.gathered_segments).argsort()
 
     @cached_property
     def _gathered_in_order(self) -> bool:
@@ -275,6 +279,7 @@ def _start(segment: Segment) -> int:
     return segment.start
 
 
+@torch.inference_mode(False)  # positions are kept: made under inference mode they could never take part in training
 def _concatenated(segments: Sequence[Segment]) -> Tensor:
     pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)

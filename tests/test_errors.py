@@ -30,6 +30,12 @@ def only_on_last(change: Callable[[torch.Tensor], Any]) -> Callable[[sp.Communic
     return lambda comm: change if comm.rank == comm.size - 1 else lambda x: x
 
 
+def layer(comm: sp.Communicator, change: Callable[[torch.Tensor], Any], ranks: int | None = None) -> object:
+    block = sp.TransformerBlock(8, 2, rope=sp.Rope(4), comm=comm)
+    x = torch.ones(1, sp.Sharding.contiguous(S, comm.size).local_len(comm.rank), 8)
+    return block.attention(change(x), sharding=sp.Sharding.contiguous(S, ranks or comm.size))
+
+
 def differing(comm: sp.Communicator, value: int) -> int:
     return value + (comm.rank == comm.size - 1)
 
@@ -64,6 +70,44 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
         "float64",
         lambda c: sp.all_gather(only_on_last(lambda x: x.double())(c)(torch.ones(2)), comm=c),
     ),
+    "a twin with another gradient": (
+        sp.CollectiveMismatch,
+        "copy_to_group",
+        lambda c: (sp.copy_to_group if c.rank else sp.all_reduce)(torch.ones(2), comm=c),
+    ),
+    "a twin of the sum": (
+        sp.CollectiveMismatch,
+        "reduce_from_group",
+        lambda c: (sp.reduce_from_group if c.rank else sp.all_reduce)(torch.ones(2), comm=c),
+    ),
+    "a twin of the gather": (
+        sp.CollectiveMismatch,
+        "gather_replicated",
+        lambda c: (sp.gather_replicated if c.rank else sp.all_gather)(torch.ones(2), comm=c),
+    ),
+    "a non-blocking twin": (
+        sp.CollectiveMismatch,
+        "all_gather_start",
+        lambda c: (sp.all_gather_start if c.rank else sp.all_gather)(torch.ones(2), comm=c),
+    ),
+    "no sharding": (
+        sp.RankError,
+        "AttributeError",
+        lambda c: attention(c, sharding=None if c.rank else sp.Sharding.contiguous(S, c.size)),
+    ),
+    "sizes that are no list": (
+        sp.RankError,
+        "TypeError",
+        lambda c: sp.all_gather(torch.ones(2), comm=c, sizes=2 if c.rank else None),
+    ),  # type: ignore[arg-type]
+    "hidden size of a layer": (
+        sp.ShapeError,
+        "hidden size 8",
+        lambda c: layer(c, lambda x: x[..., : 8 - (c.rank == c.size - 1)]),
+    ),
+    "dtype of a layer": (sp.DtypeError, "float64", lambda c: layer(c, only_on_last(lambda x: x.double())(c))),
+    "tokens of a layer": (sp.ShapeError, "is needed", lambda c: layer(c, only_on_last(lambda x: x[:, 1:])(c))),
+    "sharding of a layer": (sp.ShapeError, "ranks", lambda c: layer(c, lambda x: x, c.size - (c.rank == c.size - 1))),
     "another root": (sp.CollectiveMismatch, "root", lambda c: sp.broadcast(torch.ones(2), comm=c, root=differing(c, 0))),
     "another collective": (
         sp.CollectiveMismatch,

@@ -26,14 +26,14 @@ def test_a_failure_names_its_rank() -> None:
 
 def test_reductions_add_in_rank_order() -> None:
     """Another order gives another rounding."""
-    parts = [1e16, 1.0, -1e16, 1.0]
+    parts = [1.0, 1e16, -1e16, 3.0]
 
     def body(comm: Any) -> float:
         total = np.empty(1)
         comm.Allreduce(np.array([parts[comm.rank]]), total)
         return float(total[0])
 
-    assert run_threads(4, body) == [((1e16 + 1.0) - 1e16) + 1.0] * 4
+    assert run_threads(4, body) == [((1.0 + 1e16) - 1e16) + 3.0] * 4
 
 
 def ring(comm: Any, meddle: str) -> float:

@@ -21,7 +21,25 @@ from sp_core.transport import Handle, Messages, Transfer, Transport
 
 SIZE = 3
 PLAIN = AttentionProblem(
-    *(1, 12, 12, 4, 1, 4, "float64", "contiguous", "contiguous", sp.Mask(), None, 1.0, "normal", "normal", (True, True, True), False, 7)
+    *(
+        1,
+        12,
+        12,
+        4,
+        1,
+        4,
+        "float64",
+        "contiguous",
+        "contiguous",
+        sp.Mask(),
+        None,
+        1.0,
+        "normal",
+        "normal",
+        (True, True, True),
+        False,
+        7,
+    )
 )
 
 

@@ -32,6 +32,18 @@ for argument in "$@"; do
 done
 exec {Path(sys.executable).parent / "mpiexec"} -n "$ranks" "$@"
 """
+PYTHON3 = f"""#!/bin/sh
+case "$*" in
+    "-m venv"*)
+        for folder; do :; done
+        mkdir -p "$folder/bin"
+        printf '#!/bin/sh\\nexec {sys.executable} "$@"\\n' >"$folder/bin/python"
+        printf '#!/bin/sh\\necho "pip $*" >>"$CALLS"\\ncat "$4" >>"$CALLS"\\n' >"$folder/bin/pip"
+        chmod +x "$folder/bin/python" "$folder/bin/pip"
+        ;;
+    *) exit "$HAS_TORCH" ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -98,6 +110,28 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(cluster: dict[str, 
     assert names == {"strong_scaling_sp_cpu_p2.json", "strong_scaling_sp_cpu.png"}
     steps = [call.split()[:2] for call in called(cluster) if "benchmarks.worker" in call]
     assert steps == [["--mpi=pmix", "--ntasks=2"]]
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_the_job_makes_an_environment_and_removes_it(cluster: dict[str, str], tmp_path: Path, has_torch: bool) -> None:
+    """With a python3 that makes environments of shell scripts: pip only notes what it is asked for."""
+    (tmp_path / "scratch").mkdir()
+    fake = tmp_path / "bin" / "python3"
+    fake.write_text(PYTHON3)
+    fake.chmod(0o755)
+    changed = {
+        "SLURM_TMPDIR": str(tmp_path / "scratch"),
+        "HAS_TORCH": "0" if has_torch else "1",
+        "SP_LAUNCHER": "srun --ntasks={ranks}",
+    }
+    environment = {name: value for name, value in {**cluster, **changed}.items() if name != "SP_VENV"}
+    answer = run(environment, JOB, "--device", "cpu", "--help")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (install,) = (call for call in called(cluster) if call.startswith("pip "))
+    assert install.endswith(f".[bench] {installed_mpi()}")
+    pins = [call for call in called(cluster) if "==" in call]
+    assert ("mpi4py==" in str(pins), "torch==" in str(pins)) == (True, not has_torch)
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 @pytest.mark.parametrize(("refused", "kinds"), [("pmix", ["pmix", "pmi2"]), ("pm*", ["pmix", "pmi2"])])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention.kernels import FLOATS
-from sp_core.attention.once import differentiable_once
+from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
@@ -97,16 +97,17 @@ class _Attention(torch.autograd.Function):
         """Keep what the backward reads; lse is an output of its own, so its gradient may come or not."""
         ctx.set_materialize_grads(False)
         ctx.call = {"q_positions": q_positions, "kv_positions": kv_positions, "mask": mask, "scale": scale}
-        out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call)
+        with exact(q):
+            out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call)
         out = out.transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Round the gradients once, from the accumulation dtype."""
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
         grads = attend_backward(do, q_, k_, v_, o, lse, grad_lse=grad_lse, **ctx.call)

@@ -1,4 +1,4 @@
-"""Refusal of second derivatives."""
+"""What the autograd functions of attention share: arithmetic as it is written, and the refusal of second derivatives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Saved = tuple[Tensor, ...]
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
@@ -24,8 +25,13 @@ class _Refuse(torch.autograd.Function):
         raise RuntimeError("attention is differentiable once; a second derivative was asked for. Use plain torch attention for it.")
 
 
+def exact(x: Tensor) -> torch.autocast:
+    """No autocast around what follows: it would turn the float32 products of a plain kernel into half types."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def differentiable_once(backward: Backward) -> Backward:
-    """Make the gradients that `backward` returns refuse to be differentiated, by anything that it was given or has saved.
+    """Call `backward(ctx, saved, *grads)`, and make the gradients that it returns refuse to be differentiated.
 
     torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable. The gradients of attention
     also depend on q, k and v; that part of a second derivative it would drop without a word.
@@ -33,11 +39,12 @@ def differentiable_once(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            results = backward(ctx, *grads)
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        with torch.no_grad(), exact(saved[0]):
+            results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
         apply: Any = _Refuse.apply
-        return tuple(apply(x, *grads, *ctx.saved_tensors) if isinstance(x, Tensor) else x for x in results)
+        return tuple(apply(x, *grads, *saved) if isinstance(x, Tensor) else x for x in results)
 
     return refusing

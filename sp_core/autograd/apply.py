@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.collectives.maps import Map
+from sp_core.collectives.maps import Map, Started
 
 
 class _Apply(torch.autograd.Function):
@@ -48,14 +48,19 @@ class Pending:
     """
 
     def __init__(self, x: Tensor, mapping: Map) -> None:
-        self._x = x
+        self._x: Tensor | None = x
         self._mapping = mapping
-        self._started = mapping.start(x.detach())
+        self._grad = torch.is_grad_enabled()  # what the ranks have agreed on
+        self._started: Started | None = mapping.start(x.detach())
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result, a differentiable function of the input; a second call returns the same tensor."""
         if self._result is None:
+            assert self._started is not None
+            assert self._x is not None
             self._mapping.comm.wait(self._started.handle, self._mapping.name)
-            self._result = _place(self._x, self._started.result(), self._mapping)
+            with torch.set_grad_enabled(self._grad):
+                self._result = _place(self._x, self._started.result(), self._mapping)
+            self._x = self._started = None
         return self._result

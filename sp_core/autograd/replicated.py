@@ -88,7 +88,7 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator f.
     """
-    mapping = build.all_reduce(x, comm, "sum", "auto")
+    mapping = build.all_reduce("copy_to_group", x, comm, "sum", "auto")
     return apply(x, _Identity(mapping.comm))
 
 
@@ -110,7 +110,7 @@ def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto")
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator g.
     """
-    return apply(x, _ReduceFromGroup(build.all_reduce(x, comm, "sum", algorithm).comm))
+    return apply(x, _ReduceFromGroup(build.all_reduce("reduce_from_group", x, comm, "sum", algorithm).comm))
 
 
 def gather_replicated(
@@ -130,7 +130,7 @@ def gather_replicated(
     Raises:
         As `all_gather`.
     """
-    mapping = build.all_gather(x, comm, dim, sizes, algorithm)
+    mapping = build.all_gather("gather_replicated", x, comm, dim, sizes, algorithm)
     return apply(x, _GatherReplicated(comm, mapping.dim, mapping.sizes))
 
 
@@ -145,10 +145,9 @@ class _CopyAllToGroup(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = [place for place in range(len(grads)) if ctx.needs_input_grad[place + 1]]
         summed: list[Tensor | None] = [None] * len(grads)
-        for dtype in sorted({grads[place].dtype for place in needed}, key=str):
-            places = [place for place in needed if grads[place].dtype == dtype]
+        for dtype in sorted({grad.dtype for grad in grads}, key=str):
+            places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
             flat = AllReduce(ctx.comm).run(torch.cat([grads[place].reshape(-1) for place in places]))
             for place, part in zip(places, flat.split([grads[p].numel() for p in places]), strict=True):
                 summed[place] = part.view(grads[place].shape)
@@ -171,8 +170,18 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
     Raises:
         As `all_gather`.
     """
+    comm.agree_on(lambda: describe_all(tensors, comm), lambda: build.check_all(tensors, comm))
+    return copy_all(tensors, comm)
+
+
+def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
+    """What ranks that copy these tensors must have in common."""
     shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
-    comm.agree_on(f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}", lambda: 0)
+    return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
+
+
+def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
+    """`copy_all_to_group` once its arguments have been agreed on."""
     apply_all: Any = _CopyAllToGroup.apply
-    copies: tuple[Tensor, ...] = apply_all(comm, *tensors)
-    return copies
+    copies = iter(apply_all(comm, *(x for x in tensors if x.requires_grad)))
+    return tuple(next(copies) if x.requires_grad else x for x in tensors)

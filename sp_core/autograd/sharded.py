@@ -33,7 +33,7 @@ def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = No
         ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
     """
-    return apply(x, build.all_gather(x, comm, dim, sizes, algorithm))
+    return apply(x, build.all_gather("all_gather", x, comm, dim, sizes, algorithm))
 
 
 def reduce_scatter(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
@@ -56,7 +56,7 @@ def reduce_scatter(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes 
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.reduce_scatter(x, comm, dim, sizes, algorithm))
+    return apply(x, build.reduce_scatter("reduce_scatter", x, comm, dim, sizes, algorithm))
 
 
 def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Tensor:
@@ -76,7 +76,7 @@ def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str
     Raises:
         As `all_gather`; ValueError for another `op`.
     """
-    return apply(x, build.all_reduce(x, comm, op, algorithm))
+    return apply(x, build.all_reduce("all_reduce", x, comm, op, algorithm))
 
 
 def all_to_all(
@@ -107,7 +107,7 @@ def all_to_all(
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.all_to_all(x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
+    return apply(x, build.all_to_all("all_to_all", x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
 
 
 def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
@@ -128,7 +128,7 @@ def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.shift(x, comm, offset, dim, sizes, algorithm))
+    return apply(x, build.shift("shift", x, comm, offset, dim, sizes, algorithm))
 
 
 def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
@@ -140,7 +140,7 @@ def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = 
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.broadcast(x, comm, root, algorithm))
+    return apply(x, build.broadcast("broadcast", x, comm, root, algorithm))
 
 
 def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
@@ -152,7 +152,7 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.reduce(x, comm, root, algorithm))
+    return apply(x, build.reduce("reduce", x, comm, root, algorithm))
 
 
 # The non-blocking forms: the same arguments, communication and errors.
@@ -160,17 +160,17 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
 
 def all_gather_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
     """Begin an `all_gather`."""
-    return Pending(x, build.all_gather(x, comm, dim, sizes, algorithm))
+    return Pending(x, build.all_gather("all_gather_start", x, comm, dim, sizes, algorithm))
 
 
 def reduce_scatter_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
     """Begin a `reduce_scatter`."""
-    return Pending(x, build.reduce_scatter(x, comm, dim, sizes, algorithm))
+    return Pending(x, build.reduce_scatter("reduce_scatter_start", x, comm, dim, sizes, algorithm))
 
 
 def all_reduce_start(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Pending:
     """Begin an `all_reduce`."""
-    return Pending(x, build.all_reduce(x, comm, op, algorithm))
+    return Pending(x, build.all_reduce("all_reduce_start", x, comm, op, algorithm))
 
 
 def all_to_all_start(
@@ -184,16 +184,16 @@ def all_to_all_start(
     algorithm: str = "auto",
 ) -> Pending:
     """Begin an `all_to_all`."""
-    return Pending(x, build.all_to_all(x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
+    return Pending(x, build.all_to_all("all_to_all_start", x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
 
 
 def shift_start(
     x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
 ) -> Pending:
     """Begin a `shift`."""
-    return Pending(x, build.shift(x, comm, offset, dim, sizes, algorithm))
+    return Pending(x, build.shift("shift_start", x, comm, offset, dim, sizes, algorithm))
 
 
 def broadcast_start(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Pending:
     """Begin a `broadcast`."""
-    return Pending(x, build.broadcast(x, comm, root, algorithm))
+    return Pending(x, build.broadcast("broadcast_start", x, comm, root, algorithm))

@@ -1,8 +1,13 @@
-"""From the arguments of a collective to the map that carries it out: check, agree with the other ranks, fill in the sizes."""
+"""From the arguments of a collective to the map that carries it out: check, agree with the other ranks, fill in the sizes.
+
+`name` is the public function that was called. Ranks agree on it, because two functions with one map may differ in their backward,
+and MPI does not match a blocking collective with a non-blocking one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,10 +37,10 @@ MOVABLE = (*SUMMABLE, torch.bool)
 Sizes = Sequence[int] | None
 
 
-def all_gather(x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.AllGather:
+def all_gather(name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.AllGather:
     """The map of an all-gather; without `sizes` every rank says how much it has."""
     dim = _normal(x, dim)
-    call = _call("all_gather", x, comm, free_dims=(dim,), dim=dim, sizes=sizes, algorithm=algorithm)
+    call = partial(_call, name, x, comm, free_dims=(dim,), dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
         _check(x, comm, MOVABLE, (dim,), algorithm)
@@ -46,10 +51,10 @@ def all_gather(x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm:
     return maps.AllGather(comm, dim, tuple(lengths if sizes is None else sizes))
 
 
-def reduce_scatter(x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.ReduceScatter:
+def reduce_scatter(name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.ReduceScatter:
     """The map of a reduce-scatter; without `sizes` the rows are dealt out evenly."""
     dim = _normal(x, dim)
-    call = _call("reduce_scatter", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
+    call = partial(_call, name, x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
         _check(x, comm, SUMMABLE, (dim,), algorithm)
@@ -60,34 +65,35 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algori
     return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm))
 
 
-def all_reduce(x: Tensor, comm: Communicator, op: str, algorithm: str) -> maps.AllReduce:
+def all_reduce(name: str, x: Tensor, comm: Communicator, op: str, algorithm: str) -> maps.AllReduce:
     """The map of an all-reduce."""
-    call = _call("all_reduce", x, comm, op=op, algorithm=algorithm)
+    call = partial(_call, name, x, comm, op=op, algorithm=algorithm)
     comm.agree_on(call, lambda: _check_reduction(x, comm, op, algorithm), always=False)
     return maps.AllReduce(comm, op)
 
 
-def reduce(x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Reduce:
+def reduce(name: str, x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Reduce:
     """The map of a reduction to one rank."""
-    call = _call("reduce", x, comm, root=root, algorithm=algorithm)
+    call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
     comm.agree_on(call, lambda: _check_root(x, comm, SUMMABLE, root, algorithm), always=False)
     return maps.Reduce(comm, root)
 
 
-def broadcast(x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Broadcast:
+def broadcast(name: str, x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Broadcast:
     """The map of a broadcast."""
-    call = _call("broadcast", x, comm, root=root, algorithm=algorithm)
+    call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
     comm.agree_on(call, lambda: _check_root(x, comm, MOVABLE, root, algorithm), always=False)
     return maps.Broadcast(comm, root)
 
 
 def all_to_all(
-    x: Tensor, comm: Communicator, dims: tuple[int, int], split_sizes: Sizes, concat_sizes: Sizes, algorithm: str
+    name: str, x: Tensor, comm: Communicator, dims: tuple[int, int], split_sizes: Sizes, concat_sizes: Sizes, algorithm: str
 ) -> maps.AllToAll:
     """The map of an all-to-all over `dims` = (split, concat)."""
     split, concat = (_normal(x, dim) for dim in dims)
-    call = _call(
-        "all_to_all",
+    call = partial(
+        _call,
+        name,
         x,
         comm,
         free_dims=(concat,),
@@ -111,10 +117,10 @@ def all_to_all(
     return maps.AllToAll(comm, split, concat, parts, tuple(lengths if concat_sizes is None else concat_sizes))
 
 
-def shift(x: Tensor, comm: Communicator, offset: int, dim: int, sizes: Sizes, algorithm: str) -> maps.Shift:
+def shift(name: str, x: Tensor, comm: Communicator, offset: int, dim: int, sizes: Sizes, algorithm: str) -> maps.Shift:
     """The map of a shift by `offset` ranks; without `sizes` every rank says how much it has."""
     dim = _normal(x, dim)
-    call = _call("shift", x, comm, free_dims=(dim,), offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
+    call = partial(_call, name, x, comm, free_dims=(dim,), offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
         _check(x, comm, MOVABLE, (dim,), algorithm)
@@ -167,6 +173,13 @@ def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims:
             )
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} was given; there are {ALGORITHMS}. Pass one of them.")
+
+
+def check_all(tensors: Sequence[Tensor], comm: Communicator) -> int:
+    """Refuse tensors that an all-reduce could not take."""
+    for x in tensors:
+        _check(x, comm, SUMMABLE, (), "auto")
+    return 0
 
 
 def _check_sizes(name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None) -> None:

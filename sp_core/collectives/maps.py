@@ -98,7 +98,7 @@ class AllGather(LibraryMap):
         rows = x.movedim(self.dim, 0)
         transfer = tr.all_gather(_elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((sum(self.sizes), *rows.shape[1:]))
-        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: recv.movedim(0, self.dim))
+        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: _back(recv, self.dim))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ReduceScatter(LibraryMap):
         rows = x.movedim(self.dim, 0)
         transfer = tr.reduce_scatter(_elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((self.sizes[self.comm.rank], *rows.shape[1:]))
-        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: recv.movedim(0, self.dim))
+        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: _back(recv, self.dim))
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,19 @@ class AllReduce(LibraryMap):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
+        if self.reduction != "sum" and x.is_floating_point():
+            return self._prepare_extremum(x)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Prepared(tr.all_reduce(x.numel(), self.reduction), _flat(x), recv.view(-1), lambda: recv)
+
+    def _prepare_extremum(self, x: Tensor) -> Prepared:
+        """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
+        least = -torch.inf if self.reduction == "max" else torch.inf
+        marks = x.isnan().to(x.dtype) * (1 if self.reduction == "max" else -1)
+        send = torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
+        recv = torch.empty_like(send)
+        transfer = tr.all_reduce(send.numel(), self.reduction)
+        return Prepared(transfer, send.view(-1), recv.view(-1), lambda: recv[0].masked_fill(recv[1] != 0, torch.nan))
 
 
 @dataclass(frozen=True)
@@ -234,12 +245,17 @@ class Shift(Map):
             handle = self.comm.exchange([], [], "shift")
         else:
             handle = self.comm.exchange([(dest, _flat(rows))], [(source, recv.view(-1))], "shift")
-        return Started(handle, lambda: recv.movedim(0, self.dim))
+        return Started(handle, lambda: _back(recv, self.dim))
 
 
 def _flat(x: Tensor) -> Tensor:
     """The elements in logical order, as a contiguous vector outside autograd; a view where the tensor is contiguous."""
     return x.detach().contiguous().view(-1)
+
+
+def _back(rows: Tensor, dim: int) -> Tensor:
+    """The rows along `dim`; the tensor itself, not a view of it, where they are there already."""
+    return rows.movedim(0, dim) if dim else rows
 
 
 def _elements(sizes: tuple[int, ...], rows: Tensor) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import attend, attend_backward
-from sp_core.attention.once import differentiable_once
+from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
@@ -85,15 +85,16 @@ class _AllGatherKV(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        parts = [attend(q[:, :, h].transpose(1, 2), *kv, **_who(problem)) for h, kv in _gathered(q, k, v, problem)]
+        with exact(q):
+            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **_who(problem)) for h, kv in _gathered(q, k, v, problem)]
         out, lse = join_heads([out for out, _ in parts]), _joined([lse for _, lse in parts], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = saved
         problem: Problem = ctx.problem
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dqs: list[Tensor] = []

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes.problem import agree
@@ -56,6 +57,8 @@ def hybrid_attention(
 
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719, section 4.
     """
+    if len(set(axes)) != 2 or ulysses not in axes or not set(axes) <= set(mesh.axes):
+        raise _axes_error(mesh, axes, ulysses)
     problem = agree(
         f"hybrid_attention[{axes}, {ulysses}]",
         *(q, k, v),
@@ -79,6 +82,13 @@ def hybrid_attention(
     )
     out, lse = exchange.run(q, k, v, partial(run_ring, problem=inner), return_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def _axes_error(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> ShapeError:
+    return ShapeError(
+        f"axes={axes} and ulysses={ulysses!r} were given for a mesh with {mesh.axes}. "
+        "Name two axes of the mesh, and one of them as ulysses."
+    )
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:

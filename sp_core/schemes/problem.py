@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,12 +61,11 @@ def agree(
     problem = Problem(comm, sharding, kv_sharding or sharding, mask or Mask(), 0.0)
 
     def check() -> int:
-        comm.ensure_open()
         _check_tensors(q, k, v, comm)
         _check_lengths(q, k, problem)
         return 0
 
-    comm.agree_on(_signature(name, (q, k, v), problem, softmax_scale), check)
+    comm.agree_on(partial(_signature, name, (q, k, v), problem, softmax_scale), check)
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if softmax_scale is None else softmax_scale
     return replace(problem, scale=scale)
 

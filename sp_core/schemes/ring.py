@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import accumulation_dtype, attend, attend_backward, merge_into
-from sp_core.attention.once import differentiable_once
+from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes.overlap import head_groups, join_heads
@@ -79,15 +79,16 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        out, lse = _attend_ring(q.transpose(1, 2), k, v, problem)
+        with exact(q):
+            out, lse = _attend_ring(q.transpose(1, 2), k, v, problem)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
         dq, dk, dv = _ring_gradients(upstream, k, v, ctx.problem, with_kv=any(ctx.needs_input_grad[1:3]))
@@ -97,9 +98,8 @@ class _Ring(torch.autograd.Function):
 def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), in float32 or wider."""
     dtype = accumulation_dtype(q.dtype)
-    mine = torch.stack((k.detach(), v.detach()))
     results: list[tuple[Tensor, Tensor]] = []
-    for _, block, held in Travel(problem, mine).circulate(mine):
+    for _, block, held in _travel(k, v, problem):
         if held is None or not _sees(problem, block):
             continue
         parts = [
@@ -109,6 +109,7 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
         for result, part in zip(results, parts, strict=True) if results else ():
             merge_into(*result, *part)
         results = results or parts
+        del held, parts
     if not results:
         return torch.zeros_like(q.transpose(1, 2), dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     return join_heads([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
@@ -120,9 +121,8 @@ def _ring_gradients(
     """Backward: dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
     grad_out, q, out, lse, grad_lse = upstream
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-    mine = torch.stack((k.detach(), v.detach()))
-    homeward = Homeward(Travel(problem, mine.new_empty(mine.shape, dtype=dq.dtype)))
-    for step, block, held in Travel(problem, mine).circulate(mine):
+    homeward = Homeward(Travel(problem, torch.stack((k[:, :0], v[:, :0])).to(dq.dtype)))
+    for step, block, held in _travel(k, v, problem):
         own = None
         if held is not None and _sees(problem, block):
             own = torch.empty_like(held, dtype=dq.dtype)
@@ -134,7 +134,13 @@ def _ring_gradients(
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
         if with_kv:
             homeward.add(step, own)
+        del held, own
     return dq, *(homeward.arrived() if with_kv else (k, v))
+
+
+def _travel(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Tensor | None]]:
+    """The blocks that come to this rank, its own first."""
+    return Travel(problem, torch.stack((k[:, :0], v[:, :0]))).circulate([torch.stack((k.detach(), v.detach()))])
 
 
 def _groups(q: Tensor, k: Tensor, problem: Problem) -> Iterator[tuple[slice, slice]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sp_core.attention import accumulation_dtype
-from sp_core.attention.once import differentiable_once
+from sp_core.attention.once import Saved, differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.schemes.overlap import one_ahead
@@ -112,8 +112,8 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = saved
         tokens, (grad,) = ctx.tokens, grads
         dx = _scattered(grad, weight, tokens, x.shape[2]) if ctx.needs_input_grad[0] else None
         dw = None
@@ -133,8 +133,8 @@ class _LinearScatter(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        y, weight = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight = saved
         tokens = ctx.tokens
         dy = torch.empty_like(y)
 

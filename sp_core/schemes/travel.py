@@ -37,14 +37,14 @@ class Travel:
 
     Args:
         problem: what is computed; its communicator carries the messages.
-        like: a block of this rank (2, B, S_block, K, D), for shape, dtype and device.
+        like: any tensor (2, B, *, K, D) of the dtype and on the device of the blocks.
     """
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.comm = problem.comm
         self._lengths = problem.kv_sharding.lengths
         self._hops = hops(problem.sharding, problem.kv_sharding, problem.mask)
-        self._like = like
+        self._like = like[:, :, :0].clone()  # not the block itself, which would stay alive
 
     @property
     def steps(self) -> int:
@@ -68,9 +68,13 @@ class Travel:
         two, batch, _, heads, head_dim = self._like.shape
         return self._like.new_empty((two, batch, self._lengths[block], heads, head_dim))
 
-    def circulate(self, held: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yield (step, block, keys and values) while the next block is under way; None where no block has come this far."""
-        present: Tensor | None = held
+    def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Yield (step, block, keys and values) while the next block is under way; None where no block has come this far.
+
+        Args:
+            held: this rank's own block alone; it is taken out of the list, so that nobody holds it longer than needed.
+        """
+        present = held.pop()
         for step in range(self.steps):
             handle, arriving = self._pass_on(step, present)
             yield step, self.block(step), present

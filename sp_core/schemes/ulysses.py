@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.attention import attention
+from sp_core.attention import accumulation_dtype, attention
 from sp_core.autograd.apply import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
@@ -148,8 +148,33 @@ class Exchange:
         """(B, S/P, heads, D) to (B, S, slots of this rank, D)."""
         order = [head for heads in slots for head in heads]
         if order != list(range(x.shape[2])):
-            x = x.index_select(2, torch.tensor(order, dtype=torch.int64, device=x.device))
+            x = take_heads(x, order)
         return apply(x, AllToAll(self.comm, 2, 1, tuple(map(len, slots)), lengths))
+
+
+class _TakeHeads(torch.autograd.Function):
+    """Heads of (B, S, heads, D) by number, some more than once; the gradients of copies are summed in float32, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: list[int]) -> Tensor:
+        ctx.order, ctx.heads = order, x.shape[2]
+        return torch.stack([x[:, :, head] for head in order], 2) if order else x[:, :, :0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        batch, length, _, head_dim = grad.shape
+        sums = grad.new_zeros((batch, length, ctx.heads, head_dim), dtype=accumulation_dtype(grad.dtype))
+        for slot, head in enumerate(ctx.order):
+            sums[:, :, head] += grad[:, :, slot]
+        return sums.to(grad.dtype), None
+
+
+def take_heads(x: Tensor, order: list[int]) -> Tensor:
+    """Heads of x (B, S, heads, D) by number."""
+    apply_function: Any = _TakeHeads.apply
+    taken: Tensor = apply_function(x, order)
+    return taken
 
 
 def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
@@ -162,7 +187,7 @@ def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[ran
     Returns:
         The query heads of each rank, and for each rank the key/value head of each of its key/value slots.
     """
-    group = num_heads // num_kv_heads
+    group = num_heads // max(num_kv_heads, 1)
     if num_kv_heads >= size:
         kv = split_ranges(num_kv_heads, size)
         return tuple(range(part.start * group, part.stop * group) for part in kv), tuple(tuple(part) for part in kv)

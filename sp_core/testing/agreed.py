@@ -44,7 +44,7 @@ class Ranks:
         self._stdout: TextIO | None = None
         self._lost = False
         self._refuse()
-        watchdog.start(self.rank)
+        self.directory = watchdog.start(self.rank).directory
         self.control = session.control = MpiCarrier(world.Dup())
         session.command = self._command(session)
         if self.rank:
@@ -88,8 +88,7 @@ class Ranks:
         for name in _RESULT_FILES:
             if hasattr(option, name):
                 setattr(option, name, None)
-        if getattr(option, "basetemp", None):
-            option.basetemp = f"{option.basetemp}-rank{self.rank}"  # pytest empties this directory when it starts
+        option.basetemp = str(self.directory / f"tmp-rank{self.rank}")  # processes that share one clear it under each other's feet
         self._stdout, sys.stdout = sys.stdout, self._nowhere  # until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)

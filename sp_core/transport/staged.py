@@ -153,7 +153,7 @@ class PipelinedTransport:
         return Done()
 
     def _enqueue(self, steps: Iterator[None]) -> _Steps:
-        handle = _Steps(steps, self._queue)
+        handle = _Steps(steps, self._queue, self._streams)
         self._queue.append(handle)
         return handle
 
@@ -165,7 +165,6 @@ class PipelinedTransport:
         on_host: Callable[[Transfer, Tensor | None, Tensor | None], Handle],
     ) -> Iterator[None]:
         """The pipeline; it yields where it waits."""
-        self._streams.begin()
         chunks = list(transfer.chunks(self._chunk_len(send, recv)))
         self._download(0, chunks[0], transfer, send)
         for index, (offset, chunk) in enumerate(chunks):
@@ -177,7 +176,6 @@ class PipelinedTransport:
             host_recv = _prefix(slot.recv, recv, chunk.recv)
             yield from _until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
             self._upload(slot, offset, chunk, transfer, recv, host_recv)
-        self._streams.finish()
 
     def _chunk_len(self, send: Tensor | None, recv: Tensor | None) -> int:
         """Elements of each piece per chunk: the same on all ranks, so that all make the same number of chunks."""
@@ -205,7 +203,6 @@ class PipelinedTransport:
         slot.uploaded = self._streams.uploaded()
 
     def _messages(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        self._streams.begin()
         host_sends = [(peer, self._pinned_like(x)) for peer, x in sends]
         host_recvs = [(peer, self._pinned_like(x)) for peer, x in recvs]
         for (_, host), (_, x) in zip(host_sends, sends, strict=True):
@@ -214,20 +211,25 @@ class PipelinedTransport:
         yield from _until(self._host.exchange(host_sends, host_recvs))
         for (_, host), (_, x) in zip(host_recvs, recvs, strict=True):
             self._streams.upload(x, host)
-        uploaded = self._streams.uploaded()
-        self._streams.finish()
-        yield from _until(uploaded)  # the host buffers are released on return
+        yield from _until(self._streams.uploaded())  # the host buffers are released on return
 
     def _pinned_like(self, x: Tensor) -> Tensor:
         return self._streams.buffer(x.nbytes).view(x.dtype).view(x.shape)
 
 
 class _Steps:
-    """A transfer that advances when it is tested, after those that were started before it."""
+    """A transfer that advances when it is tested, after those that were started before it.
 
-    def __init__(self, steps: Iterator[None], queue: deque[_Steps]) -> None:
+    It may be started on one stream, advanced by whoever polls, and read on another stream: its copies wait for the stream that it
+    was started on, and whoever is told that it is complete waits for its copies.
+    """
+
+    def __init__(self, steps: Iterator[None], queue: deque[_Steps], streams: Streams) -> None:
         self._steps = steps
         self._queue = queue
+        self._streams = streams
+        self._error: BaseException | None = None
+        streams.begin()
 
     def test(self) -> bool:
         while self in self._queue:
@@ -236,11 +238,15 @@ class _Steps:
                 next(head._steps)
             except StopIteration:
                 self._queue.popleft()
-            except BaseException:
-                self._queue.clear()  # what comes behind a failed transfer cannot keep its order
-                raise
+            except BaseException as error:  # noqa: BLE001  # it is raised again from every transfer that it broke
+                for broken in self._queue:  # what comes behind a failed transfer cannot keep its order
+                    broken._error = error
+                self._queue.clear()
             else:
                 return False
+        if self._error is not None:
+            raise self._error
+        self._streams.finish()
         return True
 
 
