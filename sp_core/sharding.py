@@ -16,23 +16,9 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import ShapeError
+from sp_core.segments import Segment, arithmetic_segments, concatenated, first, moved, split_ranges, split_sizes
 
-Segment = range  # global positions of consecutive local tokens; the step is P for a striped shard
-
-
-def split_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Cut `length` into `parts` nearly equal sizes; the first `length % parts` are one longer."""
-    quotient, remainder = divmod(length, parts)
-    return tuple(quotient + (part < remainder) for part in range(parts))
-
-
-def split_ranges(length: int, parts: int) -> tuple[range, ...]:
-    """The consecutive ranges that `split_sizes` cuts."""
-    ranges, start = [], 0
-    for size in split_sizes(length, parts):
-        ranges.append(range(start, start + size))
-        start += size
-    return tuple(ranges)
+__all__ = ["Sharding", "split_ranges", "split_sizes"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,7 @@ class Sharding:
             ShapeError: negative `seq_len` or `start`, or `size` < 1.
         """
         _check(seq_len, size, start)
-        return cls(tuple((_moved(piece, start),) for piece in split_ranges(seq_len, size)))
+        return cls(tuple((moved(piece, start),) for piece in split_ranges(seq_len, size)))
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
@@ -75,7 +61,7 @@ class Sharding:
         Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention, `zigzag_ring_flash_attn`.
         """
         _check(seq_len, size, start)
-        chunks = [_moved(piece, start) for piece in split_ranges(seq_len, 2 * size)]
+        chunks = [moved(piece, start) for piece in split_ranges(seq_len, 2 * size)]
         return cls(tuple((chunks[rank], chunks[2 * size - 1 - rank]) for rank in range(size)))
 
     @classmethod
@@ -96,7 +82,7 @@ class Sharding:
         Raises:
             ShapeError: a position that is owned twice, or is negative.
         """
-        segments = tuple(tuple(_segments(list(owned))) for owned in positions)
+        segments = tuple(tuple(arithmetic_segments(list(owned))) for owned in positions)
         flat = sorted(position for owned in positions for position in owned)
         twice = [a for a, b in pairwise(flat) if a == b]
         if twice or (flat and flat[0] < 0):
@@ -105,6 +91,14 @@ class Sharding:
                 "Give every token to one rank."
             )
         return cls(segments)
+
+    def __hash__(self) -> int:
+        """Computed once: shardings are keys of caches that are asked in every step of a ring."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.segments)
 
     @property
     def size(self) -> int:
@@ -132,7 +126,7 @@ class Sharding:
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
-        return _concatenated(self.segments[rank])
+        return concatenated(self.segments[rank])
 
     @cached_property
     def gathered_segments(self) -> tuple[Segment, ...]:
@@ -142,7 +136,7 @@ class Sharding:
     @cached_property
     def sorted_positions(self) -> Tensor:
         """Global positions in the order that `sort_segments` gives, int64 `(seq_len,)`."""
-        return _concatenated(sorted(self.gathered_segments, key=_start))
+        return concatenated(sorted(self.gathered_segments, key=first))
 
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
         """Bring whole segments from the order of an all-gather into ascending order of their first position.
@@ -239,17 +233,17 @@ class Sharding:
     @cached_property
     def _segment_order(self) -> list[int]:
         segments = self.gathered_segments
-        return sorted(range(len(segments)), key=lambda place: _start(segments[place]))
+        return sorted(range(len(segments)), key=lambda place: first(segments[place]))
 
     @cached_property
     @torch.inference_mode(False)
     def _ascending(self) -> Tensor:
-        return _concatenated(self.gathered_segments).sort().values
+        return concatenated(self.gathered_segments).sort().values
 
     @cached_property
     @torch.inference_mode(False)
     def _restore_index(self) -> Tensor:
-        return _concatenated(self.gathered_segments).argsort()
+        return concatenated(self.gathered_segments).argsort()
 
     @cached_property
     def _gathered_in_order(self) -> bool:
@@ -273,33 +267,3 @@ class Sharding:
 def _check(seq_len: int, size: int, start: int) -> None:
     if seq_len < 0 or size < 1 or start < 0:
         raise ShapeError(f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}.")
-
-
-def _start(segment: Segment) -> int:
-    return segment.start
-
-
-@torch.inference_mode(False)  # positions are kept: made under inference mode they could never take part in training
-def _concatenated(segments: Sequence[Segment]) -> Tensor:
-    pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
-
-
-def _moved(piece: range, start: int) -> range:
-    return range(piece.start + start, piece.stop + start)
-
-
-def _segments(positions: list[int]) -> list[range]:
-    """Cut a list of positions into maximal ascending arithmetic ranges."""
-    segments: list[range] = []
-    begin = 0
-    while begin < len(positions):
-        end = begin + 1
-        step = positions[end] - positions[begin] if end < len(positions) else 1
-        if step < 1:
-            step = 1
-        while end < len(positions) and positions[end] - positions[end - 1] == step:
-            end += 1
-        segments.append(range(positions[begin], positions[end - 1] + 1, step))
-        begin = end
-    return segments

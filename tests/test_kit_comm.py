@@ -14,6 +14,7 @@ from sp_core.errors import RankError
 from sp_core.testing import given, spmd, tier
 from sp_core.testing.comm import LockstepComm
 
+pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 SIZES = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 
 

@@ -18,6 +18,7 @@ from kit.failing import failure_of, leads
 from sp_core.testing import event, given, note, record_ratio, remarks, session, spmd, target, tier
 from sp_core.testing.outcome import RankFailure
 
+pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 QUICK = 60
 
 

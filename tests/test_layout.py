@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("errors", "machine"),
+    ("errors", "machine", "segments"),
     ("sharding", "mask"),
     ("attention", "rope"),
     ("transport",),

@@ -54,9 +54,10 @@ def test_a_wrong_output_is_found(weights: dict[str, Tensor], dtype: torch.dtype,
     assert not single.judge(wrong, alone, truth).passed
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    _, alone, truth = outputs(weights, dtype)
+def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtype: torch.dtype, causal: bool) -> None:
+    _, alone, truth = outputs(weights, dtype, Case.from_dict({**TINY.as_dict(), "causal": causal}))
     verdict = single.judge(alone, alone, truth)
     assert verdict.passed
     assert verdict.max_abs_error == 0.0

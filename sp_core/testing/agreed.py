@@ -44,7 +44,7 @@ class Ranks:
         self._stdout: TextIO | None = None
         self._lost = False
         self._refuse()
-        self.directory = watchdog.start(self.rank).directory
+        self._watch = watchdog.start(self.rank)
         self.control = session.control = MpiCarrier(world.Dup())
         session.command = self._command(session)
         if self.rank:
@@ -88,13 +88,16 @@ class Ranks:
         for name in _RESULT_FILES:
             if hasattr(option, name):
                 setattr(option, name, None)
-        option.basetemp = str(self.directory / f"tmp-rank{self.rank}")  # processes that share one clear it under each other's feet
+        option.basetemp = str(
+            self._watch.directory / f"tmp-rank{self.rank}"
+        )  # processes that share one clear it under each other's feet
         self._stdout, sys.stdout = sys.stdout, self._nowhere  # until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """The terminal reporter has its stream now; tests get the real one back."""
         watchdog.mark(watchdog.STARTED)
+        self._watch.enable()  # pytest's own plugin has taken it
         if self._stdout is not None:
             if sys.stdout is self._nowhere:
                 sys.stdout = self._stdout

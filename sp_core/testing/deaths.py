@@ -15,6 +15,8 @@ from pathlib import Path
 from sp_core.testing.places import owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
+ATTEMPTS = 5
+PAUSE_SECONDS = 0.01
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, what is of no use here, exit_code
 _INFO_EXIT = 1 << 3
 _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
@@ -127,10 +129,13 @@ def shortened(stacks: str) -> str:
 
 def _how(pid: int, fd: int) -> str:
     """The cause of death. The system tells it after the fact on new kernels, else only until the parent has asked for it."""
-    status = _status_of(fd)
-    if status is None:
-        status = _status_of_zombie(pid)
-    if status is None:
+    for _ in range(ATTEMPTS):
+        status = _status_of(fd)
+        status = _status_of_zombie(pid) if status is None else status
+        if status is not None:
+            break
+        time.sleep(PAUSE_SECONDS)  # between the two: no zombie any more, and not yet among the remembered
+    else:
         return "how is not known here, mpiexec may say above"
     code = os.waitstatus_to_exitcode(status)
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -50,6 +50,9 @@ def _launched_size() -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Find out where we are, before other plugins look at their options."""
+    config.addinivalue_line(
+        "markers", "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with --only-mpi)"
+    )
     session = Session(device=config.getoption("--device"), share_gpu=config.getoption("--share-gpu"))
     session.raw_replay = not config.getoption("--no-raw-replay")
     session.begin()
@@ -92,12 +95,16 @@ def _is_ours(item: pytest.Item) -> bool:
     return getattr(getattr(item, "obj", None), "sp_core_ranks", False)
 
 
+def _runs_on_ranks(item: pytest.Item) -> bool:
+    return _is_ours(item) or item.get_closest_marker("ranks") is not None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Our tests get the marker by which pytest-mpi selects, and may use fixtures of function scope."""
+    if _with_mpi(item.config) and _runs_on_ranks(item):
+        item.add_marker("mpi")
     if not _is_ours(item):
         return
-    if _with_mpi(item.config):
-        item.add_marker("mpi")
     from sp_core.testing.profiles import allow_fixtures
 
     allow_fixtures(getattr(item, "obj", None))
@@ -106,7 +113,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse a launch of several processes that were not told of each other."""
     size = _launched_size()
-    if size > 1 and not _with_mpi(config) and any(map(_is_ours, items)):
+    if size > 1 and not _with_mpi(config) and any(map(_runs_on_ranks, items)):
         raise pytest.UsageError(
             f"mpiexec started {size} processes, but --with-mpi is missing, so each would run every test by itself. "
             "Add --with-mpi, or leave mpiexec out: then ranks are threads."

@@ -42,15 +42,23 @@ class Watch:
     limits: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.hang, self.stack = (os.open(self._file(kind), os.O_CREAT | os.O_WRONLY) for kind in ("hang", "stack"))
+        self.hang, self.stack = self._open("hang"), self._open("stack")
         place = self._file("place")
         place.write_bytes(bytes(PLACE_BYTES))
         with place.open("r+b") as file:
             self.place = mmap.mmap(file.fileno(), PLACE_BYTES)
-        self._file("pid").write_text(str(os.getpid()))
-        faulthandler.enable(self.stack)
+        self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
+        self._file("pid").write_text(str(os.getpid()))  # last: the launcher may send a signal from now on
+
+    def enable(self) -> None:
+        """Write the stacks where they are looked for when a signal such as SIGSEGV ends the process."""
+        faulthandler.enable(self.stack)
+
+    def _open(self, kind: str) -> int:
+        """A file for the launcher to print, or standard error where there is no launcher."""
+        return os.dup(2) if self.temporary is not None else os.open(self._file(kind), os.O_CREAT | os.O_WRONLY)
 
     def _file(self, kind: str) -> Path:
         return self.directory / f"rank{self.rank}.{kind}"

@@ -76,5 +76,7 @@ def _misbehave(fault: str, comm: Any, n: int) -> None:
         os._exit(1)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
     while fault == "loop":
         pass

@@ -1,0 +1,59 @@
+"""Runs of global positions, and how a length is cut into nearly equal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Segment = range
+"""Global positions of consecutive local tokens; the step is P for a striped shard."""
+
+
+def split_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Cut `length` into `parts` nearly equal sizes; the first `length % parts` are one longer."""
+    quotient, remainder = divmod(length, parts)
+    return tuple(quotient + (part < remainder) for part in range(parts))
+
+
+def split_ranges(length: int, parts: int) -> tuple[range, ...]:
+    """The consecutive ranges that `split_sizes` cuts."""
+    ranges, start = [], 0
+    for size in split_sizes(length, parts):
+        ranges.append(range(start, start + size))
+        start += size
+    return tuple(ranges)
+
+
+def first(segment: Segment) -> int:
+    """The first position; where it would lie, for an empty segment."""
+    return segment.start
+
+
+@torch.inference_mode(False)  # positions are kept: made under inference mode they could never take part in training
+def concatenated(segments: Sequence[Segment]) -> Tensor:
+    """All positions of some segments, int64."""
+    pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+
+def moved(piece: range, start: int) -> range:
+    """A range `start` positions further on."""
+    return range(piece.start + start, piece.stop + start)
+
+
+def arithmetic_segments(positions: list[int]) -> list[range]:
+    """Cut a list of positions into maximal ascending arithmetic ranges."""
+    segments: list[range] = []
+    begin = 0
+    while begin < len(positions):
+        end = begin + 1
+        step = positions[end] - positions[begin] if end < len(positions) else 1
+        if step < 1:
+            step = 1
+        while end < len(positions) and positions[end] - positions[end - 1] == step:
+            end += 1
+        segments.append(range(positions[begin], positions[end - 1] + 1, step))
+        begin = end
+    return segments
