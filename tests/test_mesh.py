@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import sp_core as sp
-from sp_core.testing import given, spmd
+from sp_core.testing import given, run_threads, spmd
 
 SHAPES = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 5: (5, 1, 1), 6: (3, 1, 2), 7: (1, 1, 7), 8: (2, 2, 2)}
 
@@ -62,3 +62,38 @@ def test_a_communicator_of_reordered_ranks(comm: Any, ranks: tuple[int, ...]) ->
         root = sp.broadcast(torch.tensor([float(comm.rank)], requires_grad=True), comm=mesh["sp"], root=2)
         assert root.item() == ranks[2]
     reordered.Free()
+
+
+def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way() -> None:
+    """A rank that leaves with an error while it still expects a message lets the error out, and does not wait for the message."""
+
+    def body(comm: Any) -> str:
+        try:
+            with sp.Mesh(comm, sp=comm.size) as mesh:
+                group = mesh["sp"]
+                expected = [(0, torch.empty(3))] if comm.rank else []
+                group.exchange([], expected)  # nobody sends it
+                raise KeyError("lost")
+        except KeyError as error:
+            return str(error)
+
+    class Unannounced:
+        """A communicator that lets unmatched messages pass, as plain MPI does."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "announce_exchange":
+                raise AttributeError(name)
+            found = getattr(self._inner, name)
+            return (lambda *args: Unannounced(found(*args))) if name in ("Dup", "Split") else found
+
+        def Irecv(self, *arguments: Any) -> Any:
+            return Never()
+
+    class Never:
+        def Test(self) -> bool:
+            return False
+
+    assert run_threads(2, lambda comm: body(Unannounced(comm))) == ["'lost'", "'lost'"]

@@ -174,3 +174,24 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
             count = mesh["sp"].counters["ring"]
             assert count.messages == messages[comm.rank]
             assert count.bytes_sent == messages[comm.rank] * 2 * 2 * 4 * 2 * 4 * 8
+
+
+@pytest.mark.parametrize("name", ["allgather_kv", "ring"])
+@spmd(4)
+def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
+    """What is summed over blocks and ranks is summed in float32: errors of one rank and of four are of one size."""
+    mask = sp.Mask()
+    problem = replace(PLAIN, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16", mask=mask, layout="contiguous", kv_layout="contiguous")
+
+    def errors(group: sp.Communicator) -> Tensor:
+        shards = Shards(problem, group.rank, group.size, group.device)
+        out, lse = shards.run(functools.partial(SCHEMES[name], comm=group))
+        grads, want = shards.gradients(out, lse)
+        pairs = [(out, *shards.queries(shards.reference().out)), (grads["dq"], *shards.queries(want.dq))]
+        pairs += [(grads["dk"], *shards.keys(want.dk)), (grads["dv"], *shards.keys(want.dv))]
+        squares = torch.stack([(a.detach().cpu().double() - b).square().mean() for a, b in pairs])
+        return sp.all_reduce(squares, comm=group).div(group.size).sqrt()
+
+    with sp.Mesh(comm, device=device(), one=1, four=4) as mesh:
+        ratios = errors(mesh["four"]) / errors(mesh["one"])
+        assert ratios.max().item() <= 1.3, ratios.tolist()
