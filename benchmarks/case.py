@@ -73,6 +73,11 @@ class Case:
         return self.batch * self.seq
 
     @property
+    def longest_sum(self) -> int:
+        """Terms of the longest sum in the block: a linear layer's, or that over the keys."""
+        return max(self.hidden, self.ffn, self.seq)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all keys and values: what every rank holds after the AllGather."""
         return 2 * self.tokens * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]

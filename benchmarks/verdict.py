@@ -15,6 +15,7 @@ class Verdict:
         single_error: max |single device - float64| over the tokens computed in float64.
         ranks_error: max |ranks - float64| over the same.
         bound: what `ranks_error` may be: 2 * single_error + ROUND_OFFS * u * scale.
+        single_bound: what `single_error` may be: sqrt(longest sum) * u * scale.
         scale: max |float64|.
         tokens: how many tokens were computed in float64.
         passed: whether the output counts as right.
@@ -24,6 +25,7 @@ class Verdict:
     single_error: float | None
     ranks_error: float | None
     bound: float
+    single_bound: float
     scale: float
     tokens: int
     passed: bool
@@ -36,7 +38,10 @@ class Verdict:
         def shown(error: float | None) -> str:
             return "not finite" if error is None else f"{error:.2e}"
 
+        doubt = ""
+        if self.single_error is not None and self.single_error > self.single_bound:
+            doubt = f". The single device itself is too far off: {self.single_bound:.2e} is what rounding explains"
         return (
             f"max |ranks - single device| = {shown(self.max_abs_error)}; against float64: ranks {shown(self.ranks_error)}, "
-            f"single device {shown(self.single_error)}, allowed {self.bound:.2e}"
+            f"single device {shown(self.single_error)}, allowed {self.bound:.2e}{doubt}"
         )

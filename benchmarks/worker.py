@@ -151,7 +151,8 @@ def _check(run: Run) -> dict[str, Any]:
         x = inputs.tokens(run.case, torch.arange(run.case.seq)).to(run.device, run.dtype)
         with torch.no_grad():
             alone = single.block(x, run.block.state_dict(), run.case)
-            verdict = single.judge(y, alone, single.exact(x, run.block.state_dict(), run.case)).as_dict()
+            truth = single.exact(x, run.block.state_dict(), run.case)
+            verdict = single.judge(y, alone, truth, run.case.longest_sum).as_dict()
     _wait_for_all(run.world)
     agreed: dict[str, Any] = run.world.bcast(verdict)
     return agreed

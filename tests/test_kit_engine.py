@@ -1,18 +1,13 @@
-"""The engine's own laws: every fault of a rank is caught, attributed and shrunk, and the next test still runs.
-
-These tests run with threads and, from test_kit_launch.py, under mpiexec. On ranks other than 0 a failure has one line of text.
-"""
+"""The engine's own laws: what may be drawn, decided and said on several ranks. On ranks other than 0 a failure has one line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, settings
 from hypothesis import strategies as st
-from kit import sut
 from kit.failing import failure_of, leads
 
 from sp_core.testing import event, given, note, record_ratio, remarks, session, spmd, target, tier
@@ -27,151 +22,6 @@ def sums_to_size(comm: Any) -> None:
     total = np.empty(1)
     comm.Allreduce(np.ones(1), total)
     assert total[0] == comm.size
-
-
-@spmd()
-def still_works(comm: Any) -> None:
-    sums_to_size(comm)
-
-
-def average(fault: str) -> Callable[[], None]:
-    """A property of the system under test with one fault switched on."""
-
-    @given(n=st.integers(1, 40), d=st.integers(1, 8), seed=st.integers(0, 99))
-    def test_average(comm: Any, n: int, d: int, seed: int) -> None:
-        x = sut.rows(n, d, seed)
-        lengths = sut.split(n, comm.size)
-        start = sum(lengths[: comm.rank])
-        expected = sut.reference(x)[start : start + lengths[comm.rank]]
-        np.testing.assert_allclose(sut.attention(comm, x, fault), expected, rtol=1e-9, atol=1e-9)
-
-    return test_average
-
-
-def test_a_correct_system_passes() -> None:
-    average("")()
-    still_works()
-
-
-@pytest.mark.parametrize(
-    ("fault", "name", "minimum", "told"),
-    [
-        ("value", "AssertionError at", "nprocs=2, n=5, d=3", "AssertionError on rank 1 of 2"),
-        ("raise", "ValueError at kit/sut.py", "nprocs=2, n=7, d=1", "ValueError on rank 1 of 2: rank 1 refuses n=7"),
-        ("mismatch", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 0: Allgatherv(counts=(1, 0) of float64)"),
-        ("swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"),
-        ("root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(1 x float64, root=1)"),
-        ("skipped", "CollectiveMismatch", "nprocs=2, n=2, d=1", "rank 1: finished"),
-    ],
-)
-def test_a_fault_is_attributed_and_shrunk(fault: str, name: str, minimum: str, told: str) -> None:
-    text = failure_of(average(fault))
-    assert f"RankFailure[{name}" in text
-    if leads():
-        assert told in text
-        assert f"to keep this example: @example({minimum}, seed=0)" in text
-        assert "run it again: " in text
-        assert "test_kit_engine.py::test_a_fault_is_attributed_and_shrunk" in text
-        assert ("python -m sp_core.testing.launch -n" in text) == (tier() == "mpi")
-    still_works()
-
-
-def test_two_bugs_are_told_apart() -> None:
-    @given(n=st.integers(0, 40), d=st.integers(0, 40))
-    def both(comm: Any, n: int, d: int) -> None:
-        if n > 20:
-            raise KeyError("n")
-        if d > 2 and comm.rank == comm.size - 1:
-            raise ZeroDivisionError("d")
-        comm.Barrier()
-
-    text = failure_of(both)
-    if leads():
-        assert "KeyError on rank 0 of 1" in text
-        assert "ZeroDivisionError on rank 0 of 1" in text
-        assert "@example(nprocs=1, n=21, d=0)" in text
-        assert "@example(nprocs=1, n=0, d=3)" in text
-
-
-def stopped(text: str, *ranks: int) -> bool:
-    """Whether these ranks were woken, and none saw a mismatch; only the leading rank's text says so."""
-    return not leads() or ("Mismatch" not in text and all(f"rank {rank}: stopped: PeerFailed" in text for rank in ranks))
-
-
-def test_the_first_cause_is_reported_although_cleaning_up_communicates() -> None:
-    @spmd(3)
-    def body(comm: Any) -> None:
-        duplicate = comm.Dup()
-        try:
-            if comm.rank == 2:
-                raise LookupError("the cause")
-            comm.Barrier()
-        finally:
-            duplicate.Free()
-
-    text = failure_of(body)
-    assert "RankFailure[LookupError" in text
-    assert stopped(text, 0, 1)
-    still_works()
-
-
-def test_a_rank_that_fails_wakes_ranks_that_wait_on_other_communicators() -> None:
-    @spmd(4)
-    def body(comm: Any) -> None:
-        row, column = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
-        row.Barrier()
-        if comm.rank == 3:
-            raise LookupError("only rank 3")
-        column.Barrier()  # rank 1 waits for rank 3 here
-        comm.Barrier()  # and the others here
-
-    text = failure_of(body)
-    assert "RankFailure[LookupError" in text
-    assert stopped(text, 0, 1, 2)
-    still_works()
-
-
-def test_a_rank_that_fails_wakes_ranks_that_wait_for_its_message() -> None:
-    @spmd(3)
-    def body(comm: Any) -> None:
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        received = np.empty(100_000)
-        comm.announce_exchange(sends=[(right, 800_000)], recvs=[(left, 800_000)])
-        request = comm.Irecv(received, left)
-        if comm.rank == 1:
-            raise LookupError("before it sends")
-        sent = comm.Isend(np.full(100_000, comm.rank + 1.0), right)
-        while not (request.Test() and sent.Test()):
-            pass
-        comm.Barrier()
-
-    @spmd(3)
-    def clean(comm: Any) -> None:
-        """No message of the broken exchange may be found by the next one."""
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        received = np.empty(1)
-        if hasattr(comm, "announce_exchange"):  # a raw communicator has nothing to announce to
-            comm.announce_exchange(sends=[(right, 8)], recvs=[(left, 8)])
-        sent, came = comm.Isend(np.full(1, -1.0 - comm.rank), right), comm.Irecv(received, left)
-        while not (sent.Test() and came.Test()):
-            pass
-        assert received[0] == -1.0 - left
-
-    for _ in range(3):
-        assert "RankFailure[LookupError" in failure_of(body)
-        clean()
-
-
-def test_what_was_started_and_not_waited_for_does_no_harm() -> None:
-    @spmd(2)
-    def body(comm: Any) -> None:
-        total = np.empty(1000)
-        comm.Iallreduce(np.ones(1000), total)
-        if comm.rank:
-            raise LookupError("before the wait")
-
-    assert "RankFailure[LookupError" in failure_of(body)
-    still_works()
 
 
 def test_an_assumption_that_fails_on_one_rank_rejects_the_example() -> None:

@@ -51,17 +51,26 @@ def test_a_wrong_output_is_found(weights: dict[str, Tensor], dtype: torch.dtype,
     if fault == "own keys only":
         cast = {name: weight.to(dtype) for name, weight in weights.items()}
         wrong = torch.cat([single.block(part, cast, TINY) for part in x.chunk(2, 1)], 1)
-    assert not single.judge(wrong, alone, truth).passed
+    assert not single.judge(wrong, alone, truth, TINY.longest_sum).passed
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtype: torch.dtype, causal: bool) -> None:
     _, alone, truth = outputs(weights, dtype, Case.from_dict({**TINY.as_dict(), "causal": causal}))
-    verdict = single.judge(alone, alone, truth)
+    verdict = single.judge(alone, alone, truth, TINY.longest_sum)
     assert verdict.passed
     assert verdict.max_abs_error == 0.0
     assert verdict.tokens == TINY.tokens
+
+
+def test_a_single_device_that_is_off_itself_proves_nothing(weights: dict[str, Tensor]) -> None:
+    """As with TF32, whose 10 bits of mantissa are rounded here."""
+    _, alone, truth = outputs(weights, torch.float32)
+    coarse = (alone * 1024).round() / 1024
+    verdict = single.judge(coarse, coarse, truth, TINY.longest_sum)
+    assert not verdict.passed
+    assert "The single device itself is too far off" in str(verdict)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -83,7 +92,7 @@ def test_an_error_beside_the_sample_is_found(weights: dict[str, Tensor], monkeyp
     _, alone, truth = outputs(weights, torch.float32)
     wrong = alone.clone()
     wrong[1, 7] = alone[1, 8]  # only the first sequence was computed in float64
-    verdict = single.judge(wrong, alone, truth)
+    verdict = single.judge(wrong, alone, truth, TINY.longest_sum)
     assert verdict.ranks_error == verdict.single_error
     assert not verdict.passed
 

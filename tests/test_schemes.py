@@ -179,7 +179,10 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @spmd(4)
 def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
-    """What is summed over blocks and ranks is summed in float32: errors of one rank and of four are of one size."""
+    """What is summed over blocks and ranks is summed in float32: the errors of four ranks are about those of one.
+
+    A kernel rounds each block's part of out once more, and of dk and dv each part instead of the whole, which is better.
+    """
     mask = sp.Mask()
     problem = replace(PLAIN, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16", mask=mask, layout="contiguous", kv_layout="contiguous")
 
@@ -194,4 +197,4 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
 
     with sp.Mesh(comm, device=device(), one=1, four=4) as mesh:
         ratios = errors(mesh["four"]) / errors(mesh["one"])
-        assert ratios.max().item() <= 1.3, ratios.tolist()
+        assert (ratios <= torch.tensor([1.3, 1.3, 0.9, 0.9], dtype=ratios.dtype)).all(), ratios.tolist()
