@@ -64,6 +64,17 @@ def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtyp
     assert verdict.tokens == TINY.tokens
 
 
+def test_an_error_just_above_the_bound_is_found(weights: dict[str, Tensor]) -> None:
+    """Where the single device errs most, and further the same way: near to it, but too far from float64."""
+    _, alone, truth = outputs(weights, torch.float32)
+    worst = (alone - truth[2]).flatten().argmax()
+    bound = single.judge(alone, alone, truth, TINY.longest_sum).bound
+    for part, passed in ((0.4, True), (0.8, False)):
+        ranks = alone.flatten().clone()
+        ranks[worst] += part * bound
+        assert single.judge(ranks.view_as(alone), alone, truth, TINY.longest_sum).passed == passed
+
+
 def test_a_single_device_that_is_off_itself_proves_nothing(weights: dict[str, Tensor]) -> None:
     """As with TF32, whose 10 bits of mantissa are rounded here."""
     _, alone, truth = outputs(weights, torch.float32)
