@@ -183,8 +183,8 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
 
     A kernel rounds each block's part of out once more, and of dk and dv each part instead of the whole, which is better.
     """
-    mask = sp.Mask()
-    problem = replace(PLAIN, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16", mask=mask, layout="contiguous", kv_layout="contiguous")
+    layout = {"layout": "contiguous", "kv_layout": "contiguous", "mask": sp.Mask()}
+    problem = replace(PLAIN, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16", **layout)
 
     def errors(group: sp.Communicator) -> Tensor:
         shards = Shards(problem, group.rank, group.size, group.device)

@@ -55,7 +55,7 @@ class DelayedStreams:
 
     Args:
         polls: how often an event answers "not yet" before its copies run; let it differ between ranks.
-        lazy: carry out the uploads that `finish` makes the device wait for only in `settle`, which the device's next work would call.
+        lazy: carry out the uploads that `finish` makes the device wait for only in `settle`, as the device's next work would.
             Otherwise `finish` carries them out, so that the results can be used like any tensor.
     """
 
