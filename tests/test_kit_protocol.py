@@ -136,8 +136,12 @@ def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
     assert not deadlocked([report("b", 1, 1), report("", 1, 1)])  # the other has entered it, and ended
 
 
-@pytest.mark.parametrize("module", ["", ".plugin", ".launch", ".engine", ".checked", ".threads", ".mpi", ".agreed", ".mpitier"])
-def test_importing_the_kit_does_not_start_mpi(module: str) -> None:
-    heavy = ("mpi4py.MPI",) if module and module not in (".plugin", ".launch") else ("mpi4py", "hypothesis")
-    code = f"import sys, sp_core.testing{module}; print([m for m in {heavy!r} if m in sys.modules])"
+ALWAYS = ("", ".plugin", ".launch")
+WITH_TESTS = (".engine", ".checked", ".threads", ".mpi", ".agreed", ".mpitier", ".adjoint")
+
+
+@pytest.mark.parametrize(("modules", "heavy"), [(ALWAYS, ("mpi4py", "hypothesis")), (WITH_TESTS, ("mpi4py.MPI",))])
+def test_importing_the_kit_does_not_start_mpi(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
+    imports = "; ".join(f"import sp_core.testing{module}" for module in modules)
+    code = f"import sys; {imports}; print([m for m in {heavy!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

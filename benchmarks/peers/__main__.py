@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.launching import ROOT, commit
 from benchmarks.peers import tables
 from benchmarks.peers.launching import run_once
+from benchmarks.peers.ratios import LAUNCHES
 from benchmarks.peers.setting import RANKS, Setting, SettingError
 from sp_core.machine import cores
 
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     usual = Setting()
     made = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    made.add_argument("--launches", type=int, default=12, metavar="N", help="how often processes start (default: %(default)s)")
+    made.add_argument("--launches", type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)")
     made.add_argument("--seq", default=",".join(map(str, usual.seqs)), metavar="S,S,...", help="lengths (default: %(default)s)")
     made.add_argument("--rounds", type=int, default=usual.rounds, metavar="N", help="samples per launch at 4096 (%(default)s)")
     made.add_argument("--heads", type=int, default=usual.heads, metavar="H", help="default: %(default)s")

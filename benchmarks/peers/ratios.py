@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.peers.setting import BALANCED, LAYOUTS, REFERENCE_SEQ
 
 Record = dict[str, Any]
+LAUNCHES = 12  # a verdict needs at least as many
 MISS = 0.05  # probability that an interval may miss the true median
 PEERS = ("torch ring/all-gather", "torch ring/all-to-all", "deepspeed ulysses")
 SOLO, DUO = "sdpa/1 thread", "sdpa/2 threads"
@@ -54,9 +55,11 @@ class Line:
 
     @property
     def mark(self) -> str:
-        """pass or short by the median; "open" is added where the interval reaches over the bound."""
+        """pass or short by the median, "open" where the interval crosses the bound; no verdict with fewer than LAUNCHES."""
         if self.ratio is None:
             return "not measured"
+        if self.ratio.launches < LAUNCHES:
+            return f"not judged: {self.ratio.launches} of {LAUNCHES} launches"
         holds = [self._holds(x) for x in (self.ratio.median, self.ratio.low, self.ratio.high)]
         return ("pass" if holds[0] else "short") + ("" if len(set(holds)) == 1 else ", open")
 

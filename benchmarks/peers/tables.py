@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DASH = "-"
+STYLES = {"pass": "green", "short": "red"}
 LEGEND = (
     "One launch gives one number per contestant, the median of its samples; a ratio is the median over the launches, in brackets\n"
     "its exact interval (order statistics; 95 %, or the widest with fewer than 6 launches). open: the interval crosses the bound.\n"
@@ -53,7 +54,7 @@ def required(launches: Sequence[Record], setting: Setting) -> Table:
     table = _table("required", "ratio", "sequence", "must be", "median, interval", "")
     extras = [seq for seq in setting.seqs if setting.extras(seq)]
     for line in ratios.lines(launches, setting.seqs, extras):
-        style = "green" if line.mark.startswith("pass") else "red"
+        style = STYLES.get(line.mark.split(",")[0], "yellow")
         table.add_row(line.text, str(line.seq), f"{line.relation} {line.bound:g}", str(line.ratio or DASH), line.mark, style=style)
     return table
 
