@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nox
@@ -23,10 +24,15 @@ PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "tqdm")
 @nox.session
 @nox.parametrize("mpi", MPIS)
 def tests(session: nox.Session, mpi: str) -> None:
-    """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest."""
+    """The suite in one process, where ranks are threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
+
+    What does not depend on the MPI runs with the first one only. Ranks as threads draw fewer examples than ranks of MPI.
+    """
     _install(session, mpi, "-e", ".[test,bench]")
     environment = _environment(mpi)
-    session.run("python", "-m", "pytest", "tests", _junit(f"{mpi}-threads"), *session.posargs, env=environment)
+    chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
+    single = {**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
+    session.run("python", "-m", "pytest", "tests", _junit(f"{mpi}-threads"), *chosen, *session.posargs, env=single)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), _junit(f"{mpi}-ranks"))
     session.run(*launch, *suite, *session.posargs, env=environment)

@@ -11,7 +11,7 @@ import pytest
 
 from sp_core import doctor, machine
 
-pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCTOR = (sys.executable, "-m", "sp_core", "doctor")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.mpi_skip  # starts mpiexec itself
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
 
 TESTS = Path(__file__).parent
 KIT = TESTS / "kit"

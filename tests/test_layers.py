@@ -103,7 +103,7 @@ def block_problems(draw: st.DrawFn) -> BlockProblem:
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-@given(max_examples=40, problem=block_problems())
+@given(max_examples=25, problem=block_problems())
 def test_a_block_is_that_of_one_device(comm: Any, scheme: str, problem: BlockProblem) -> None:
     sharding = LAYOUTS[problem.layout](problem.seq_len, comm.size)
     whole, grad = problem.tokens()

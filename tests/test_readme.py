@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 ROOT = Path(__file__).resolve().parents[1]
 
 

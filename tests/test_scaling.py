@@ -15,7 +15,7 @@ from benchmarks import launching, report, scaling
 from benchmarks.case import Case
 from sp_core.machine import cores
 
-pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = Case(ranks=2, hidden=64, heads=4, kv_heads=2, ffn=256, seq=48, batch=2)
