@@ -1,39 +1,46 @@
 """Sequence-parallel and tensor-parallel Transformers over MPI. Importing this package does not start MPI.
 
 Tokens are owned (`Sharding`), bytes move (`Mesh`, `all_gather`, ...), attention is computed (`allgather_kv_attention`,
-`attention`), layers are built of these (`TransformerBlock`); `sp_core.testing` proves them.
+`local_attention`), layers are built of these (`TransformerBlock`); `sp_core.testing` proves them.
 """
 
-from sp_core.attention import attention, merge
-from sp_core.autograd import (
-    Pending,
-    all_gather,
-    all_gather_start,
-    all_reduce,
-    all_reduce_start,
-    all_to_all,
-    all_to_all_start,
-    broadcast,
-    broadcast_start,
-    copy_all_to_group,
-    copy_to_group,
-    gather_replicated,
-    reduce,
-    reduce_from_group,
-    reduce_scatter,
-    reduce_scatter_start,
-    shift,
-    shift_start,
-)
-from sp_core.communicator import Communicator
-from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
-from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
-from sp_core.mask import Mask
-from sp_core.mesh import Mesh
-from sp_core.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from sp_core.rope import Rope
-from sp_core.schemes import allgather_kv_attention, hybrid_attention, ring_attention, ulysses_attention
-from sp_core.sharding import Sharding
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sp_core.attention import attention as local_attention
+    from sp_core.attention import merge
+    from sp_core.autograd import (
+        Pending,
+        all_gather,
+        all_gather_start,
+        all_reduce,
+        all_reduce_start,
+        all_to_all,
+        all_to_all_start,
+        broadcast,
+        broadcast_start,
+        copy_all_to_group,
+        copy_to_group,
+        gather_replicated,
+        reduce,
+        reduce_from_group,
+        reduce_scatter,
+        reduce_scatter_start,
+        shift,
+        shift_start,
+    )
+    from sp_core.communicator import Communicator
+    from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
+    from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
+    from sp_core.mask import Mask
+    from sp_core.mesh import Mesh
+    from sp_core.parallel_linear import ColumnParallelLinear, RowParallelLinear
+    from sp_core.rope import Rope
+    from sp_core.schemes import allgather_kv_attention, hybrid_attention, ring_attention, ulysses_attention
+    from sp_core.sharding import Sharding
 
 __all__ = [
     "CollectiveMismatch",
@@ -62,13 +69,13 @@ __all__ = [
     "all_to_all",
     "all_to_all_start",
     "allgather_kv_attention",
-    "attention",
     "broadcast",
     "broadcast_start",
     "copy_all_to_group",
     "copy_to_group",
     "gather_replicated",
     "hybrid_attention",
+    "local_attention",
     "merge",
     "reduce",
     "reduce_from_group",
@@ -79,3 +86,69 @@ __all__ = [
     "shift_start",
     "ulysses_attention",
 ]
+
+# Nothing is imported before it is used: the launcher and the pytest plugin live in this package and need no torch.
+_HOMES = {
+    "sp_core.attention": (
+        "local_attention",
+        "merge",
+    ),
+    "sp_core.autograd": (
+        "Pending",
+        "all_gather",
+        "all_gather_start",
+        "all_reduce",
+        "all_reduce_start",
+        "all_to_all",
+        "all_to_all_start",
+        "broadcast",
+        "broadcast_start",
+        "copy_all_to_group",
+        "copy_to_group",
+        "gather_replicated",
+        "reduce",
+        "reduce_from_group",
+        "reduce_scatter",
+        "reduce_scatter_start",
+        "shift",
+        "shift_start",
+    ),
+    "sp_core.communicator": ("Communicator",),
+    "sp_core.errors": (
+        "CollectiveMismatch",
+        "DeviceError",
+        "DtypeError",
+        "PeerFailed",
+        "RankError",
+        "ShapeError",
+    ),
+    "sp_core.layers": (
+        "FeedForward",
+        "LayerNorm",
+        "RMSNorm",
+        "SelfAttention",
+        "TransformerBlock",
+    ),
+    "sp_core.mask": ("Mask",),
+    "sp_core.mesh": ("Mesh",),
+    "sp_core.parallel_linear": (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+    ),
+    "sp_core.rope": ("Rope",),
+    "sp_core.schemes": (
+        "allgather_kv_attention",
+        "hybrid_attention",
+        "ring_attention",
+        "ulysses_attention",
+    ),
+    "sp_core.sharding": ("Sharding",),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+_OTHER_NAMES = {"local_attention": "attention"}  # in its module, which already has the name here
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), _OTHER_NAMES.get(name, name))
