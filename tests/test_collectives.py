@@ -40,8 +40,7 @@ def test_a_collective_equals_its_definition_and_leaves_its_input_alone(comm: Any
         result = case.call(mine, mesh["sp"])
         expected = case.expected(case.inputs(comm.size), comm.rank, comm.size)
         assert result.dtype == mine.dtype
-        assert result.shape == expected.shape
-        assert torch.equal(result, expected)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=lambda text: f"{case.op} over {transport}: {text}")
         assert torch.equal(mine, case.inputs(comm.size)[comm.rank])
         assert (
             result.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
@@ -67,7 +66,7 @@ def test_half_types_are_summed_in_float32_and_rounded_once(comm: Any, case: Case
     if case.op == "reduce" and comm.rank != case.root(comm.size):
         exact = torch.zeros_like(exact)
     worst = ((result.double() - exact).abs() / bound.clamp_min(torch.finfo(dtype).tiny)).max().item() if exact.numel() else 0.0
-    assert worst <= 1.0
+    assert worst <= 1.0, f"{case.op} in {case.dtype}: {worst:.3g} times the error of a float32 sum that is rounded once"
 
 
 @spmd()
