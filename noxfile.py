@@ -34,7 +34,8 @@ def tests(session: nox.Session, mpi: str) -> None:
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
     single = {**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
     codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
-    session.run("python", "-m", "pytest", "tests", _junit(f"{mpi}-threads"), *chosen, *session.posargs, env=single, success_codes=codes)
+    threads = ("python", "-m", "pytest", "tests", _junit(f"{mpi}-threads"), *chosen)
+    session.run(*threads, *session.posargs, env=single, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), _junit(f"{mpi}-ranks"))
     session.run(*launch, *suite, *session.posargs, env=environment)
