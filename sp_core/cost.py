@@ -121,7 +121,7 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
         sharding=problem.sharding.group(groups),
         kv_sharding=problem.kv_sharding.group(groups),
         num_kv_heads=len(kv_heads[ulysses_rank]),
-        needs_grad=_through_exchange(problem),
+        needs_grad=_through_exchange(inside),
     )
     parts = (_exchange(inside, ulysses_rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads]), ring(around, ring_rank))
     return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
@@ -154,6 +154,8 @@ def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int])
 def _through_exchange(problem: Attention) -> tuple[bool, bool, bool]:
     """Which of q, k and v have gradients after the exchange: what travels together has them together."""
     q, *kv = problem.needs_grad
+    if problem.sharding.size == 1:
+        return problem.needs_grad
     if problem.sharding.lengths == problem.kv_sharding.lengths:
         return (q or any(kv),) * 3
     return q, any(kv), any(kv)
