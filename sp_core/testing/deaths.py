@@ -15,6 +15,7 @@ from pathlib import Path
 from sp_core.testing.places import owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
+KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS = 5
 PAUSE_SECONDS = 0.01
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, what is of no use here, exit_code
@@ -68,10 +69,15 @@ class Deaths:
         """One line for each rank that explains the end: the first to die, else those that did not wait for the others."""
         self.look(0.0)
         if self._dead:
-            rank, how = next(iter(self._dead.items()))
-            return [f"rank {rank} died first: {how}; last place: {self._text(rank, 'place')}"]
+            first = self._first()
+            return [f"rank {first} died first: {self._dead[first]}; last place: {self._text(first, 'place')}"]
         busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
         return [f"rank {rank} waits for nobody: it is at {place}" for rank, place in busy.items() if place]
+
+    def _first(self) -> int:
+        """The first to die. One that ended by itself goes before those that mpiexec kills, which may be seen earlier."""
+        by_themselves = [rank for rank, how in self._dead.items() if not any(name in how for name in KILLED_BY_MPIEXEC)]
+        return next(iter(by_themselves or self._dead))
 
     def _stacks(self, rank: int) -> str:
         return self._text(rank, "hang") or self._text(rank, "stack")
@@ -82,7 +88,7 @@ class Deaths:
         number = f"(process {self._watched[rank][0]})"
         if rank not in self._dead:
             return f"alive {number}"
-        first = ", the first to die" if rank == next(iter(self._dead)) else ""
+        first = ", the first to die" if rank == self._first() else ""
         return f"dead{first}, {self._dead[rank]} {number}"
 
     def _text(self, rank: int, kind: str) -> str:
