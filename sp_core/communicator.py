@@ -35,9 +35,9 @@ class Count:
     bytes_sent: int = 0
     seconds: float = 0.0
 
-    def add(self, *, messages: int = 0, bytes_sent: int = 0, calls: int = 1) -> None:
+    def add(self, *, messages: int = 0, bytes_sent: int = 0) -> None:
         """Count one more call."""
-        self.calls += calls
+        self.calls += 1
         self.messages += messages
         self.bytes_sent += bytes_sent
 
