@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.merge import accumulation_dtype, merge_into
+from sp_core.attention.tiles import halves, strips, tiled
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
 from sp_core.mask.blocks import band_mask, dense
@@ -53,7 +54,7 @@ def attend(
     Raises:
         ShapeError: positions that do not number the tokens, or that lie outside the mask's documents.
     """
-    blocks = _blocks(q, k, q_positions, kv_positions, mask)
+    blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), halves, q)
     allowed = _dense_masks(q, q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
@@ -109,7 +110,7 @@ def attend_backward(
     tensors = (grad_out, q, k, v, out)
     if grad_lse is not None:
         tensors = _with_lse_columns(*tensors, grad_lse)
-    blocks = _blocks(q, k, q_positions, kv_positions, mask)
+    blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
     allowed = _dense_masks(q, q_positions, kv_positions, mask)
     grads = _backward_blocks(blocks, allowed, tensors, lse, scale=scale, backend=backend)
     dq, dk, dv = grads if grad_lse is None else (grad[..., : q.shape[-1]] for grad in grads)

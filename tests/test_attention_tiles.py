@@ -1,0 +1,90 @@
+"""Causal blocks in tiles: every visible pair once, in an order that the merging relies on, and the same attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_attention import Problem, check_problem, problems
+
+from sp_core.attention import tiles
+from sp_core.attention.tiles import Cut, halves, strips, tiled
+from sp_core.mask import Block
+
+EVERY_CUT = pytest.mark.parametrize("cut", [halves, strips])
+
+
+@pytest.fixture
+def small_tiles() -> Iterator[None]:
+    """Tiles so small that short sequences have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "HALVES_TILE", 3)
+        patch.setattr(tiles, "STRIPS_TILE", 2)
+        yield
+
+
+def causal(size: int, q_start: int = 0, kv_start: int = 0) -> Block:
+    return Block(q_start, q_start + size, kv_start, kv_start + size, "causal", size * (size + 1) // 2)
+
+
+def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor:
+    """How many blocks show each pair."""
+    count = torch.zeros(rows, columns, dtype=torch.int64)
+    for block in blocks:
+        part = torch.ones(block.shape, dtype=torch.int64)
+        count[block.queries, block.keys] += part.tril() if block.kind == "causal" else part
+    return count
+
+
+@EVERY_CUT
+@settings(deadline=None)
+@given(size=st.integers(1, 40) | st.integers(150, 1100), q_start=st.integers(0, 5), kv_start=st.integers(0, 5), small=st.booleans())
+def test_tiles_show_each_visible_pair_once(cut: Cut, size: int, q_start: int, kv_start: int, small: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(tiles, "HALVES_TILE", 3)
+            patch.setattr(tiles, "STRIPS_TILE", 2)
+        blocks = tiled([causal(size, q_start, kv_start)], cut, torch.empty(0))
+    whole = coverage((causal(size, q_start, kv_start),), q_start + size, kv_start + size)
+    assert torch.equal(coverage(blocks, q_start + size, kv_start + size), whole)
+    assert [block.pairs for block in blocks] == [int(coverage((block,), *whole.shape).sum()) for block in blocks]
+    assert all(block.kind == "full" or block.shape[0] == block.shape[1] for block in blocks)
+
+
+@given(size=st.integers(1, 1500))
+def test_halves_never_go_back_to_rows_that_they_passed_over(size: int) -> None:
+    """`attend` takes a block that starts below all rows written so far for the first of its rows."""
+    written = 0
+    for block in halves(causal(size)):
+        assert block.q_start >= written or block.q_stop <= written
+        written = max(written, block.q_stop)
+
+
+@EVERY_CUT
+def test_only_wide_types_on_a_cpu_are_cut(cut: Cut) -> None:
+    assert len(tiled([causal(1000)], cut, torch.empty(0))) > 1
+    for whole in (torch.empty(0).half(), torch.empty(0, device="meta")):
+        assert tiled([causal(1000)], cut, whole) == (causal(1000),)
+
+
+@EVERY_CUT
+def test_other_blocks_stay_whole(cut: Cut) -> None:
+    blocks = (causal(1000)._replace(kind="full"), causal(1000)._replace(kind="partial"))
+    assert tiled(blocks, cut, torch.empty(0)) == blocks
+
+
+@pytest.mark.usefixtures("small_tiles")
+@settings(deadline=None)
+@given(problem=problems(), wide=st.sampled_from([torch.float64, torch.float32]))
+def test_tiles_are_the_reference(problem: Problem, wide: torch.dtype) -> None:
+    check_problem(problem._replace(dtype=wide, mask={**problem.mask, "causal": True}))
+
+
+@settings(deadline=None, max_examples=5)
+@given(problem=problems(), length=st.integers(500, 600))
+def test_tiles_of_their_real_size_are_the_reference(problem: Problem, length: int) -> None:
+    long = {"q_positions": range(length), "kv_positions": range(length), "mask": {"causal": True}}
+    check_problem(problem._replace(dtype=torch.float64, **long))
