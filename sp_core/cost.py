@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sp_core.mask import Mask
+from sp_core.schemes.heads import split_heads
 from sp_core.schemes.travel import hops
-from sp_core.schemes.ulysses import split_heads
 from sp_core.sharding import Sharding
 
 

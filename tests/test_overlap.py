@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sp_core as sp
-from sp_core.schemes import SCHEMES, allgather_kv, ring, tp_sp
+from sp_core.schemes import SCHEMES, allgather_kv, chunks, ring, tp_sp
 from sp_core.schemes.overlap import GROUPS
 from sp_core.testing import run_threads
 from sp_core.testing.attention_check import Shards
@@ -151,7 +151,7 @@ def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(monkeypatch: 
             column = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["sp"], sharding=sharding)
             log.listen(mesh["sp"])
             column(torch.ones(1, 12, 4))
-            check_order(log.mine, tp_sp.CHUNKS, 1, 1)
+            check_order(log.mine, chunks.CHUNKS, 1, 1)
 
     run_threads(SIZE, body)
 

@@ -175,7 +175,9 @@ class AllToAll(LibraryMap):
             tuple(part * kept * rest for part in self.concat_sizes),
             max(self.split_sizes) * max(self.concat_sizes) * rest,
         )
-        send = torch.cat([part.reshape(-1) for part in rows.split(list(self.split_sizes), 1)])
+        send = torch.empty(rows.numel(), dtype=x.dtype, device=x.device)
+        for piece, part in zip(tr.pieces(send, transfer.send), rows.detach().split(list(self.split_sizes), 1), strict=True):
+            piece.view(part.shape).copy_(part)
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
         return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)))
 

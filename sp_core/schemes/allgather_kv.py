@@ -85,8 +85,9 @@ class _AllGatherKV(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         ctx.problem = problem
         ctx.set_materialize_grads(False)
+        among = problem.against(problem.kv_sharding.sorted_positions)
         with exact(q):
-            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **_who(problem)) for h, kv in _gathered(q, k, v, problem)]
+            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **among) for h, kv in _gathered(q, k, v, problem)]
         out, lse = join_heads([out for out, _ in parts]), _joined([lse for _, lse in parts], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
@@ -96,6 +97,7 @@ class _AllGatherKV(torch.autograd.Function):
     def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = saved
         problem: Problem = ctx.problem
+        among = problem.against(problem.kv_sharding.sorted_positions)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dqs: list[Tensor] = []
 
@@ -103,20 +105,13 @@ class _AllGatherKV(torch.autograd.Function):
             for h, kv in _gathered(q, k, v, problem):
                 do, q_, out_ = (x[:, :, h].transpose(1, 2) for x in (grad_out, q, out))
                 gl = None if grad_lse is None else grad_lse[:, h]
-                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **_who(problem), grad_lse=gl)
+                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **among, grad_lse=gl)
                 dqs.append(dq.transpose(1, 2).to(q.dtype))
                 yield dk, dv
 
         mine = list(_reduced(gradients(), problem) if any(ctx.needs_input_grad[1:3]) else gradients())
         dk, dv = (_joined(list(x), 2) for x in zip(*mine, strict=True))
         return _joined(dqs, 2), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _who(problem: Problem) -> dict[str, Any]:
-    """Positions, mask and scale; keys in the order that `_gathered` gives."""
-    positions = problem.sharding.positions(problem.comm.rank)
-    kv_positions = problem.kv_sharding.sorted_positions
-    return {"q_positions": positions, "kv_positions": kv_positions, "mask": problem.mask, "scale": problem.scale}
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
+from sp_core.schemes.heads import split_heads
 from sp_core.schemes.problem import agree
 from sp_core.schemes.ring import run_ring
-from sp_core.schemes.ulysses import Exchange, split_heads
+from sp_core.schemes.ulysses import Exchange
 from sp_core.sharding import Sharding
 
 

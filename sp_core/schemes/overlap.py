@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from sp_core.collectives.maps import Map, Started
+from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
+
+Group = tuple[slice, slice]
+"""Query heads, and the key/value heads that they read."""
 
 GROUPS = 4
 """Pieces into which a computation is cut so that communication can make progress in between."""
@@ -36,8 +40,15 @@ def join_heads(parts: list[Tensor]) -> Tensor:
     return parts[0].transpose(1, 2) if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], 2)
 
 
-def head_groups(num_heads: int, num_kv_heads: int, size: int) -> list[tuple[slice, slice]]:
+def head_groups(num_heads: int, num_kv_heads: int, size: int) -> list[Group]:
     """Query heads and key/value heads of each group; whole groups of query heads, and a single group for a single rank."""
     group = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
     parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if size > 1 else 1)
     return [(slice(part.start * group, part.stop * group), slice(part.start, part.stop)) for part in parts]
+
+
+def polled(comm: Communicator, groups: Iterable[Group]) -> Iterator[Group]:
+    """The groups; after each one, what is under way on the communicator makes progress."""
+    for group in groups:
+        yield group
+        comm.poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from sp_core.attention import check_qkv
 from sp_core.collectives.build import check_device
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.mask import Mask
+from sp_core.mask import Mask, Positions
 from sp_core.sharding import Sharding
 
 
@@ -26,6 +27,11 @@ class Problem:
     kv_sharding: Sharding
     mask: Mask
     scale: float
+
+    def against(self, kv_positions: Positions) -> dict[str, Any]:
+        """What `attend` wants to know of this rank's queries and of keys at some positions."""
+        positions = self.sharding.positions(self.comm.rank)
+        return {"q_positions": positions, "kv_positions": kv_positions, "mask": self.mask, "scale": self.scale}
 
 
 def agree(

@@ -9,7 +9,6 @@ goes home from the last rank that adds to it. Shapes: B batch, S sequence, H hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from sp_core.attention import accumulation_dtype, attend, attend_backward, merge
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.overlap import head_groups, join_heads
+from sp_core.schemes.homeward import Homeward
+from sp_core.schemes.overlap import head_groups, join_heads, polled
 from sp_core.schemes.problem import Problem, agree
-from sp_core.schemes.travel import Homeward, Travel, visibility
+from sp_core.schemes.travel import Travel, circulate, sees
 from sp_core.sharding import Sharding
 
 
@@ -98,13 +98,15 @@ class _Ring(torch.autograd.Function):
 def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), in float32 or wider."""
     dtype = accumulation_dtype(q.dtype)
+    groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
     results: list[tuple[Tensor, Tensor]] = []
-    for _, block, held in _travel(k, v, problem):
-        if held is None or not _sees(problem, block):
+    for _, block, held in circulate(k, v, problem):
+        if held is None or not sees(problem, block):
             continue
+        among = problem.against(problem.kv_sharding.positions(block))
         parts = [
-            attend(q[:, heads], *_heads_first(held, kv_heads), **_who(problem, block), out_dtype=dtype)
-            for heads, kv_heads in _groups(q, k, problem)
+            attend(q[:, heads], *_heads_first(held, kv_heads), **among, out_dtype=dtype)
+            for heads, kv_heads in polled(problem.comm, groups)
         ]
         for result, part in zip(results, parts, strict=True) if results else ():
             merge_into(*result, *part)
@@ -121,43 +123,23 @@ def _ring_gradients(
     """Backward: dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
     grad_out, q, out, lse, grad_lse = upstream
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-    homeward = Homeward(Travel(problem, torch.stack((k[:, :0], v[:, :0])).to(dq.dtype)))
-    for step, block, held in _travel(k, v, problem):
+    groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
+    homeward = Homeward(Travel(problem, k[:, :0].to(dq.dtype)))
+    for step, block, held in circulate(k, v, problem):
         own = None
-        if held is not None and _sees(problem, block):
+        if held is not None and sees(problem, block):
+            among = problem.against(problem.kv_sharding.positions(block))
             own = torch.empty_like(held, dtype=dq.dtype)
-            for h, kv in _groups(q, k, problem):
+            for h, kv in polled(problem.comm, groups):
                 given = (grad_out[:, h], q[:, h], *_heads_first(held, kv), out[:, h], lse[:, h])
                 gl = None if grad_lse is None else grad_lse[:, h]
-                part, dk, dv = attend_backward(*given, **_who(problem, block), grad_lse=gl)
+                part, dk, dv = attend_backward(*given, **among, grad_lse=gl)
                 dq[:, h] += part
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
         if with_kv:
             homeward.add(step, own)
         del held, own
     return dq, *(homeward.arrived() if with_kv else (k, v))
-
-
-def _travel(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Tensor | None]]:
-    """The blocks that come to this rank, its own first."""
-    return Travel(problem, torch.stack((k[:, :0], v[:, :0]))).circulate([torch.stack((k.detach(), v.detach()))])
-
-
-def _groups(q: Tensor, k: Tensor, problem: Problem) -> Iterator[tuple[slice, slice]]:
-    """Heads in pieces, (B, H, ...) of q and (B, S/P, K, D) of k; what is under way makes progress in between."""
-    for heads, kv_heads in head_groups(q.shape[1], k.shape[2], problem.comm.size):
-        yield heads, kv_heads
-        problem.comm.poll()
-
-
-def _sees(problem: Problem, block: int) -> bool:
-    return visibility(problem.sharding, problem.kv_sharding, problem.mask)[problem.comm.rank][block]
-
-
-def _who(problem: Problem, block: int) -> dict[str, Any]:
-    """Positions of this rank's queries and of the block's keys, mask and scale."""
-    positions, kv_positions = problem.sharding.positions(problem.comm.rank), problem.kv_sharding.positions(block)
-    return {"q_positions": positions, "kv_positions": kv_positions, "mask": problem.mask, "scale": problem.scale}
 
 
 def _heads_first(block: Tensor, heads: slice) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from sp_core.mask import Mask, plan_blocks
@@ -25,6 +26,11 @@ def visibility(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[t
     return tuple(tuple(bool(plan_blocks(q, k, mask)) for k in keys) for q in queries)
 
 
+def sees(problem: Problem, block: int) -> bool:
+    """Whether this rank's queries see any key of a block."""
+    return visibility(problem.sharding, problem.kv_sharding, problem.mask)[problem.comm.rank][block]
+
+
 @lru_cache(maxsize=64)
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
     """For each block, how many times it is passed on: to the last rank that sees any of it, in ring order from its owner."""
@@ -32,19 +38,24 @@ def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ..
     return tuple(max((s for s in range(size) if seen[(block + s) % size][block]), default=0) for block in range(size))
 
 
+def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Tensor | None]]:
+    """The blocks of k and v (B, S_block, K, D) that come to this rank, its own first, as `Travel.circulate` gives them."""
+    return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])
+
+
 class Travel:
     """The ring as one rank sees it: which messages it sends and receives in which step.
 
     Args:
         problem: what is computed; its communicator carries the messages.
-        like: any tensor (2, B, *, K, D) of the dtype and on the device of the blocks.
+        like: any tensor (B, *, K, D) of the dtype and on the device of the blocks.
     """
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.comm = problem.comm
         self._lengths = problem.kv_sharding.lengths
         self._hops = hops(problem.sharding, problem.kv_sharding, problem.mask)
-        self._like = like[:, :, :0].clone()  # not the block itself, which would stay alive
+        self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
 
     @property
     def steps(self) -> int:
@@ -64,9 +75,9 @@ class Travel:
         return self._hops[block] == step > 0 and self._lengths[block] > 0
 
     def empty(self, block: int) -> Tensor:
-        """Memory for a block."""
-        two, batch, _, heads, head_dim = self._like.shape
-        return self._like.new_empty((two, batch, self._lengths[block], heads, head_dim))
+        """Memory for the keys and values of a block, (2, B, S_block, K, D)."""
+        batch, _, heads, head_dim = self._like.shape
+        return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
 
     def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Tensor | None]]:
         """Yield (step, block, keys and values) while the next block is under way; None where no block has come this far.
@@ -103,56 +114,3 @@ class Travel:
     def home(self, step: int) -> int:
         """The rank on which this rank's block is in `step`."""
         return (self.comm.rank + step) % self.comm.size
-
-
-class Homeward:
-    """Sums of gradients that follow their blocks: call `add` in every step of the ring, then take what `arrived`.
-
-    Args:
-        travel: the way of the blocks, made for the dtype of the sums.
-    """
-
-    def __init__(self, travel: Travel) -> None:
-        self._travel = travel
-        self._handle: Handle = Done()
-        self._coming: Tensor | None = None
-        self._mine: Tensor | None = None
-
-    def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step` to its sum, and send the sum on or home."""
-        travel = self._travel
-        travel.comm.wait(self._handle, "ring")
-        block = travel.block(step)
-        total = self._coming
-        if own is not None:
-            total = own if total is None else total.add_(own)
-        if total is None and (step == 0 or travel.goes_on(block, step) or travel.ends(block, step)):
-            total = travel.empty(block).zero_()
-        if step == 0:
-            self._mine = total  # stays if the block goes nowhere
-        self._send(step, block, total)
-
-    def _send(self, step: int, block: int, total: Tensor | None) -> None:
-        travel, rank = self._travel, self._travel.comm.rank
-        if travel.steps == 1:
-            return
-        sends, recvs = [], []
-        if total is not None and travel.goes_on(block, step):
-            sends.append((travel.right, total.view(-1)))
-        elif total is not None and travel.ends(block, step):
-            sends.append((block, total.view(-1)))
-        coming = travel.block(step + 1)
-        self._coming = travel.empty(coming) if travel.goes_on(coming, step) else None
-        if self._coming is not None:
-            recvs.append((travel.left, self._coming.view(-1)))
-        if travel.ends(rank, step):
-            self._mine = travel.empty(rank)
-            recvs.append((travel.home(step), self._mine.view(-1)))
-        self._handle = travel.comm.exchange(sends, recvs, "ring")
-
-    def arrived(self) -> tuple[Tensor, Tensor]:
-        """dk and dv of this rank's block, (B, S_block, K, D) each."""
-        self._travel.comm.wait(self._handle, "ring")
-        assert self._mine is not None
-        dk, dv = self._mine.unbind()
-        return dk, dv

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sp_core.attention import accumulation_dtype, attention
+from sp_core.attention import attention
 from sp_core.autograd.apply import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
+from sp_core.schemes.heads import Part, parts_of, side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
-from sp_core.sharding import Sharding, split_ranges
+from sp_core.sharding import Sharding
 
 Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Attention of (B, S, h, D) queries over all tokens that the exchange has brought together: (out, lse)."""
@@ -127,78 +127,22 @@ class Exchange:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's heads of q, k and v for all tokens; in one exchange where the tokens are sharded alike."""
-        if self.lengths != self.kv_lengths:
-            q = self._dealt(q, [list(heads) for heads in self.heads], self.lengths)
-            mine = self._dealt(torch.cat((k, v), 2), [self._twice(heads, k.shape[2]) for heads in self.kv_heads], self.kv_lengths)
-            k, v = mine.chunk(2, 2)
-            return q, k, v
-        first_k = q.shape[2]
-        slots = [
-            [*heads, *(first_k + head for head in self._twice(kv_heads, k.shape[2]))]
-            for heads, kv_heads in zip(self.heads, self.kv_heads, strict=True)
-        ]
-        mine = self._dealt(torch.cat((q, k, v), 2), slots, self.lengths)
         rank = self.comm.rank
-        q, k, v = mine.split([len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2], 2)
+        own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
+        if self.lengths == self.kv_lengths:
+            dealt = [
+                [*parts_of(0, queries), *parts_of(1, keys), *parts_of(2, keys)]
+                for queries, keys in zip(self.heads, self.kv_heads, strict=True)
+            ]
+            q, k, v = self._dealt((q, k, v), dealt, self.lengths).split(own, 2)
+            return q, k, v
+        q = self._dealt((q,), [parts_of(0, queries) for queries in self.heads], self.lengths)
+        dealt = [[*parts_of(0, keys), *parts_of(1, keys)] for keys in self.kv_heads]
+        k, v = self._dealt((k, v), dealt, self.kv_lengths).split(own[1:], 2)
         return q, k, v
 
-    def _twice(self, kv_heads: Sequence[int], num_kv_heads: int) -> list[int]:
-        """The slots of k and of v in a tensor that holds one after the other."""
-        return [*kv_heads, *(num_kv_heads + head for head in kv_heads)]
-
-    def _dealt(self, x: Tensor, slots: Sequence[list[int]], lengths: tuple[int, ...]) -> Tensor:
-        """(B, S/P, heads, D) to (B, S, slots of this rank, D)."""
-        order = [head for heads in slots for head in heads]
-        if order != list(range(x.shape[2])):
-            x = take_heads(x, order)
-        return apply(x, AllToAll(self.comm, 2, 1, tuple(map(len, slots)), lengths))
-
-
-class _TakeHeads(torch.autograd.Function):
-    """Heads of (B, S, heads, D) by number, some more than once; the gradients of copies are summed in float32, in their order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: list[int]) -> Tensor:
-        ctx.order, ctx.heads = order, x.shape[2]
-        return torch.stack([x[:, :, head] for head in order], 2) if order else x[:, :, :0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        batch, length, _, head_dim = grad.shape
-        sums = grad.new_zeros((batch, length, ctx.heads, head_dim), dtype=accumulation_dtype(grad.dtype))
-        for slot, head in enumerate(ctx.order):
-            sums[:, :, head] += grad[:, :, slot]
-        return sums.to(grad.dtype), None
-
-
-def take_heads(x: Tensor, order: list[int]) -> Tensor:
-    """Heads of x (B, S, heads, D) by number."""
-    apply_function: Any = _TakeHeads.apply
-    taken: Tensor = apply_function(x, order)
-    return taken
-
-
-def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
-    """Deal heads out to ranks.
-
-    With at least one key/value head per rank, whole groups are dealt out and no key or value travels twice. With fewer, query
-    heads are dealt out evenly and each rank receives the key/value head of each of its query heads; once, where these all read
-    the same one.
-
-    Returns:
-        The query heads of each rank, and for each rank the key/value head of each of its key/value slots.
-    """
-    group = num_heads // max(num_kv_heads, 1)
-    if num_kv_heads >= size:
-        kv = split_ranges(num_kv_heads, size)
-        return tuple(range(part.start * group, part.stop * group) for part in kv), tuple(tuple(part) for part in kv)
-    heads = split_ranges(num_heads, size)
-    return heads, tuple(_slots([head // group for head in part]) for part in heads)
-
-
-def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
-    """One slot if all heads read the same key/value head, else a slot for each of them."""
-    distinct = sorted(set(kv_of_head))
-    equal = {kv_of_head.count(head) for head in distinct}
-    return tuple(distinct) if len(equal) == 1 else tuple(kv_of_head)
+    def _dealt(self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]) -> Tensor:
+        """Heads of tensors (B, S/P, *, D), by the parts that each rank is to have, to (B, S, heads of this rank, D)."""
+        widths = tuple(sum(len(heads) for _, heads in dealt) for dealt in parts)
+        x = side_by_side(tensors, [part for dealt in parts for part in dealt])
+        return apply(x, AllToAll(self.comm, 2, 1, widths, lengths))
