@@ -22,7 +22,7 @@ def small_tiles() -> Iterator[None]:
     """Tiles so small that short sequences have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "HALVES_TILE", 3)
-        patch.setattr(tiles, "STRIPS_TILE", 2)
+        patch.setattr(tiles, "STRIP_WIDTHS", (4, 2))
         yield
 
 
@@ -41,17 +41,27 @@ def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor
 
 @EVERY_CUT
 @settings(deadline=None)
-@given(size=st.integers(1, 40) | st.integers(150, 1100), q_start=st.integers(0, 5), kv_start=st.integers(0, 5), small=st.booleans())
-def test_tiles_show_each_visible_pair_once(cut: Cut, size: int, q_start: int, kv_start: int, small: bool) -> None:
+@given(
+    size=st.integers(1, 40) | st.integers(150, 1100),
+    columns=st.integers(1, 1000),
+    start=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    kind=st.sampled_from(["causal", "full"]),
+    small=st.booleans(),
+)
+def test_tiles_show_each_visible_pair_once(
+    cut: Cut, size: int, columns: int, start: tuple[int, int], kind: str, small: bool
+) -> None:
+    q, kv = start
+    block = causal(size, q, kv) if kind == "causal" else Block(q, q + size, kv, kv + columns, "full", size * columns)
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(tiles, "HALVES_TILE", 3)
-            patch.setattr(tiles, "STRIPS_TILE", 2)
-        blocks = tiled([causal(size, q_start, kv_start)], cut, torch.empty(0))
-    whole = coverage((causal(size, q_start, kv_start),), q_start + size, kv_start + size)
-    assert torch.equal(coverage(blocks, q_start + size, kv_start + size), whole)
-    assert [block.pairs for block in blocks] == [int(coverage((block,), *whole.shape).sum()) for block in blocks]
-    assert all(block.kind == "full" or block.shape[0] == block.shape[1] for block in blocks)
+            patch.setattr(tiles, "STRIP_WIDTHS", (4, 2))
+        blocks = tiled([block], cut, torch.empty(0))
+    whole = coverage((block,), block.q_stop, block.kv_stop)
+    assert torch.equal(coverage(blocks, *whole.shape), whole)
+    assert [tile.pairs for tile in blocks] == [int(coverage((tile,), *whole.shape).sum()) for tile in blocks]
+    assert all(tile.kind == "full" or tile.shape[0] == tile.shape[1] for tile in blocks)
 
 
 @given(size=st.integers(1, 1500))
@@ -71,16 +81,16 @@ def test_only_wide_types_on_a_cpu_are_cut(cut: Cut) -> None:
 
 
 @EVERY_CUT
-def test_other_blocks_stay_whole(cut: Cut) -> None:
-    blocks = (causal(1000)._replace(kind="full"), causal(1000)._replace(kind="partial"))
+def test_partial_blocks_stay_whole(cut: Cut) -> None:
+    blocks = (causal(1000)._replace(kind="partial"),)
     assert tiled(blocks, cut, torch.empty(0)) == blocks
 
 
 @pytest.mark.usefixtures("small_tiles")
 @settings(deadline=None)
-@given(problem=problems(), wide=st.sampled_from([torch.float64, torch.float32]))
-def test_tiles_are_the_reference(problem: Problem, wide: torch.dtype) -> None:
-    check_problem(problem._replace(dtype=wide, mask={**problem.mask, "causal": True}))
+@given(problem=problems(), wide=st.sampled_from([torch.float64, torch.float32]), causal=st.booleans())
+def test_tiles_are_the_reference(problem: Problem, wide: torch.dtype, causal: bool) -> None:
+    check_problem(problem._replace(dtype=wide, mask={**problem.mask, "causal": causal}))
 
 
 @settings(deadline=None, max_examples=5)

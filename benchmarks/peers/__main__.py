@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=usual.seed, metavar="N", help="of inputs and order (default: %(default)s)")
     made.add_argument("--check", action="store_true", help="compare results with one process, time nothing, write no file")
     made.add_argument("--out", type=Path, default=RESULT, metavar="FILE", help="default: benchmarks/results/peers.json")
+    made.add_argument("--resume", action="store_true", help="go on with the launches of --out, up to --launches in all")
     made.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="limit of a launch (default: %(default)g)")
     return made
 
@@ -74,13 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         chosen = setting(options)
+        document = _begun(options.out, chosen) if options.resume else _document(chosen)
     except SettingError as error:
         print(f"peers: {error}", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    launches: list[dict[str, Any]] = []
+    launches: list[dict[str, Any]] = document["launches"]
     try:
-        measure(console, chosen, 1 if options.check else options.launches, options, launches)
+        measure(console, chosen, 1 if options.check else options.launches, options, document)
     except KeyboardInterrupt:
         console.print("\npeers: interrupted; what is complete follows.", style="red")
         tables.show(console, launches, chosen)
@@ -89,12 +91,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(map(_right, launches)) else 1
 
 
-def measure(console: Console, chosen: Setting, count: int, options: argparse.Namespace, launches: list[dict[str, Any]]) -> None:
-    """All launches; the file is written anew after each, so that an interruption loses one at most."""
+def _document(chosen: Setting) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, "commit": commit(), "setting": chosen.as_dict(), "launches": []}
+
+
+def _begun(path: Path, chosen: Setting) -> dict[str, Any]:
+    """What an earlier run has written, if it measured the same."""
+    fresh = _document(chosen)
+    if not path.exists():
+        return fresh
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        differing = [name for name in fresh if name != "launches" and found[name] != fresh[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(f"--resume: {path} cannot be read ({error!r}); pass another --out.") from None
+    if differing:
+        raise SettingError(f"--resume: {path} differs in {', '.join(differing)} from what is asked for; pass another --out.")
+    return found
+
+
+def measure(console: Console, chosen: Setting, count: int, options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """The launches that are missing; the file is written anew after each, so that an interruption loses one at most."""
     if cores() < RANKS and not chosen.check_only:
         console.print(f"note: {cores()} core for {RANKS} ranks; these times say nothing about schemes.", style="yellow")
-    document = {"schema_version": SCHEMA_VERSION, "commit": commit(), "setting": chosen.as_dict(), "launches": launches}
-    for index in range(count):
+    launches: list[dict[str, Any]] = document["launches"]
+    for index in range(len(launches), count):
         launches.append(run_once(replace(chosen, seed=chosen.seed + index), options.timeout))
         _report(console, index, count, launches[-1])
         if not chosen.check_only:

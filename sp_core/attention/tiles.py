@@ -1,13 +1,14 @@
-"""Cutting a causal block into tiles, because torch's CPU kernels compute more of its square than the half that is visible.
+"""Cutting large blocks into tiles that torch's CPU kernels are faster at.
 
-They take up to 512 keys at a time, also beyond the diagonal. Tiles on the diagonal keep that small; what is left are full blocks.
+They take up to 512 keys at a time, also beyond the diagonal of a causal block. Tiles on the diagonal keep that small; what is left
+are full blocks.
 
     forward: halves       backward: strips
 
     c                     c
-    f c                   f c         Each result row is merged a few times only (halves), or summed into place (strips, whose
-    f f c                 f f c       tall blocks the kernel is fastest at).
-    f f f c               f f f c
+    f c                   f c         Each row of out is merged a few times only (halves). Gradients are summed into place, so
+    f f c                 f f c       there can be more tiles: tall ones, whose keys stay in the cache (strips; a full block is cut
+    f f f c               f f f c     into strips too).
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from sp_core.mask import Block
 Cut = Callable[[Block], Iterator[Block]]
 
 HALVES_TILE = 256
-STRIPS_TILE = 192
-"""The fastest edges of 64 ... 512, for 4 and 8 heads of 64 elements and 512 ... 4096 tokens, on one core with AVX-512."""
+STRIP_WIDTHS = (384, 192)
+"""Keys of a strip, and of those into which its causal tile is cut. These and the edge of a half were the fastest of 64 ... 512, for
+4 and 8 heads of 64 elements and 512 ... 8192 tokens, on one core with AVX-512."""
 
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
-    """The blocks with the causal ones cut, where that gains something: on a CPU, and not for half types, whose results the kernel
-    would round once more for each tile."""
+    """The tiles of some blocks, where they gain something: on a CPU, and not for half types, whose results the kernel would round
+    once more for each tile."""
     if like.device.type != "cpu" or like.itemsize < 4:
         return tuple(blocks)
-    return tuple(tile for block in blocks for tile in (cut(block) if block.kind == "causal" else (block,)))
+    return tuple(tile for block in blocks for tile in cut(block))
 
 
 def halves(block: Block) -> Iterator[Block]:
     """The causal halves of a causal block, each cut likewise, and the full square between them; in order of their queries."""
     size = block.q_stop - block.q_start
-    if size <= HALVES_TILE:
+    if block.kind != "causal" or size <= HALVES_TILE:
         yield block
         return
     yield from halves(_diagonal(block, 0, size // 2))
@@ -45,16 +47,28 @@ def halves(block: Block) -> Iterator[Block]:
 
 
 def strips(block: Block) -> Iterator[Block]:
-    """Tiles of keys, each with its causal queries and then with all later ones."""
-    size = block.q_stop - block.q_start
-    if size <= STRIPS_TILE:
+    """Each some keys: the causal queries among them, and all those that see all of them."""
+    if block.kind == "full":
+        yield from (_below(block, 0, keys.start, keys.stop) for keys in _cuts(block, STRIP_WIDTHS[0]))
+    elif block.kind == "causal":
+        yield from _causal_strips(block, *STRIP_WIDTHS)
+    else:
         yield block
-        return
-    for start in range(0, size, STRIPS_TILE):
-        stop = min(start + STRIPS_TILE, size)
-        yield _diagonal(block, start, stop)
-        if stop < size:
-            yield _below(block, stop, start, stop)
+
+
+def _causal_strips(block: Block, width: int, *finer: int) -> Iterator[Block]:
+    size = block.q_stop - block.q_start
+    for keys in _cuts(block, width):
+        tile = _diagonal(block, keys.start, keys.stop)
+        yield from _causal_strips(tile, *finer) if finer else (tile,)
+        if keys.stop < size:
+            yield _below(block, keys.stop, keys.start, keys.stop)
+
+
+def _cuts(block: Block, width: int) -> Iterator[range]:
+    """The keys of a block, counted from its first, in ranges of at most `width`."""
+    size = block.kv_stop - block.kv_start
+    yield from (range(start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _diagonal(block: Block, start: int, stop: int) -> Block:
