@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
+from benchmarks.peers import memory
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
 from sp_core.testing.attention_check import Shards
@@ -65,3 +66,11 @@ def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> 
             out, _ = shards.run(functools.partial(sp.ring_attention, comm=mesh["sp"]))
             torch.autograd.grad(out, shards.local, grad)
         assert live.peak <= 25 * shards.local[0].nbytes
+
+
+def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank() -> None:
+    """The measurement that `nox -s peers` shows, at two short lengths; and that it would notice memory that grows with S."""
+    peaks = memory.measure((1024, 4096))
+    assert memory.growth(peaks) <= memory.BOUND
+    assert memory.growth({seq: peak + 4 * seq * seq for seq, peak in peaks.items()}) > memory.BOUND
+    assert "pass" in str(memory.table(peaks).title)

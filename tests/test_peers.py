@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import launching, problem, ratios, tables, worker
+from benchmarks.peers import launching, memory, problem, ratios, tables, worker
 from benchmarks.peers.problem import NAMES, Part
 from benchmarks.peers.setting import BALANCED, Setting, SettingError
 
@@ -210,6 +210,7 @@ def test_a_contestant_that_is_wrong_is_told_and_has_no_ratio(
     record = launched({OURS: 1.0})
     record["seqs"]["4096"]["deepspeed ulysses"] = status
     monkeypatch.setattr(peers, "run_once", lambda *_: record)
+    monkeypatch.setattr(memory, "measure", lambda: {4096: 4000, 8192: 8800})
     assert peers.main(["--seq", "4096", "--launches", "1", "--out", str(tmp_path / "peers.json")]) == code
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if line.split()[:2] == ["deepspeed", "ulysses"] and "/" not in line)

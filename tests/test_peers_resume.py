@@ -16,7 +16,7 @@ from benchmarks.peers.setting import Setting
 def test_an_interruption_keeps_what_is_complete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    answers = iter([launched({OURS: 1.0, "deepspeed ulysses": 2.0})])
+    answers = iter([launched({OURS: 1.0, "deepspeed ulysses": 2.0}, 1024)])
 
     def run(*_: object) -> dict[str, Any]:
         try:
@@ -26,7 +26,7 @@ def test_an_interruption_keeps_what_is_complete(
 
     monkeypatch.setattr(peers, "run_once", run)
     out = tmp_path / "folder" / "peers.json"
-    assert peers.main(["--seq", "4096", "--out", str(out)]) == 130
+    assert peers.main(["--seq", "1024", "--out", str(out)]) == 130
     assert len(json.loads(out.read_text())["launches"]) == 1
     shown = capsys.readouterr().out
     assert "interrupted" in shown
@@ -40,11 +40,11 @@ def test_an_interrupted_comparison_can_be_resumed_but_not_by_another(
 
     def run(chosen: Setting, timeout: float) -> dict[str, Any]:
         seeds.append(chosen.seed)
-        return launched({OURS: 1.0})
+        return launched({OURS: 1.0}, 1024)
 
     monkeypatch.setattr(peers, "run_once", run)
     out = tmp_path / "peers.json"
-    options = ["--seq", "4096", "--out", str(out), "--resume"]
+    options = ["--seq", "1024", "--out", str(out), "--resume"]
     assert [peers.main([*options, "--launches", count]) for count in ("2", "3")] == [0, 0]
     assert seeds == [0, 1, 2]
     assert len(json.loads(out.read_text())["launches"]) == 3

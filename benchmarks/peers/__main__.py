@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.launching import ROOT, commit
-from benchmarks.peers import tables
+from benchmarks.peers import memory, tables
 from benchmarks.peers.launching import run_once
 from benchmarks.peers.ratios import LAUNCHES
-from benchmarks.peers.setting import RANKS, Setting, SettingError
+from benchmarks.peers.setting import RANKS, REFERENCE_SEQ, Setting, SettingError
 from sp_core.machine import cores
 
 if TYPE_CHECKING:
@@ -88,7 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables.show(console, launches, chosen)
         return 130
     tables.show(console, launches, chosen)
+    if REFERENCE_SEQ in chosen.seqs and not chosen.check_only:
+        _memory(console, options.out, document)
     return 0 if all(map(_right, launches)) else 1
+
+
+def _memory(console: Console, path: Path, document: dict[str, Any]) -> None:
+    """What the ring holds at once, beside its times."""
+    peaks = memory.measure()
+    console.print(memory.table(peaks))
+    _write(path, {**document, "ring_live_bytes": peaks})
 
 
 def _document(chosen: Setting) -> dict[str, Any]:
