@@ -1,0 +1,30 @@
+"""The README's table of what each scheme can do is what the schemes do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sp_core.testing import capabilities
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_table_in_the_readme_is_what_the_schemes_do() -> None:
+    _, shown, _ = (ROOT / "README.md").read_text().split("<!-- python -m sp_core.testing.capabilities -->")
+    assert shown.strip() == capabilities.table()
+
+
+def test_a_scheme_that_is_wrong_gets_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = capabilities.columns
+
+    def wrong(mesh: capabilities.Mesh) -> dict[str, capabilities.Scheme]:
+        schemes = right(mesh)
+        ring = schemes["ring"]
+        return {**schemes, "ring": lambda *qkv, **options: ring(*qkv, **{**options, "mask": None})}
+
+    monkeypatch.setattr(capabilities, "columns", wrong)
+    questions = dict(capabilities.questions())
+    with pytest.raises(AssertionError, match="capability out"):
+        capabilities.on_ranks(questions["causal"])
