@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         shift_start,
     )
     from sp_core.communicator import Communicator
+    from sp_core.counter_dropout import dropout
     from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
     from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
     from sp_core.mask import Mask
@@ -73,6 +74,7 @@ __all__ = [
     "broadcast_start",
     "copy_all_to_group",
     "copy_to_group",
+    "dropout",
     "gather_replicated",
     "hybrid_attention",
     "local_attention",
@@ -135,6 +137,7 @@ _HOMES = {
         "ColumnParallelLinear",
         "RowParallelLinear",
     ),
+    "sp_core.counter_dropout": ("dropout",),
     "sp_core.rope": ("Rope",),
     "sp_core.schemes": (
         "allgather_kv_attention",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "machine", "segments"),
     ("sharding", "mask"),
-    ("attention", "rope"),
+    ("attention", "rope", "counter_dropout"),
     ("transport",),
     ("agreement",),
     ("communicator",),
