@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Let a reviewed pull request run on the GPU runners: push its commit to `pull-request/N`, on which `gpu.yml` runs.
 
-    ci/promote_pr.py 123 0123456789abcdef0123456789abcdef01234567 [--dry-run]
+    python -m ci.promote_pr 123 0123456789abcdef0123456789abcdef01234567 [--dry-run]
 
 The commit is the one that you reviewed, in full: what is pushed is that commit or nothing. Nothing of the pull request is checked
 out or run here. Needs git and the right to push. Exit code: 0 pushed or nothing to do, 1 refused, 2 wrong arguments or git failed.
@@ -12,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+
+from ci.git import GitFailed, say
 
 GUARDED = (".github/*", ".ci/*", "ci/*", ".gitmodules", "*constraints*.txt", "*requirements*.txt", "*.lock")
 """What decides how code runs in CI, and which packages it runs with."""
@@ -27,29 +27,17 @@ class Refused(Exception):
     """The pull request must not be pushed; the text says why and what to do."""
 
 
-class GitFailed(Exception):
-    """git itself failed; the text is what it said."""
-
-
-def git(*arguments: str) -> str:
-    answer = subprocess.run(["git", *arguments], capture_output=True, check=False)
-    if answer.returncode:
-        said = answer.stderr.decode(errors="replace").strip()
-        raise GitFailed(f"git {' '.join(arguments)} failed:\n{said}")
-    return answer.stdout.decode(errors="surrogateescape").strip()
-
-
 def fetch(remote: str, ref: str) -> str:
     """The commit that a ref of the remote names now; it is fetched, but no ref here is moved to it."""
-    git("fetch", "--quiet", "--no-tags", "--no-recurse-submodules", remote, ref)
-    return git("rev-parse", "--verify", "FETCH_HEAD^{commit}")
+    say("fetch", "--quiet", "--no-tags", "--no-recurse-submodules", remote, ref)
+    return say("rev-parse", "--verify", "FETCH_HEAD^{commit}")
 
 
 def changed_files(base: str, head: str) -> list[str]:
     """Paths in which head differs from where it left base, of a renamed file both; no setting of git hides one."""
-    left = git("merge-base", "--all", base, head).split()
+    left = say("merge-base", "--all", base, head).split()
     return sorted(
-        {name for commit in left for name in git("diff-tree", "-r", "-z", "--name-only", commit, head).split("\0") if name}
+        {name for commit in left for name in say("diff-tree", "-r", "-z", "--name-only", commit, head).split("\0") if name}
     )
 
 
@@ -84,12 +72,12 @@ def check(number: int, reviewed: str, remote: str, base: str, *, allow_ci: bool)
 def push(number: int, reviewed: str, remote: str, *, dry_run: bool) -> str:
     """Make `pull-request/N` the reviewed commit, and say what was done."""
     branch = f"refs/heads/pull-request/{number}"
-    there = git("ls-remote", remote, branch).partition("\t")[0]
+    there = say("ls-remote", remote, branch).partition("\t")[0]
     if there == reviewed:
         return f"pull-request/{number} is at {reviewed} already: nothing to do"
     if dry_run:
         return f"dry run: would push {reviewed} to pull-request/{number} ({f'now {there}' if there else 'a new branch'})"
-    git("push", "--quiet", f"--force-with-lease={branch}:{there}", remote, f"{reviewed}:{branch}")
+    say("push", "--quiet", f"--force-with-lease={branch}:{there}", remote, f"{reviewed}:{branch}")
     return f"pushed {reviewed} to pull-request/{number}: the GPU workflow runs on it"
 
 
