@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import nox
@@ -67,6 +68,36 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     scripts = [ROOT / ".ci" / "run", *sorted((ROOT / "ci").rglob("*.sh")), *sorted((ROOT / "ci").rglob("*.sbatch"))]
     session.run("shellcheck", *(str(script.relative_to(ROOT)) for script in scripts))
+    session.notify("workflows")
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """What CI runs: no known weakness (zizmor), no word that GitHub does not know (check-jsonschema). `nox -s lint` runs it too."""
+    session.install("-c", str(CONSTRAINTS), "zizmor", "check-jsonschema")
+    session.run("zizmor", "--offline", "--persona", "pedantic", "--strict-collection", ".github")
+    files = sorted((ROOT / ".github" / "workflows").iterdir())
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *(str(file.relative_to(ROOT)) for file in files))
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Tables and plots of records and of comparisons. Arguments go to it (`-- --help` lists them)."""
+    _install(session, MPIS[0], "-e", ".[bench]")
+    session.run("python", "-m", "benchmarks.reporting", *session.posargs)
+
+
+@nox.session
+def append_history(session: nox.Session) -> None:
+    """Put the records of one commit on the branch bench-history: `-- COMMIT RECORDS.jsonl`. Only a workflow on main does that."""
+    session.install("-c", str(CONSTRAINTS), "jsonschema")
+    session.run("python", "-m", "ci.append_history", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def summary(session: nox.Session) -> None:
+    """Append a Markdown file to the summary of a workflow's job; elsewhere it is printed."""
+    session.run(sys.executable, "-m", "ci.summary", *session.posargs)
 
 
 def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
@@ -85,7 +116,14 @@ def _install(session: nox.Session, mpi: str, *packages: str) -> None:
     """Install packages and one MPI, at the pinned versions. The other MPI has to go: both wheels bring an mpiexec."""
     others = [name for name in MPIS if name != mpi]
     session.run("pip", "uninstall", "--quiet", "--yes", *others, silent=True)
-    session.install("-c", str(CONSTRAINTS), *packages, mpi)
+    session.install("-c", _constraints(session), *packages, mpi)
+
+
+def _constraints(session: nox.Session) -> str:
+    """The file of pinned versions. Where SP_TORCH names an interpreter, its torch and NumPy are used instead of the pinned ones."""
+    borrowed = [os.environ["SP_TORCH"]] if os.environ.get("SP_TORCH") else []
+    made = session.run("python", str(ROOT / "ci" / "borrow_torch.py"), str(CONSTRAINTS), *borrowed, silent=True)
+    return str(made).splitlines()[-1]
 
 
 def _environment(mpi: str) -> dict[str, str]:
