@@ -1,4 +1,4 @@
-"""Where a change of time sits, in one sentence: on which numbers of ranks, in which phase or collective, and whether bytes changed."""
+"""Where a change of time sits, in one sentence: at which P, in which phase or collective, and whether more bytes are sent."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ RULE = {
     "max_delta": rule.MAX_DELTA,
     "miss": rule.MISS,
 }
-ORDER = [Verdict(name) for name in (*"regressed missing mismatch inconclusive ungateable improved new oversubscribed".split(), "no regression")]
+ORDER = list(Verdict)
 
 
 @dataclass(frozen=True)

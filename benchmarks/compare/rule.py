@@ -23,17 +23,17 @@ MANY_PAIRS = 1000
 
 
 class Verdict(StrEnum):
-    """What is said about one case on one number of ranks."""
+    """What is said about one case on one number of ranks; the most important first."""
 
     REGRESSED = "regressed"
-    IMPROVED = "improved"
-    UNCHANGED = "no regression"
-    INCONCLUSIVE = "inconclusive"
-    NEW = "new"
     MISSING = "missing"
     MISMATCH = "mismatch"
+    INCONCLUSIVE = "inconclusive"
     UNGATEABLE = "ungateable"
+    IMPROVED = "improved"
+    NEW = "new"
     OVERSUBSCRIBED = "oversubscribed"
+    UNCHANGED = "no regression"
 
 
 JUDGED = {Verdict.REGRESSED, Verdict.IMPROVED, Verdict.UNCHANGED, Verdict.INCONCLUSIVE}
