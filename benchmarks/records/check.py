@@ -20,6 +20,7 @@ Record = dict[str, Any]
 SCHEMA_VERSION = 1
 SCHEMA = Path(__file__).with_name("schema.json")
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
+MAX_REASON = 4000  # characters, as in the schema
 SHOWN = 160  # characters of a value that an error repeats
 CLOSE = 1e-9  # relative; a median that is written and one that is computed again differ by rounding only
 
