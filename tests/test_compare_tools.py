@@ -1,24 +1,29 @@
-"""Around the comparison: worktrees come and go, launches are started as they should be, the self-test and the resampling can fail."""
+"""Around the comparison: worktrees come and go, launches are started as they should be, self-test and resampling can fail."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit.comparison import CASES, RING, Machine, compared, pair_of_sides
 
 from benchmarks.compare import __main__ as command
-from benchmarks.compare import resample, selftest
+from benchmarks.compare import launches, resample, selftest
 from benchmarks.compare import sides as sides_module
-from benchmarks.compare.launches import RecordRunner
 from benchmarks.compare.sides import CompareError, Side, commits, needs, sides
+from benchmarks.harness.setting import Setting
+from benchmarks.launching import Launch
 from benchmarks.records import check
 
 pytestmark = pytest.mark.mpi_skip  # no communication
@@ -67,7 +72,7 @@ def test_base_is_where_head_left_it(repository: Path) -> None:
     [
         ("nowhere", "main", "'nowhere' is no commit"),
         ("main", "--help", "'--help' is no commit"),
-        ("main", "alone", "nothing in common|no commit in common"),
+        ("main", "alone", "no commit in common"),
     ],
 )
 def test_commits_that_cannot_be_compared(base: str, head: str, complaint: str, repository: Path) -> None:
@@ -77,18 +82,22 @@ def test_commits_that_cannot_be_compared(base: str, head: str, complaint: str, r
         commits(base, head, repository)
 
 
-@pytest.mark.parametrize("end", [None, KeyboardInterrupt, SystemExit, CompareError])
-def test_worktrees_go_however_the_block_ends(end: type[BaseException] | None, alike: Path) -> None:
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, CompareError])
+def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Path) -> None:
     hashes = commits("main", "side", alike)
     roots: list[Path] = []
-    with pytest.raises(end or ZeroDivisionError), sides(*hashes, ("main", "side"), alike) as pair:
-        roots += [side.root for side in pair]
+
+    def measure(pair: Sequence[Side]) -> None:
+        roots.extend(side.root for side in pair)
         assert [sorted(p.name for p in root.glob("file*")) for root in roots] == [["file0", "file1"], ["file0", "file1", "file2"]]
         assert [side.told for side in pair] == [
             {"ref": ref, "sha": sha, "environment": "shared"} for ref, sha in zip(("main", "side"), hashes, strict=True)
         ]
         (roots[1] / "file2").write_text("changed")
-        raise (end or ZeroDivisionError)("the end")
+        raise end("the end")
+
+    with pytest.raises(end, match="the end"), sides(*hashes, ("main", "side"), alike) as pair:
+        measure(pair)
     assert not any(root.exists() for root in roots)
     assert len(git(alike, "worktree", "list").splitlines()) == 1
 
@@ -118,34 +127,40 @@ def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
         needs(tmp_path)
 
 
-PROGRAM = """
-import sys
-print(sys.argv[1:])
-if "--list" in sys.argv: print("case/a 1\\ncase/b 2")
-raise SystemExit({code})
-"""
+def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes is kept, also where it is interrupted; what it prints when it fails goes to a log."""
+    asked: list[Any] = []
+
+    def run_launch(ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any) -> str:
+        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, launch.python, root))
+        with Path(setting.out).open("a") as file:
+            file.write(f"line {setting.launch}\n")
+        if setting.launch == 1:
+            raise KeyboardInterrupt
+        return "it broke"
+
+    plan = {size: [{"id": "a"}, {"id": "b"}] for size in (1, 2)}
+    monkeypatch.setattr(launches, "listing", lambda setting, ranks, root, python: plan)
+    monkeypatch.setattr(launches, "run_launch", run_launch)
+    bench, out, pair = launches.Bench("run"), tmp_path / "records.jsonl", {"stage": "screen", "index": 3}
+    side = Side("head", tmp_path, "a-python", {})
+    assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
+    bench.launch(side, 2, ["b"], pair, out)
+    with pytest.raises(KeyboardInterrupt):
+        bench.launch(side, 1, ["a", "b"], pair, out)
+    assert asked == [(2, ["b"], pair, 0, "a-python", tmp_path), (1, ["a", "b"], pair, 1, "a-python", tmp_path)]
+    assert out.read_text() == "line 0\nline 1\n"
+    assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "records.log"]
 
 
-def program(tmp_path: Path, code: int) -> tuple[str]:
-    path = tmp_path / f"program{code}.py"
-    path.write_text(PROGRAM.format(code=code) if code else PROGRAM.format(code=0).replace("print(sys.argv[1:])", ""))
-    return (str(path),)
+def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listing(*_: object) -> None:
+        raise launches.UsageError("no sp_core")
 
-
-def test_the_runner_is_asked_for_cases_and_launches(tmp_path: Path) -> None:
-    side = Side("head", Path("root"), sys.executable, {})
-    assert RecordRunner((), 20, program(tmp_path, 0)).listed(side, [1, 2]) == {("case/a", 1), ("case/b", 2)}
-    out = tmp_path / "records.jsonl"
-    pair = {"stage": "screen", "index": 3}
-    RecordRunner(("--quick",), 20, program(tmp_path, 1)).launch(side, 2, ["case/b"], pair, out)
-    told = out.with_suffix(".log").read_text()
-    assert told.startswith("head, P=2, screen pair 3: exit code 1\n")
-    for argument in ("'--root', 'root'", "'--ranks', '2'", "'--only', 'case/b'", "'--quick'", '{"stage": "screen", "index": 3}'):
-        assert argument in told
-    with pytest.raises(CompareError, match="refuses its options"):
-        RecordRunner((), 20, program(tmp_path, 2)).launch(side, 2, ["case/b"], pair, out)
-    with pytest.raises(CompareError, match="cases of head cannot be listed"):
-        RecordRunner((), 20, program(tmp_path, 1)).listed(side, [1])
+    monkeypatch.setattr(launches, "listing", listing)
+    with pytest.raises(CompareError, match="base: no sp_core"):
+        launches.Bench("run").listed(pair_of_sides()[0], [1])
 
 
 @pytest.mark.parametrize(
@@ -156,6 +171,8 @@ def test_the_runner_is_asked_for_cases_and_launches(tmp_path: Path) -> None:
         ("HEAD --ranks 1,1", "no list of different numbers"),
         ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
         ("HEAD --out full", "is not empty"),
+        ("HEAD --launcher srun", "write {ranks} in it"),
+        ("HEAD --timeout 0", "pass more than 0"),
     ],
 )
 def test_bad_options_are_refused(
@@ -164,7 +181,7 @@ def test_bad_options_are_refused(
     monkeypatch.chdir(alike.parent)
     (alike.parent / "full").mkdir()
     (alike.parent / "full" / "records.jsonl").write_text("old")
-    monkeypatch.setattr(command, "runner", lambda options: Machine())
+    monkeypatch.setattr(command, "Bench", lambda *_: Machine())
     monkeypatch.setattr(command, "REPORTS", alike.parent / "reports")
     monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
     monkeypatch.setattr(command, "uncommitted", lambda: True)
@@ -185,7 +202,7 @@ def test_an_interruption_keeps_the_records(
         Machine.launch(machine, *arguments)
 
     monkeypatch.setattr(machine, "launch", launch)
-    monkeypatch.setattr(command, "runner", lambda options: machine)
+    monkeypatch.setattr(command, "runner", lambda *_: machine)
     monkeypatch.setattr(command, "commits", lambda *refs: refs)
     monkeypatch.setattr(command, "sides", lambda *arguments: Still(pair_of_sides()))
     assert command.main(["main", "--out", str(tmp_path)]) == 130
@@ -205,7 +222,7 @@ class Still(tuple[Side, Side]):
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Three comparisons of a commit with itself."""
     monkeypatch.setattr(check, "validate", lambda record: None)
     monkeypatch.setattr("kit.comparison.pair_of_sides", same_sides)
@@ -213,7 +230,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pat
     for number, folder in enumerate(folders):
         folder.mkdir()
         compared(folder, Machine(number, noise=0.02), seed=number)
-    yield folders
+    return folders
 
 
 def same_sides() -> tuple[Side, Side]:
@@ -270,29 +287,32 @@ def test_the_selftest_knows_what_must_not_be_found(verdict: str) -> None:
     assert list(selftest.nothing_found({"rows": rows[:1], "gateable_share": 0.8})) == []
 
 
-def test_the_planted_work_takes_its_share(tmp_path: Path) -> None:
-    """On the last rank only, forward only, and as long as it says at least."""
-    (tmp_path / "sp_core" / "schemes").mkdir(parents=True)
+def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the last rank only, forward only; by a clock that goes on by one whenever it is read, and by ten in the call."""
     path = tmp_path / selftest.PLANTED_IN
-    path.write_text("import time\nimport torch\n\n\ndef ring_attention(*, comm):\n    time.sleep(0.02)\n    return comm.rank\n")
-    side = selftest.plant(Side("head", tmp_path, "python", {"ref": "HEAD", "sha": "a" * 40}), 1.5)
-    assert (side.told["sha"], "50% more work" in side.told["ref"]) == (None, True)
-    program = (
-        "import time, types, ring, torch\n"
-        "def took(rank):\n"
-        "    start = time.perf_counter()\n"
-        "    assert ring.ring_attention(comm=types.SimpleNamespace(rank=rank, size=2)) == rank\n"
-        "    return time.perf_counter() - start\n"
-        "with torch.no_grad():\n"
-        "    print(took(1) >= 0.03, min(took(0) for _ in range(20)) < 0.03)\n"
-        "print(min(took(1) for _ in range(20)) < 0.03)\n"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", program], cwd=path.parent, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert answer.stdout.split() == ["True", "True", "True"]
-    assert selftest.planted_delta([{"rows": [row(PLANTED, 2, "no regression")]}]) == 0.12
-    assert selftest.planted_delta([]) == 0.10
+    path.parent.mkdir(parents=True)
+    call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"
+    path.write_text(f"import time\nimport torch\n\n\n{call}")
+    side = selftest.plant(Side("head", tmp_path, "python", {"ref": "HEAD", "sha": "a" * 40}), 3.0)
+    assert (side.told["sha"], "200% more work" in side.told["ref"]) == (None, True)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    attention = runpy.run_path(str(path))["ring_attention"]
+
+    def took(rank: int) -> int:
+        before = next(clock)
+        attention(comm=argparse.Namespace(rank=rank, size=2))
+        return next(clock) - before
+
+    with torch.no_grad():
+        others, last = took(0), took(1)
+    assert (others, took(1)) == (13, 13)
+    assert last == 1 + 11 * 3 + 2
     path.write_text("")
     with pytest.raises(CompareError, match="plant the work elsewhere"):
         selftest.plant(side, 1.5)
+
+
+def test_as_much_is_planted_as_the_case_needs() -> None:
+    assert selftest.planted_delta([{"rows": [row(PLANTED, 2, "no regression")]}]) == 0.12
+    assert selftest.planted_delta([]) == 0.10

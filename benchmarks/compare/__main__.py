@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.launches import RecordRunner
+from benchmarks.compare.launches import Bench
 from benchmarks.compare.progress import Shown
 from benchmarks.compare.result import RECORDS, Compared, build
 from benchmarks.compare.running import Runner, Session
@@ -43,7 +43,10 @@ def add_measuring(made: argparse.ArgumentParser) -> None:
     made.add_argument("--cases", nargs="+", default=[], metavar="TEXT", help="only cases with one of these in their name")
     made.add_argument("--ranks", default="1,2", metavar="LIST", help="numbers of ranks (default: %(default)s)")
     made.add_argument("--full", action="store_true", help="all cases that `nox -s bench` has, instead of the quick ones")
-    made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="limit for one launch (default: %(default)g)")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    made.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU; such times are shown, never judged")
+    made.add_argument("--launcher", default="", metavar="COMMAND", help="instead of mpiexec, such as 'srun --ntasks={ranks}'")
+    made.add_argument("--timeout", type=float, default=300.0, metavar="S", help="limit for one launch (default: %(default)g)")
     made.add_argument("--out", type=Path, metavar="FOLDER", help="new folder for files (default: one in reports/compare)")
 
 
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if uncommitted():
             print("note: sp_core has changes that are not committed; they are not compared.", file=sys.stderr)
         with sides(*hashes, (options.base, options.head)) as pair:
-            result = compare(pair, options, runner(options), out)
+            result = compare(pair, options, runner(options, out.name), out)
     except CompareError as error:
         print(f"compare: {error}", file=sys.stderr)
         return USAGE
@@ -72,9 +75,17 @@ def catch_termination() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def runner(options: argparse.Namespace) -> RecordRunner:
-    """What measures, as the options ask."""
-    return RecordRunner(() if options.full else ("--quick",), options.timeout)
+def runner(options: argparse.Namespace, run_id: str) -> Bench:
+    """What measures, as the options ask.
+
+    Raises:
+        CompareError: they cannot be followed.
+    """
+    if options.launcher and "{ranks}" not in options.launcher:
+        raise CompareError(f"--launcher {options.launcher!r} does not say where the number of ranks goes; write {{ranks}} in it.")
+    if options.timeout <= 0:
+        raise CompareError(f"--timeout is {options.timeout:g}; pass more than 0.")
+    return Bench(run_id, not options.full, options.device, options.share_gpu, options.launcher, options.timeout)
 
 
 def compare(pair: tuple[Side, Side], options: argparse.Namespace, measures: Runner, out: Path) -> dict[str, Any]:

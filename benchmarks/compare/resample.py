@@ -1,6 +1,6 @@
 """Many comparisons from few: the launches of comparisons of a commit with itself, paired and thrown again.
 
-`python -m benchmarks.compare.resample FOLDER...`: a resampled comparison takes the screen of one stored run, and for the second stage
+`python -m benchmarks.compare.resample FOLDER...`: a resampled comparison takes the screen of one stored run, for the second stage
 those of two runs, and throws every coin again: which launch of a pair counts as head is as good as any other, for they are the same
 commit. What was measured close together stays together, with all its drift. Then head gets a delay in one case after another.
 Exit code: 0 no false alarm, and the delay is found in 95 of 100; 1 otherwise; 2 usage.
@@ -54,8 +54,8 @@ class Stored:
         screen = _thrown(draw.choice(self.runs), draw)
         confirm = [pair for _ in range(CONFIRM_PAIRS // SCREEN_PAIRS) for pair in _thrown(draw.choice(self.runs), draw)]
         delta = raised_delta(self.floor, [base for base, _ in screen])
-        logs = [[math.log((head + delay) / base) for base, head in pairs] for pairs in (screen, confirm)]
-        return judge(*logs, delta).verdict
+        first, again = ([math.log((head + delay) / base) for base, head in pairs] for pairs in (screen, confirm))
+        return judge(first, again, delta).verdict
 
 
 def load(folders: Sequence[Path]) -> dict[Key, Stored]:

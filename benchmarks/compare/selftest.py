@@ -61,12 +61,12 @@ def _run(options: argparse.Namespace, out: Path) -> list[str]:
     head = commits("HEAD", "HEAD")[1]
     complaints: list[str] = []
     with sides(head, head, ("HEAD", "HEAD")) as pair:
-        same = [compare(pair, options, runner(options), fresh_folder(out / f"same-{n}")) for n in range(options.same)]
+        same = [compare(pair, options, runner(options, f"same-{n}"), fresh_folder(out / f"same-{n}")) for n in range(options.same)]
         complaints += [text for result in same for text in nothing_found(result)]
         factor = 1 + 2 * planted_delta(same)
         slower = (pair[0], plant(pair[1], factor))
         for n in range(options.slower):
-            result = compare(slower, options, runner(options), fresh_folder(out / f"slower-{n}"))
+            result = compare(slower, options, runner(options, f"slower-{n}"), fresh_folder(out / f"slower-{n}"))
             complaints += planted_found(result)
     if same and resample.main([*(str(out / f"same-{n}") for n in range(options.same)), "--case", PLANTED_CASE]):
         complaints.append("resampled comparisons: a false alarm, or a delay that was missed; see above")

@@ -109,7 +109,7 @@ def needs(root: Path) -> Needs:
         lines = _constraints(root)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise CompareError(
-            f"{root.name} does not say what it needs ({error}); compare commits that have pyproject.toml."
+            f"{root.name} does not say what it needs ({error}); compare commits that do."
         ) from error
     wanted = {_name(package) for package in packages} | set(MPIS)
     return Needs(tuple(sorted(packages)), tuple(sorted(line for line in lines if _name(line) in wanted)))
