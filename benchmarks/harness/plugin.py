@@ -14,7 +14,7 @@ from benchmarks.harness.case import Build, Case
 from benchmarks.harness.measured import measure, problem
 from benchmarks.harness.outcome import meet, status_of
 from benchmarks.harness.sampling import QUICK, Budget
-from benchmarks.harness.setting import Setting, harness_sha
+from benchmarks.harness.setting import Setting
 from benchmarks.harness.suite import of_module
 
 if TYPE_CHECKING:
@@ -43,14 +43,7 @@ class Harness:
         self.setting, self.world = setting, world
         self.device = ranks.device(setting.device, world, share_gpu=setting.share_gpu)
         self.total = self.done = 0
-        self._common = {
-            "schema": records.SCHEMA_VERSION,
-            "run_id": setting.run_id,
-            "launch": setting.launch,
-            "pair": setting.pair,
-            "commit": setting.commit,
-            "harness_sha": harness_sha(),
-        }
+        self._common = setting.common()
 
     def run(self, case: Case, build: Build, benchmark: Any) -> None:
         """Measure a case, and have rank 0 write its record, whatever becomes of it.
@@ -97,7 +90,7 @@ _NOTHING = dict.fromkeys(("timing", "phases", "comm", "memory", "work"))
 
 def _status(found: dict[str, Any], failures: list[str]) -> tuple[str, str | None]:
     if failures:
-        return status_of(failures[0]), "\n".join(failures)[: records.MAX_REASON]
+        return status_of(failures[0]), records.reason("\n".join(failures))
     wrong = problem(found)
     if wrong is not None:
         return "wrong", wrong

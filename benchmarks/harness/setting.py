@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import SCHEMA_VERSION
+
 BENCHMARKS = Path(__file__).resolve().parent.parent
 MEASURING = ("harness/*.py", "bench_*.py", "measure.py", "ranks.py", "machine.py")
+LAYERS = ("collectives", "schemes", "layers")
 NO_COMMIT: dict[str, Any] = {"sha": None, "merge_base": None, "branch": None, "dirty": None}
 
 
@@ -42,6 +45,17 @@ class Setting:
     quick: bool = False
     device: str = "cpu"
     share_gpu: bool = False
+
+    def common(self) -> dict[str, Any]:
+        """The part of a record that is the same for all cases of a launch."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "run_id": self.run_id,
+            "launch": self.launch,
+            "pair": self.pair,
+            "commit": self.commit,
+            "harness_sha": harness_sha(),
+        }
 
     def save(self, path: Path) -> None:
         """Write it for `load`."""

@@ -1,4 +1,7 @@
-"""Which cases there are: `python -m benchmarks.harness.suite SETTING P P ...` prints them as JSON, for programs without torch."""
+"""Which cases there are: `python -m benchmarks.harness.suite LIBRARY SETTING P P ...` prints them as JSON.
+
+The runner asks in a process of its own, because the library that it measures need not be the one that it could import.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,22 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.harness.case import Case
-from benchmarks.harness.setting import Setting
+from benchmarks.harness.library import take_library
+from benchmarks.harness.setting import LAYERS, Setting
 
-SUITES = {"collectives": "bench_collectives", "schemes": "bench_schemes", "layers": "bench_layers"}
-"""Module of each layer."""
+if TYPE_CHECKING:
+    from benchmarks.harness.case import Case
 
 
 def cases(ranks: int, setting: Setting) -> list[Case]:
     """All chosen cases on that number of ranks, in the order in which they run."""
-    return [case for layer, name in SUITES.items() for case in of_module(f"benchmarks.{name}", ranks, setting, layer)]
+    return [case for layer in LAYERS for case in of_module(f"benchmarks.bench_{layer}", ranks, setting)]
 
 
-def of_module(name: str, ranks: int, setting: Setting, layer: str | None = None) -> list[Case]:
+def of_module(name: str, ranks: int, setting: Setting) -> list[Case]:
     """The chosen cases of one module."""
-    if layer is not None and setting.layers and layer not in setting.layers:
-        return []
     made: list[Case] = importlib.import_module(name).cases(ranks, setting.device)
     return [case for case in made if chosen(case, setting)]
 
@@ -33,12 +35,13 @@ def chosen(case: Case, setting: Setting) -> bool:
     return named and (case.quick or not setting.quick) and (not setting.layers or case.layer in setting.layers)
 
 
-def main(setting: Path, *ranks: str) -> None:
+def main(library: Path, setting: Path, *ranks: str) -> None:
     """Print the cases of every number of ranks."""
+    take_library(library)
     asked = Setting.load(setting)
     found = {size: [case.as_dict() for case in cases(int(size), asked)] for size in ranks}
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -5,25 +5,14 @@ The library that is measured is the `sp_core` of the folder LIBRARY; harness and
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from pathlib import Path
 
+from benchmarks.harness.library import take_library
+from benchmarks.harness.setting import LAYERS
+
 BENCHMARKS = Path(__file__).resolve().parent.parent
-
-
-def take_library(root: Path) -> None:
-    """Import `sp_core` from a checkout; whatever imports it later gets that one.
-
-    Raises:
-        SystemExit: another one was imported already, or the folder has none.
-    """
-    sys.path.insert(0, str(root))
-    found = importlib.import_module("sp_core").__file__
-    sys.path.pop(0)
-    if found is None or Path(found).resolve().parent.parent != root.resolve():
-        raise SystemExit(f"sp_core of {root} was asked for, {found} was imported. Is there a folder sp_core in {root}?")
 
 
 def keep_quiet() -> None:
@@ -41,7 +30,7 @@ def main(library: Path, setting: Path, *arguments: str) -> int:
 
     if MPI.COMM_WORLD.rank != 0:
         keep_quiet()
-    suites = sorted(str(path) for path in BENCHMARKS.glob("bench_*.py"))
+    suites = [str(BENCHMARKS / f"bench_{layer}.py") for layer in LAYERS]
     options = ("-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", "--bench-setting", str(setting))
     return int(pytest.main([*options, *arguments, *suites]))
 
