@@ -36,17 +36,19 @@ class Launch:
     Args:
         prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if empty.
         timeout: seconds that one case may take.
+        python: the interpreter of the ranks.
     """
 
     prefix: str = ""
     timeout: float = 600.0
+    python: str = sys.executable
 
     def command(self, ranks: int, worker: str, *arguments: str) -> list[str]:
         """The command line that runs a module on several ranks."""
-        program = [sys.executable, "-m", "mpi4py", "-m", worker, *arguments]
+        program = [self.python, "-m", "mpi4py", "-m", worker, *arguments]
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
-        launcher = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]
+        launcher = [self.python, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]
         return [*launcher, "--", *program]
 
 

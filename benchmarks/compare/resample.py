@@ -110,9 +110,8 @@ def report(stored: Mapping[Key, Stored], comparisons: int, extra: float, case: s
     """Resample, show what comes of it, and say whether it is as it should be; the exit code."""
     alarms = false_alarms(stored, comparisons, seed)
     bad = alarms.pop("comparisons with an alarm")
-    print(
-        f"{comparisons} comparisons of identical commits, {len(stored)} cases each: {bad} say regressed. All verdicts: {dict(alarms)}"
-    )
+    print(f"{comparisons} comparisons of identical commits, {len(stored)} cases each: {bad} say regressed")
+    print("verdicts of the cases: " + ", ".join(f"{count} {verdict}" for verdict, count in alarms.most_common()))
     missed = []
     for (name, ranks), counts in sorted(delays(stored, extra, seed).items()):
         judged = sum(counts[verdict] for verdict in JUDGED)

@@ -108,9 +108,7 @@ def needs(root: Path) -> Needs:
         packages = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
         lines = _constraints(root)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise CompareError(
-            f"{root.name} does not say what it needs ({error}); compare commits that do."
-        ) from error
+        raise CompareError(f"{root.name} does not say what it needs ({error}); compare commits that do.") from error
     wanted = {_name(package) for package in packages} | set(MPIS)
     return Needs(tuple(sorted(packages)), tuple(sorted(line for line in lines if _name(line) in wanted)))
 

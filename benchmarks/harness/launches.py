@@ -26,15 +26,15 @@ class UsageError(ValueError):
     """Options that cannot be run; the text says why and what to pass instead."""
 
 
-def listing(setting: Setting, ranks: Sequence[int], root: Path) -> Plan:
-    """The chosen cases, asked of the library that will be measured.
+def listing(setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable) -> Plan:
+    """The chosen cases, asked of the library that will be measured, and of the interpreter that will do so.
 
     Raises:
         UsageError: it cannot be imported, or does not have what the cases need.
     """
     with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
         setting.save(Path(name) / "setting.json")
-        command = [sys.executable, "-m", "benchmarks.harness.suite", str(root), f"{name}/setting.json", *map(str, ranks)]
+        command = [python, "-m", "benchmarks.harness.suite", str(root), f"{name}/setting.json", *map(str, ranks)]
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
     if answer.returncode != 0:
         raise UsageError(f"the cases cannot be listed for {root}:\n{tail(answer.stderr)}")
