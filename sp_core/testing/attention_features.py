@@ -50,6 +50,7 @@ IMPOSSIBLE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("a single key/value head is one group", "heads=MQA", ("head split=uneven",)),
     ("heads that are copied are fewer than the query heads", "heads=MHA", ("head split=copied",)),
     ("expanded over a batch of one is plain", "batch=1", ("storage=expanded",)),
+    ("its gradients leave the range of float16", "dtype=float16", ("logits=10000",)),
     ("linear layers are tested on integers", "scheme=tp_sp", ("dtype=bfloat16", "dtype=float16")),
 )
 """Reason, a feature, and those that cannot come with it."""

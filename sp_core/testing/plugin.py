@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     session.raw_replay = not config.getoption("--no-raw-replay")
     session.begin()
     _choose_profile(config, session)
+    if session.seed is not None:
+        session.command = f"python -m pytest --hypothesis-seed={session.seed} {{test}}"
     if _with_mpi(config):
         from sp_core.testing.agreed import Ranks
 
