@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -40,6 +41,23 @@ def tests(session: nox.Session, mpi: str) -> None:
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), _junit(f"{mpi}-ranks"))
     session.run(*launch, *suite, *session.posargs, env=environment)
+
+
+@nox.session
+def explore(session: nox.Session) -> None:
+    """The schemes on 20,000 drawn problems: ranks as threads, then 8 ranks of each MPI. `--examples N --seed N --mpi openmpi`."""
+    mpi, arguments = _choose_mpi(session)
+    mpis = (mpi,) if "--mpi" in session.posargs else MPIS
+    if "--seed" not in arguments:
+        arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
+    command = ("python", "-m", "sp_core.testing.explore")
+    for part, chosen in enumerate(mpis, 1):
+        _install(session, chosen, "-e", ".[test]")
+        if part == 1:
+            session.run(*command, "draw", *arguments, "--share", "0.85", env=_environment(chosen))
+        share = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
+        session.run(*command, "draw", *arguments, *share, env=_environment(chosen))
+    session.run(*command, "judge", *arguments)
 
 
 @nox.session
