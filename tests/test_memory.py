@@ -57,7 +57,7 @@ def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> 
     tokens, size = 64, comm.size
     problem = AttentionProblem(
         *(1, tokens * size, tokens * size, 4, 1, 8, "float64", "contiguous", "contiguous", sp.Mask(), None, 1.0),
-        *("normal", "normal", (True, True, True), False, 7),
+        *("normal", "normal", (True, True, True), "plain", 7),
     )
     with sp.Mesh(comm, sp=size) as mesh:
         shards = Shards(problem, comm.rank, size, mesh.device)

@@ -37,7 +37,7 @@ PLAIN = AttentionProblem(
         "normal",
         "normal",
         (True, True, True),
-        False,
+        "plain",
         7,
     )
 )

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done
 ROOT = Path(__file__).resolve().parent.parent
 SUBMIT = ROOT / "ci" / "slurm" / "submit.sh"
 JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
+NOX = ROOT / "ci" / "slurm" / "nox.sbatch"
 TINY = ["--hidden", "64", "--heads", "4", "--seq", "33", "--batch", "1", "--iterations", "2", "--warmup", "0"]
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" >"$CALLS"
@@ -39,7 +40,8 @@ case "$*" in
         mkdir -p "$folder/bin"
         printf '#!/bin/sh\\nexec {sys.executable} "$@"\\n' >"$folder/bin/python"
         printf '#!/bin/sh\\necho "pip $*" >>"$CALLS"\\ncat "$4" >>"$CALLS"\\n' >"$folder/bin/pip"
-        chmod +x "$folder/bin/python" "$folder/bin/pip"
+        printf '#!/bin/sh\\necho "nox $* with ${{SP_TORCH:-no torch}}" >>"$CALLS"\\nexit "${{NOX_ENDS:-0}}"\\n' >"$folder/bin/nox"
+        chmod +x "$folder/bin/python" "$folder/bin/pip" "$folder/bin/nox"
         ;;
     *) exit "$HAS_TORCH" ;;
 esac
@@ -88,6 +90,12 @@ def test_submitting_without_options(cluster: dict[str, str]) -> None:
     assert called(cluster)[-1] == str(JOB)
 
 
+def test_submitting_sessions_of_nox(cluster: dict[str, str]) -> None:
+    answer = run(cluster, SUBMIT, "nox", "--partition=gpu", "--", "-s", "compare", "--", "main", "--device", "cuda")
+    assert answer.stdout.splitlines()[1] == f"log:    {ROOT / 'reports' / 'slurm' / 'nox-4242.log'}"
+    assert called(cluster)[3:] == ["--partition=gpu", str(NOX), "-s", "compare", "--", "main", "--device", "cuda"]
+
+
 def test_submitting_where_there_is_no_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
     for name in ("bash", "dirname", "mkdir"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
@@ -96,9 +104,10 @@ def test_submitting_where_there_is_no_slurm(cluster: dict[str, str], tmp_path: P
     assert "no sbatch on the PATH" in answer.stderr
 
 
-def test_the_job_asks_for_one_node_and_four_gpus() -> None:
-    options = {line.removeprefix("#SBATCH ") for line in JOB.read_text().splitlines() if line.startswith("#SBATCH ")}
-    assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} <= options
+@pytest.mark.parametrize(("job", "more"), [(JOB, set()), (NOX, {"--exclusive"})])
+def test_the_job_asks_for_one_node_and_four_gpus(job: Path, more: set[str]) -> None:
+    options = {line.removeprefix("#SBATCH ") for line in job.read_text().splitlines() if line.startswith("#SBATCH ")}
+    assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} | more <= options
 
 
 def test_the_job_runs_doctor_and_the_experiment_through_srun(cluster: dict[str, str], tmp_path: Path) -> None:
@@ -112,26 +121,47 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(cluster: dict[str, 
     assert steps == [["--mpi=pmix", "--ntasks=2"]]
 
 
-@pytest.mark.parametrize("has_torch", [True, False])
-def test_the_job_makes_an_environment_and_removes_it(cluster: dict[str, str], tmp_path: Path, has_torch: bool) -> None:
-    """With a python3 that makes environments of shell scripts: pip only notes what it is asked for."""
+@pytest.fixture
+def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """That cluster, with a python3 that makes environments of shell scripts, which only note what they are asked for."""
     (tmp_path / "scratch").mkdir()
     fake = tmp_path / "bin" / "python3"
     fake.write_text(PYTHON3)
     fake.chmod(0o755)
-    changed = {
-        "SLURM_TMPDIR": str(tmp_path / "scratch"),
-        "HAS_TORCH": "0" if has_torch else "1",
-        "SP_LAUNCHER": "srun --ntasks={ranks}",
-    }
-    environment = {name: value for name, value in {**cluster, **changed}.items() if name != "SP_VENV"}
-    answer = run(environment, JOB, "--device", "cpu", "--help")
+    changed = {"SLURM_TMPDIR": str(tmp_path / "scratch"), "HAS_TORCH": "0", "SP_LAUNCHER": "srun --ntasks={ranks}"}
+    return {name: value for name, value in {**cluster, **changed}.items() if name not in ("SP_VENV", "SP_TORCH")}
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_the_job_makes_an_environment_and_removes_it(scratch: dict[str, str], has_torch: bool) -> None:
+    answer = run({**scratch, "HAS_TORCH": "0" if has_torch else "1"}, JOB, "--device", "cpu", "--help")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    (install,) = (call for call in called(cluster) if call.startswith("pip "))
+    (install,) = (call for call in called(scratch) if call.startswith("pip "))
     assert install.endswith(f".[bench] {installed_mpi()}")
-    pins = [call for call in called(cluster) if "==" in call]
+    pins = [call for call in called(scratch) if "==" in call]
     assert ("mpi4py==" in str(pins), "torch==" in str(pins)) == (True, not has_torch)
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [({}, "{bin}/python3"), ({"HAS_TORCH": "1"}, "no torch"), ({"SP_TORCH": "/my/python"}, "/my/python")]
+)
+def test_the_job_runs_nox_with_the_torch_of_the_machine(
+    scratch: dict[str, str], tmp_path: Path, given: dict[str, str], used: str
+) -> None:
+    answer = run({**scratch, **given}, NOX, "-s", "compare", "--", "main")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (call,) = (call for call in called(scratch) if call.startswith("nox "))
+    assert call.startswith(f"nox --envdir {scratch['SLURM_TMPDIR']}/")
+    assert call.endswith(f"/sessions -s compare -- main with {used.format(bin=tmp_path / 'bin')}")
+    assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []
+
+
+def test_the_job_ends_as_nox_ends_and_needs_a_session(scratch: dict[str, str]) -> None:
+    assert run({**scratch, "NOX_ENDS": "3"}, NOX, "-s", "compare").returncode == 3
+    assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []
+    answer = run(scratch, NOX)
+    assert (answer.returncode, "no session was named" in answer.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("refused", "kinds"), [("pmix", ["pmix", "pmi2"]), ("pm*", ["pmix", "pmi2"])])

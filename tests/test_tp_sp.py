@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.testing import device, given, spmd
+from sp_core.testing import device, features, given, spmd
+from sp_core.testing.attention_features import remainder, token_features
 from sp_core.testing.strategies import LAYOUTS, seeds
 
 
@@ -75,9 +76,12 @@ def pairs(draw: st.DrawFn) -> Pair:
     )
 
 
+@pytest.mark.explore
 @given(pair=pairs())
 def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair: Pair) -> None:
     rank, size = comm.rank, comm.size
+    kind = token_features("tp_sp", pair.layout, pair.seq_len, size, pair.dtype, pair.batch)
+    features(kind, [remainder(pair.seq_len, size)])
     sharding = LAYOUTS[pair.layout](pair.seq_len, size)
     x, grad, up, down = pair.whole()
     sizes = pair.sizes(size)

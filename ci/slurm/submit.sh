@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
-# Submit the scaling experiment as one job: 1 node, 4 GPUs, P = 1, 2, 4.
+# Submit one job on 1 node with 4 GPUs: the scaling experiment (P = 1, 2, 4), or any sessions of nox.
 #
-#   ci/slurm/submit.sh [SBATCH OPTION...] [-- EXPERIMENT OPTION...]
+#   ci/slurm/submit.sh [scaling] [SBATCH OPTION...] [-- EXPERIMENT OPTION...]
+#   ci/slurm/submit.sh nox [SBATCH OPTION...] -- NOX OPTION...
 #   ci/slurm/submit.sh --partition=gpu --account=me -- --preset paper
+#   ci/slurm/submit.sh nox --partition=gpu -- -s compare -- main --device cuda --ranks 1,2,4
 #
-# SP_VENV=DIR uses that environment instead of making one in the job; SP_LAUNCHER=COMMAND replaces srun (see scaling.sbatch).
+# scaling: SP_VENV=DIR uses that environment instead of making one in the job; SP_LAUNCHER=COMMAND replaces srun (see scaling.sbatch).
+# nox: SP_TORCH=PYTHON names the interpreter whose torch is used (see nox.sbatch).
 set -euo pipefail
 
+job=scaling
 case "${1:-}" in
     -h | --help)
-        sed -n '2,7s/^# \{0,1\}//p' "$0"
+        sed -n '2,10s/^# \{0,1\}//p' "$0"
         exit 0
+        ;;
+    scaling | nox)
+        job=$1
+        shift
         ;;
 esac
 if ! command -v sbatch >/dev/null; then
@@ -29,9 +37,9 @@ while [[ $# -gt 0 && $1 != -- ]]; do
 done
 [[ $# -eq 0 ]] || shift
 
-answer=$(sbatch --parsable --chdir="$root" --output="$logs/scaling-%j.log" "${options[@]}" "$root/ci/slurm/scaling.sbatch" "$@")
-job=${answer%%;*} # sbatch adds ";cluster" where there are several
-log=$logs/scaling-$job.log
-echo "job:    $job"
+answer=$(sbatch --parsable --chdir="$root" --output="$logs/$job-%j.log" "${options[@]}" "$root/ci/slurm/$job.sbatch" "$@")
+number=${answer%%;*} # sbatch adds ";cluster" where there are several
+log=$logs/$job-$number.log
+echo "job:    $number"
 echo "log:    $log"
 echo "follow: tail -F $log"

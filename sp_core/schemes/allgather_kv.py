@@ -10,6 +10,7 @@ heads, D head dim, P ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,8 +110,10 @@ class _AllGatherKV(torch.autograd.Function):
                 dqs.append(dq.transpose(1, 2).to(q.dtype))
                 yield dk, dv
 
-        mine = list(_reduced(gradients(), problem) if any(ctx.needs_input_grad[1:3]) else gradients())
-        dk, dv = (_joined(list(x), 2) for x in zip(*mine, strict=True))
+        if not any(ctx.needs_input_grad[1:3]):
+            deque(gradients(), maxlen=0)  # only dqs is wanted
+            return _joined(dqs, 2), None, None, None
+        dk, dv = (_joined(list(x), 2) for x in zip(*_reduced(gradients(), problem), strict=True))
         return _joined(dqs, 2), dk.to(k.dtype), dv.to(v.dtype), None
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sp_core.testing.adjoint import check_adjoint, global_map
     from sp_core.testing.checked import CheckedComm
     from sp_core.testing.engine import given, spmd
-    from sp_core.testing.remarks import event, note, record_ratio, target
+    from sp_core.testing.remarks import event, features, note, record_ratio, target
     from sp_core.testing.run import run_threads
     from sp_core.testing.session import device, tier
     from sp_core.testing.threads import ThreadComm
@@ -23,6 +23,7 @@ __all__ = [
     "check_adjoint",
     "device",
     "event",
+    "features",
     "given",
     "global_map",
     "note",
@@ -37,7 +38,7 @@ _HOMES = {
     "adjoint": ("check_adjoint", "global_map"),
     "checked": ("CheckedComm",),
     "engine": ("given", "spmd"),
-    "remarks": ("event", "note", "record_ratio", "target"),
+    "remarks": ("event", "features", "note", "record_ratio", "target"),
     "run": ("run_threads",),
     "session": ("device", "tier"),
     "threads": ("ThreadComm",),

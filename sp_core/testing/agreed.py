@@ -16,7 +16,7 @@ from sp_core.testing.outcome import Kind
 from sp_core.testing.remarks import Remarks
 from sp_core.testing.session import Session
 
-_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave")
+_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "tally")
 _MAX_LISTED = 5
 _Report = tuple[str, bool, str]
 

@@ -208,7 +208,7 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     distinct = list({str(example): example for example in plan.passed}.values())
     step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)
     for example in (distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))):
-        session.current.raw_examples += 1
+        session.current.tally.raw += 1
         result = _order(control, spec, _Run(example, raw=True))
         remarks.session.merge(Remarks(ratios=result.remarks.ratios))
         problem = failure(result.outcomes, example.ranks)

@@ -169,7 +169,7 @@ class Search(_Attempts):
         seed = session.current.seed
         own = profiles.chosen(spec.marks.get("_hypothesis_internal_use_settings"), self.max_examples, seeded=seed is not None)
         if seed is not None and vars(driver).get("_hypothesis_internal_use_seed") is None:
-            driver = hypothesis.seed(seed)(driver)
+            driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)  # each test draws other examples
         test = hypothesis.given(nprocs=self.nprocs.filter(fits), **self.strategies)(own(driver))
         vars(test).update(copied)
         return test

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--max-error-ratio", type=float, help="fail where a recorded error over bound is larger (default: the ini option, 0.5)"
     )
+    group.addoption("--tally", metavar="FILE", help="write what was drawn, and the worst errors, to a JSON file")
     parser.addini("max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO))
 
 
@@ -57,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     session.raw_replay = not config.getoption("--no-raw-replay")
     session.begin()
     _choose_profile(config, session)
+    if session.seed is not None:
+        session.command = f"python -m pytest --hypothesis-seed={session.seed} {{test}}"
     if _with_mpi(config):
         from sp_core.testing.agreed import Ranks
 
@@ -144,8 +148,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A recorded error too near its bound fails the session."""
     if session.exitstatus == pytest.ExitCode.OK and _too_large(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    _write_tally(session.config.getoption("--tally"))
     if _RANKS in session.config.stash:
         session.config.stash[_RANKS].leave_result(int(session.exitstatus))
+
+
+def _write_tally(file: str | None) -> None:
+    if file is not None:
+        session.current.tally.ratios = remarks.session.ratios
+        session.current.tally.write(Path(file))
 
 
 def _limit(config: pytest.Config) -> float:

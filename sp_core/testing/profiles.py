@@ -1,4 +1,7 @@
-"""How many examples, and which: the profiles `pr` (the default), `quick` and `explore`, and what a test says about itself."""
+"""How many examples, and which: the profiles `pr` (the default), `quick` and `explore`, and what a test says about itself.
+
+SP_PROFILE names the profile; SP_EXAMPLES says how many examples a test gets in `explore`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,19 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 DEFAULT = "pr"
+EXPLORED = 5000
 SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 100, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
-    "explore": {"derandomize": False, "max_examples": 5000},
+    "explore": {"derandomize": False, "max_examples": EXPLORED},
 }
 _TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")
 
 
 def register() -> None:
     """Make the profiles known to Hypothesis. Times are of no use as deadlines: they include waiting for other ranks."""
+    _OWN["explore"]["max_examples"] = int(os.environ.get("SP_EXAMPLES", EXPLORED))
     for name, values in _OWN.items():
         settings.register_profile(name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **values)
 
@@ -49,6 +54,12 @@ def allow_fixtures(test: Any) -> None:
     function._hypothesis_internal_use_settings = settings(own, suppress_health_check=suppressed)
 
 
+def _grown(max_examples: int, profile_examples: int) -> int:
+    """A test's own number of examples, kept in proportion where the profile has more than usual."""
+    usual: int = _OWN[DEFAULT]["max_examples"]
+    return max(max_examples, max_examples * profile_examples // usual)
+
+
 def _known(chosen: str) -> str:
     if chosen not in _OWN:
         raise ValueError(f"SP_PROFILE={chosen!r} is not one of {tuple(_OWN)}.")
@@ -60,11 +71,11 @@ def chosen(own: settings | None, max_examples: int | None = None, *, seeded: boo
 
     Args:
         own: what `@settings` on the test says. What it leaves at Hypothesis' default is taken from the profile.
-        max_examples: given to `given`; wins.
+        max_examples: given to `given`; wins over both, and grows in a profile with more examples than `pr`.
         seeded: a seed was asked for, so the examples are drawn from it and not from the test's name.
     """
     profile = settings.get_profile(name())
-    values: dict[str, Any] = {} if max_examples is None else {"max_examples": max_examples}
+    values: dict[str, Any] = {} if max_examples is None else {"max_examples": _grown(max_examples, profile.max_examples)}
     if own is not None:
         differing = {
             field: getattr(own, field) for field in _TAKEN_FROM_TEST if getattr(own, field) != getattr(settings.default, field)

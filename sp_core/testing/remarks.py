@@ -1,10 +1,10 @@
-"""What a body tells the engine while it runs: events, targets, notes and error ratios, from whichever rank."""
+"""What a body tells the engine while it runs: events, features, targets, notes and error ratios, from whichever rank."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -16,14 +16,16 @@ class Remarks:
     targets: dict[str, float] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
+    features: dict[str, bool] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.events or self.targets or self.notes or self.ratios)
+        return bool(self.events or self.targets or self.notes or self.ratios or self.features)
 
     def merge(self, other: Remarks) -> None:
         """Add another rank's: each event and note once, the largest of each number."""
         self.events.update(other.events)
         self.notes.update(other.notes)
+        self.features.update(other.features)
         for mine, theirs in ((self.targets, other.targets), (self.ratios, other.ratios)):
             for name, value in theirs.items():
                 mine[name] = larger(mine.get(name, value), value)
@@ -90,6 +92,21 @@ def event(value: str, payload: str | int | float = "") -> None:
         import hypothesis
 
         hypothesis.event(value, payload)
+
+
+def features(crossed: Mapping[str, object], alone: Iterable[str] = ()) -> None:
+    """Say what kind of example this is: each feature is an event, and counted over the session; may be called on any rank.
+
+    Args:
+        crossed: the value of each dimension in which examples differ; how often two values come together is counted too.
+        alone: what is only counted by itself.
+    """
+    named = {f"{dimension}={value}": True for dimension, value in crossed.items()} | dict.fromkeys(alone, False)
+    sink = current()
+    if sink is not None:
+        sink.features.update(named)
+    for name in named:
+        event(name)
 
 
 def target(observation: float, *, label: str = "") -> None:

@@ -63,8 +63,8 @@ def _with(text: str, notes: Iterable[str], spec: Spec) -> str:
 
 def rerun(spec: Spec) -> str:
     """The command that runs this test again."""
-    profile = os.environ.get("SP_PROFILE")
-    prefix = f"SP_PROFILE={profile} " if profile else ""
+    chosen = {name: os.environ.get(name) for name in ("SP_PROFILE", "SP_EXAMPLES")}
+    prefix = "".join(f"{name}={value} " for name, value in chosen.items() if value)
     return "run it again: " + prefix + session.current.command.format(test=f'"{spec.test_id}"')
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from sp_core.testing.tally import Tally
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +27,7 @@ class Session:
     command: str = "python -m pytest {test}"
     node_id: str = ""
     tests: int = 0
-    examples: int = 0
-    raw_examples: int = 0
-    sizes: Counter[int] = field(default_factory=Counter)
+    tally: Tally = field(default_factory=Tally)
 
     def begin(self) -> None:
         """Make this the session of the process."""
@@ -44,10 +44,16 @@ class Session:
         return self.node_id or os.environ.get("PYTEST_CURRENT_TEST", fallback).rsplit(" (", 1)[0]
 
     def summary(self) -> str:
-        """One line of counts."""
-        sizes = ", ".join(f"{size}: {count}" for size, count in sorted(self.sizes.items()))
-        raw = f" (+ {self.raw_examples} raw)" if self.raw_examples else ""
-        return f"{tier()}: {self.tests} tests, {self.examples} examples{raw}; examples by ranks {{{sizes}}}"
+        """One line of counts, and one more where examples have told their scheme."""
+        tally = self.tally
+        raw = f" (+ {tally.raw} raw)" if tally.raw else ""
+        line = f"{tier()}: {self.tests} tests, {tally.examples} examples{raw}; examples by ranks {_listed(tally.sizes)}"
+        schemes = tally.schemes()
+        return f"{line}\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features" if schemes else line
+
+
+def _listed(counts: Mapping[Any, int]) -> str:
+    return "{" + ", ".join(f"{name}: {count}" for name, count in sorted(counts.items())) + "}"
 
 
 current = Session()

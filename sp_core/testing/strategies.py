@@ -17,6 +17,8 @@ from sp_core.sharding import Sharding
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LAYOUTS = {"contiguous": Sharding.contiguous, "zigzag": Sharding.zigzag, "striped": Sharding.striped}
+STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
+MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,11 @@ class AttentionProblem:
         softmax_scale: None for the default.
         magnitude: the queries are multiplied by this, so logits grow with it.
         values: "normal", "constant" (V is the same everywhere) or "cancelling" (V alternates in sign).
-        upstream: gradient of the output: "normal", "one token", "expanded" (stride 0) or "zero".
+        upstream: gradient of the output: "normal", "one token", "expanded" (stride 0), "transposed" (in memory) or "zero".
         needs_grad: which of q, k, v require a gradient.
-        strided: pass non-contiguous tensors.
+        storage: how the tensors lie in memory, one of `STORAGES`.
         seed: of the tensors.
+        late: whether some rank is a little later than the others.
     """
 
     batch: int
@@ -52,8 +55,9 @@ class AttentionProblem:
     values: str
     upstream: str
     needs_grad: tuple[bool, bool, bool]
-    strided: bool
+    storage: str
     seed: int
+    late: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -82,6 +86,8 @@ class AttentionProblem:
             v = torch.ones_like(v)
         elif self.values == "cancelling":
             v = torch.ones_like(v) * (1 - 2 * (torch.arange(self.kv_len) % 2))[:, None, None]
+        if self.storage == "expanded":
+            q, k, v = (x[:1].expand_as(x) for x in (q, k, v))
         return q.to(self.torch_dtype), k.to(self.torch_dtype), v.to(self.torch_dtype)
 
     def upstream_gradient(self) -> Tensor:
@@ -113,17 +119,55 @@ def seeds() -> st.SearchStrategy[int]:
     return st.integers(0, 2**16)
 
 
+def placed(x: Tensor, storage: str) -> Tensor:
+    """A copy of x (B, S, heads, D) that lies in memory as `storage` says; memory around and between its elements holds NaN."""
+    if storage == "transposed":
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    if storage == "expanded":
+        return x[:1].clone().expand_as(x)
+    if storage == "padded":
+        room = x.new_full([length + 3 for length in x.shape], torch.nan)[1:-2, 2:-1, 1:-2, 2:-1]
+        return room.copy_(x)
+    if storage == "spread":
+        room = x.new_full([*x.shape[:-1], 2 * x.shape[-1]], torch.nan)[..., ::2]
+        return room.copy_(x)
+    return x.clone()
+
+
+@st.composite
+def lengths(draw: st.DrawFn, max_len: int) -> int:
+    """Lengths of a sequence up to a maximum; small ones more often, because they leave ranks without tokens."""
+    return draw(st.integers(0, max_len) | st.integers(0, min(MOST_RANKS + 1, max_len)))
+
+
+@st.composite
+def shard_lengths(draw: st.DrawFn, length: int) -> int:
+    """The longest shard of a sequence over some number of ranks; at least 1."""
+    return max(1, -(-length // draw(st.integers(1, MOST_RANKS))))
+
+
 @st.composite
 def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
-    """Document boundaries 0 <= ... <= length; empty documents included."""
-    inner = draw(st.lists(st.integers(0, length), min_size=documents - 1, max_size=documents - 1))
+    """Document boundaries 0 <= ... <= length, some where shards begin; empty documents included."""
+    shard = draw(shard_lengths(length))
+    places = st.integers(0, length) | st.integers(0, length // shard).map(lambda number: number * shard)
+    inner = draw(st.lists(places, min_size=documents - 1, max_size=documents - 1))
     return (0, *sorted(inner), length)
+
+
+@st.composite
+def windows(draw: st.DrawFn, longest: int, kv_len: int) -> int:
+    """Windows of any length, and those about the length of a shard."""
+    if draw(st.booleans()):
+        return draw(st.just(1) | st.integers(1, longest + 2))
+    shard = draw(shard_lengths(kv_len))
+    return max(1, draw(st.sampled_from([shard - 1, shard, shard + 1, 2 * shard + 1])))
 
 
 @st.composite
 def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
     """Every combination of causal, window and packed documents."""
-    window = draw(st.none() | st.integers(1, max(seq_len, kv_len) + 2))
+    window = draw(st.none() | windows(max(seq_len, kv_len), kv_len))
     documents = kv_documents = None
     if draw(st.booleans()):
         number = draw(st.integers(1, 4))
@@ -135,25 +179,28 @@ def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
 @st.composite
 def attention_problems(draw: st.DrawFn, max_len: int = 33, dtypes: tuple[str, ...] = DTYPES) -> AttentionProblem:
     """Self and cross attention of every kind that the schemes promise."""
-    seq_len = draw(st.integers(0, max_len))
-    kv_len = draw(st.just(seq_len) | st.integers(0, max_len))
+    seq_len = draw(lengths(max_len))
+    kv_len = draw(st.just(seq_len) | lengths(max_len))
     layout = draw(st.sampled_from(sorted(LAYOUTS)))
+    dtype = draw(st.sampled_from(dtypes))
     return AttentionProblem(
         batch=draw(st.integers(1, 3)),
         seq_len=seq_len,
         kv_len=kv_len,
-        kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.sampled_from([1, 2, 3])),
+        kv_heads=draw(st.sampled_from([1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9])),
+        group=draw(st.sampled_from([1, 1, 2, 3, 7])),
         head_dim=draw(st.sampled_from([1, 4, 5, 8, 16])),
-        dtype=draw(st.sampled_from(dtypes)),
+        dtype=dtype,
         layout=layout,
         kv_layout=layout if seq_len == kv_len else draw(st.sampled_from(sorted(LAYOUTS))),
         mask=draw(masks(seq_len, kv_len)),
         softmax_scale=draw(st.none() | st.sampled_from([0.25, 1.0])),
-        magnitude=draw(st.sampled_from([1.0, 1.0, 30.0, 1000.0])),
+        # at 1e4 the gradients of keys leave the range of float16
+        magnitude=draw(st.sampled_from([1.0, 1.0, 30.0, 1e3] if dtype == "float16" else [1.0, 1.0, 30.0, 1e3, 1e4])),
         values=draw(st.sampled_from(["normal", "normal", "constant", "cancelling"])),
-        upstream=draw(st.sampled_from(["normal", "normal", "one token", "expanded", "zero"])),
+        upstream=draw(st.sampled_from(["normal", "one token", "expanded", "transposed", "zero"])),
         needs_grad=draw(st.just((True, True, True)) | st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        strided=draw(st.booleans()),
+        storage=draw(st.sampled_from(STORAGES)),
         seed=draw(seeds()),
+        late=draw(st.integers(0, 7)) == 7,
     )

@@ -41,9 +41,11 @@ def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
     __tracebackhide__ = True
 
     def counted(example: Example) -> Result:
-        session.current.examples += 1
-        session.current.sizes[len(example.ranks)] += 1
+        tally = session.current.tally
+        tally.examples += 1
+        tally.sizes[len(example.ranks)] += 1
         result = attempt(example)
+        tally.count(result.remarks.features)
         remarks.session.merge(Remarks(ratios=result.remarks.ratios))
         return result
 

@@ -1,0 +1,92 @@
+"""Starts the launches of a comparison in their random order, stage by stage, and says how long it will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.compare.pairs import SIDES, STAGES, Key, coin, suspects
+from benchmarks.compare.sides import Side
+from benchmarks.records import key, read
+
+Told = Callable[[str, int, int, float | None], None]
+"""Told after every launch: what was launched, how many are done, of how many in this stage, and seconds that the rest will take."""
+
+
+class Runner(Protocol):
+    """What measures: one launch of some cases on one number of ranks."""
+
+    def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
+        """The cases that a side has."""
+
+    def launch(self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path) -> None:
+        """Measure some cases once; a record of each is appended to `out`, also of those that fail."""
+
+
+@dataclass
+class Session:
+    """The launches of one comparison.
+
+    Args:
+        runner: what measures.
+        sides: base and head.
+        seed: of the coins.
+        out: file of records.
+        told: hears of progress.
+    """
+
+    runner: Runner
+    sides: tuple[Side, Side]
+    seed: int
+    out: Path
+    told: Told
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self, keys: Iterable[Key]) -> None:
+        """Both stages for some cases: all in the first, those that look changed in the second."""
+        screened = self._stage("screen", _by_ranks(keys))
+        again = set(suspects(read(self.out).records)) if self.out.exists() else set()
+        self._stage("confirm", _by_ranks(again & set(screened)))
+
+    def _stage(self, stage: str, cases: dict[int, list[str]]) -> list[Key]:
+        """All pairs of a stage, one after the other for every number of ranks in turn."""
+        total, done = 2 * STAGES[stage] * len(cases), 0
+        living = dict(cases)
+        for index in range(STAGES[stage]):
+            for ranks, names in list(living.items()):
+                for place, side in enumerate(self._order(stage, ranks, index)):
+                    pair = {"index": index, "stage": stage, "side": side.name, "slot": place}
+                    self._launch(side, ranks, names, {**pair, "coin": coin(self.seed, stage, ranks, index), "seed": self.seed})
+                    done += 1
+                    self.told(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total, self._left(total - done))
+                if index == 0 and self._hopeless(ranks):
+                    del living[ranks]
+                    total -= 2 * (STAGES[stage] - 1)
+        return [(name, ranks) for ranks, names in cases.items() for name in names]
+
+    def _order(self, stage: str, ranks: int, index: int) -> tuple[Side, ...]:
+        return self.sides if coin(self.seed, stage, ranks, index) == 0 else self.sides[::-1]
+
+    def _launch(self, side: Side, ranks: int, names: Sequence[str], pair: dict[str, Any]) -> None:
+        start = time.monotonic()
+        self.runner.launch(side, ranks, names, pair, self.out)
+        self.seconds.append(time.monotonic() - start)
+
+    def _left(self, launches: int) -> float | None:
+        return launches * sum(self.seconds) / len(self.seconds) if self.seconds else None
+
+    def _hopeless(self, ranks: int) -> bool:
+        """Whether a side has no time for any case: more pairs would not change that."""
+        records = [r for r in read(self.out).records if key(r)[1] == ranks] if self.out.exists() else []
+        timed = {record["pair"]["side"] for record in records if record["timing"] is not None}
+        return timed != set(SIDES)
+
+
+def _by_ranks(keys: Iterable[Key]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, ranks in sorted(keys):
+        found.setdefault(ranks, []).append(name)
+    return dict(sorted(found.items()))

@@ -1,0 +1,1 @@
+"""What maintainers and workflows run: scripts that start no MPI and import nothing of sp_core."""

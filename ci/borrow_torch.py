@@ -1,0 +1,74 @@
+"""Let the environment that runs this use the torch and NumPy of another interpreter, or none but its own.
+
+    python ci/borrow_torch.py CONSTRAINTS [INTERPRETER]
+
+A cluster's own torch fits its driver. Prints the file of constraints to install with, which has no torch and NumPy where they are
+borrowed. The whole folder of packages that holds that torch can be imported then, after the environment's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+BORROWED = ("torch", "numpy")
+LINK = "borrowed_torch.pth"
+PROBE = """
+import json, pathlib, sys, numpy, torch
+print(json.dumps([list(sys.version_info[:2]), sorted({str(pathlib.Path(m.__file__).parent.parent) for m in (numpy, torch)})]))
+"""
+
+
+class CannotBorrow(Exception):
+    """The text says what is missing."""
+
+
+def folders(interpreter: str) -> list[str]:
+    """Where an interpreter has its torch and NumPy."""
+    try:
+        answer = subprocess.run([interpreter, "-c", PROBE], capture_output=True, text=True, timeout=300, check=False)
+    except OSError as error:
+        raise CannotBorrow(f"{interpreter} cannot be run: {error.strerror}") from error
+    if answer.returncode:
+        reason = answer.stderr.strip().rpartition("\n")[2]
+        raise CannotBorrow(f"{interpreter} has no torch and NumPy that can be imported ({reason})")
+    version, found = json.loads(answer.stdout.splitlines()[-1])
+    if version != list(sys.version_info[:2]):
+        theirs, ours = (".".join(map(str, one)) for one in (version, sys.version_info[:2]))
+        raise CannotBorrow(f"{interpreter} is Python {theirs}, this environment Python {ours}; start nox with the same version")
+    return list(found)
+
+
+def borrow(interpreter: str, constraints: Path, site: Path) -> Path:
+    """Link the packages of an interpreter into a folder of packages; returns the constraints without what is borrowed."""
+    found = folders(interpreter)
+    subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *BORROWED], check=True, stdout=subprocess.DEVNULL)
+    (site / LINK).write_text("".join(f"{folder}\n" for folder in found))
+    lines = constraints.read_text().splitlines(keepends=True)
+    rest = site / "borrowed_constraints.txt"
+    rest.write_text("".join(line for line in lines if re.split("[=<>~!; ]", line)[0].strip() not in BORROWED))
+    return rest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    constraints, *interpreter = sys.argv[1:] if arguments is None else arguments
+    site = Path(sysconfig.get_path("purelib"))
+    if not interpreter:
+        (site / LINK).unlink(missing_ok=True)
+        print(constraints)
+        return 0
+    try:
+        print(borrow(interpreter[0], Path(constraints), site))
+    except CannotBorrow as error:
+        print(f"SP_TORCH: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""Let a reviewed pull request run on the GPU runners: push its commit to `pull-request/N`, on which `gpu.yml` runs.
+
+    python -m ci.promote_pr 123 0123456789abcdef0123456789abcdef01234567 [--dry-run]
+
+The commit is the one that you reviewed, in full: what is pushed is that commit or nothing. Nothing of the pull request is checked
+out or run here. Needs git and the right to push. Exit code: 0 pushed or nothing to do, 1 refused, 2 wrong arguments or git failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+
+from ci.git import GitFailed, say
+
+GUARDED = (".github/*", ".ci/*", "ci/*", ".gitmodules", "*constraints*.txt", "*requirements*.txt", "*.lock")
+"""What decides how code runs in CI, and which packages it runs with."""
+
+SHOWN = 20
+
+
+class Refused(Exception):
+    """The pull request must not be pushed; the text says why and what to do."""
+
+
+def fetch(remote: str, ref: str) -> str:
+    """The commit that a ref of the remote names now; it is fetched, but no ref here is moved to it."""
+    say("fetch", "--quiet", "--no-tags", "--no-recurse-submodules", remote, ref)
+    return say("rev-parse", "--verify", "FETCH_HEAD^{commit}")
+
+
+def changed_files(base: str, head: str) -> list[str]:
+    """Paths in which head differs from where it left base, of a renamed file both; no setting of git hides one."""
+    left = say("merge-base", "--all", base, head).split()
+    return sorted(
+        {name for commit in left for name in say("diff-tree", "-r", "-z", "--name-only", commit, head).split("\0") if name}
+    )
+
+
+def guarded(paths: Sequence[str]) -> Iterator[str]:
+    """Those of the paths that decide how CI runs."""
+    yield from (path for path in paths if any(fnmatch(path, rule) for rule in GUARDED))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names, one a line. They come from a stranger: as JSON strings they cannot steer the terminal."""
+    rest = [f"  ... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return "\n".join([*(f"  {json.dumps(name)}" for name in names[:SHOWN]), *rest])
+
+
+def check(number: int, reviewed: str, remote: str, base: str, *, allow_ci: bool) -> None:
+    """Refuse a pull request that moved since its review, or that changes what it may not."""
+    head = fetch(remote, f"refs/pull/{number}/head")
+    if head != reviewed:
+        raise Refused(
+            f"pull request {number} moved: you reviewed {reviewed}, it is now {head}. Review it again, then pass that commit."
+        )
+    changed = changed_files(fetch(remote, f"refs/heads/{base}"), head)
+    print(f"pull request {number} at {head} changes {len(changed)} files against {base}:\n{listed(changed)}")
+    forbidden = list(guarded(changed))
+    if forbidden and not allow_ci:
+        raise Refused(
+            f"it changes how CI runs or what it installs:\n{listed(forbidden)}\n"
+            "Review these line by line; if they are wanted, pass --allow-ci, or merge them by themselves first."
+        )
+
+
+def push(number: int, reviewed: str, remote: str, *, dry_run: bool) -> str:
+    """Make `pull-request/N` the reviewed commit, and say what was done."""
+    branch = f"refs/heads/pull-request/{number}"
+    there = say("ls-remote", remote, branch).partition("\t")[0]
+    if there == reviewed:
+        return f"pull-request/{number} is at {reviewed} already: nothing to do"
+    if dry_run:
+        return f"dry run: would push {reviewed} to pull-request/{number} ({f'now {there}' if there else 'a new branch'})"
+    say("push", "--quiet", f"--force-with-lease={branch}:{there}", remote, f"{reviewed}:{branch}")
+    return f"pushed {reviewed} to pull-request/{number}: the GPU workflow runs on it"
+
+
+def full_sha(text: str) -> str:
+    """A short name of a commit can be forged, a full one cannot."""
+    if not re.fullmatch("[0-9a-f]{40}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no full commit: 40 lower-case hexadecimal digits, as `git rev-parse` prints them"
+        )
+    return text
+
+
+def pull_request(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of a pull request")
+    return int(text)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=pull_request, help="of the pull request")
+    parser.add_argument("reviewed", type=full_sha, metavar="commit", help="that you reviewed, all 40 digits")
+    parser.add_argument("--remote", default="origin", help="where pull requests live and the branch goes (default: origin)")
+    parser.add_argument("--base", default="main", help="the branch that it is to be merged into (default: main)")
+    parser.add_argument("--allow-ci", action="store_true", help="it may change .github/, ci/, and which packages are installed")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, push nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = parse(arguments)
+    try:
+        check(chosen.number, chosen.reviewed, chosen.remote, chosen.base, allow_ci=chosen.allow_ci)
+        print(push(chosen.number, chosen.reviewed, chosen.remote, dry_run=chosen.dry_run))
+    except Refused as refusal:
+        print(f"promote_pr: refused: {refusal}", file=sys.stderr)
+        return 1
+    except GitFailed as failure:
+        print(f"promote_pr: {failure}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,45 @@
+"""Append a Markdown file to the summary of a workflow's job: `python -m ci.summary REPORT.md`. On a desk it is printed.
+
+A summary that is too long would be dropped as a whole, so a long file is cut and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+LIMIT = 1 << 20  # bytes of one step; GitHub says "supports content up to a size of 1024k"
+CUT = "\n\nThe rest does not fit here: see the artifact.\n"
+
+
+def shortened(text: str, limit: int) -> str:
+    """At most so many bytes of a text, cut at the end of a line."""
+    if len(text.encode()) <= limit:
+        return text
+    kept = text.encode()[: limit - len(CUT)].decode(errors="ignore")
+    return kept.rpartition("\n")[0] + CUT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 1:
+        print("usage: python -m ci.summary REPORT.md", file=sys.stderr)
+        return 2
+    try:
+        text = Path(given[0]).read_text(errors="replace")
+    except OSError as error:
+        print(f"summary: {error}", file=sys.stderr)
+        return 1
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not summary:
+        print(text)
+        return 0
+    with Path(summary).open("a") as file:
+        file.write(shortened(text, LIMIT))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""A machine that is made up, for tests of the comparison: its launches take no time and leave real records."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.pairs import Key
+from benchmarks.compare.result import RECORDS, Compared, build
+from benchmarks.compare.running import Session
+from benchmarks.compare.sides import Side
+
+Json = dict[str, Any]
+RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"
+CASES = (RING, ULYSSES, LAYER)
+SAMPLES = 3
+
+
+@dataclass
+class Machine:
+    """A `Runner` whose times are drawn.
+
+    Args:
+        seed: of the noise.
+        noise: spread of a launch's log-time.
+        slower: head's time over base's, by case and ranks.
+        broken: (side, case, ranks, stage, pair) that fails.
+        lost: cases that a side does not have.
+        changes: what differs in the records of a side, from a pair of the screen on.
+        dead: (side, ranks) of which no launch leaves a record.
+    """
+
+    seed: int = 0
+    noise: float = 0.01
+    slower: dict[Key, float] = field(default_factory=dict)
+    broken: set[tuple[str, str, int, str, int]] = field(default_factory=set)
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    changes: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    dead: set[tuple[str, int]] = field(default_factory=set)
+    cores: int = 2
+    launches: list[tuple[str, int, str, int, tuple[str, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
+        return {(case, n) for case in CASES for n in ranks if (side.name, case) not in self.lost}
+
+    def launch(self, side: Side, ranks: int, cases: Sequence[str], pair: Json, out: Path) -> None:
+        self.launches.append((side.name, ranks, pair["stage"], pair["index"], tuple(cases)))
+        if (side.name, ranks) in self.dead:
+            return
+        with out.open("a") as file:
+            file.writelines(json.dumps(self._record(side, ranks, case, pair)) + "\n" for case in cases)
+
+    def _record(self, side: Side, ranks: int, case: str, pair: Json) -> Json:
+        if (side.name, case, ranks, pair["stage"], pair["index"]) in self.broken:
+            failure = dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+            return {**record(case, ranks, 1.0, side, pair), **failure, "status": "timeout", "reason": "it hung"}
+        factor = self.slower.get((case, ranks), 1.0) if side.name == "head" else 1.0
+        made = record(case, ranks, 0.01 / ranks * self.random.lognormvariate(0, self.noise), side, pair, factor)
+        made["transport"]["oversubscribed"] = ranks > self.cores
+        since, change = self.changes.get(side.name, (0, {}))
+        if pair["index"] >= since:
+            for part, values in change.items():
+                made[part].update(values)
+        return made
+
+
+def record(case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0) -> Json:
+    """A record whose attention takes `factor` times as long as it should."""
+    samples = [seconds * factor * share for share in (0.999, 1.0, 1.003)]
+    attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
+    layer, scheme, *_ = case.split("/")
+    return {
+        "schema": 1,
+        "run_id": "a-run",
+        "launch": 0,
+        "pair": pair,
+        "commit": {"sha": side.told["sha"], "merge_base": None, "branch": None, "dirty": False},
+        "harness_sha": "a" * 64,
+        "case": {
+            "id": case,
+            "layer": layer,
+            "scheme": scheme,
+            "direction": "forward",
+            "ranks": ranks,
+            "mesh": {"sp": ranks},
+            "shape": {"seq": 64},
+            "dtype": "float32",
+            "layout": None,
+            "mask": None,
+            "algorithm": None,
+            "transport": "host",
+        },
+        "device": {
+            "kind": "cpu",
+            "name": "a processor",
+            "count": 2,
+            **dict.fromkeys(("clocks", "temperature", "power_cap", "driver")),
+        },
+        "transport": {
+            "mpi": {"vendor": "An MPI", "version": "1", "library": "An MPI 1"},
+            "mode": "host",
+            "threads": 1,
+            "oversubscribed": False,
+            "shared_gpu": False,
+        },
+        "env": {
+            "fingerprint": "0123456789abcdef",
+            "python": "3.13",
+            "torch": "2",
+            "platform": "Linux",
+            "cpu_model": "a processor",
+            "cores": 2,
+            "slurm_job": None,
+        },
+        "timing": {
+            "warmup": 1,
+            "iterations": SAMPLES,
+            "inner": 1,
+            "samples_s": samples,
+            "max_local_s": samples,
+            "per_rank_median_s": [seconds] * ranks,
+            "median_s": statistics.median(samples),
+            "imbalance": 1.0,
+            "barrier_skew_s": dict.fromkeys(("median", "p95", "max"), 0.0),
+            "skew_limited": False,
+        },
+        "phases": {
+            name: {"max_s": value, "mean_s": value}
+            for name, value in (("total", seconds * factor), ("attention", attention), ("communication", waiting))
+        },
+        "comm": {"shift": {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64, "seconds": waiting}},
+        "memory": None,
+        "work": {"flops": None, "tokens": 64},
+        "status": "ok",
+        "reason": None,
+    }
+
+
+def pair_of_sides() -> tuple[Side, Side]:
+    """Base and head, which exist nowhere."""
+    base, head = (
+        Side(name, Path("nowhere"), "python", {"ref": name, "sha": letter * 40, "environment": "shared"})
+        for name, letter in (("base", "b"), ("head", "c"))
+    )
+    return base, head
+
+
+def compared(folder: Path, machine: Machine, ranks: Sequence[int] = (1, 2), *, seed: int = 11, strict: bool = False) -> Json:
+    """The result of a whole comparison on a made-up machine."""
+    sides = pair_of_sides()
+    listed = {side.name: machine.listed(side, ranks) for side in sides}
+    Session(machine, sides, seed, folder / RECORDS, lambda *_: None).run(listed["base"] & listed["head"])
+    return build(folder, Compared(sides[0].told, sides[1].told, seed, list(ranks), listed), strict=strict)
+
+
+def rows_of(result: Json) -> dict[Key, Json]:
+    """The rows by case and ranks."""
+    return {(row["case"], row["ranks"]): row for row in result["rows"]}

@@ -1,0 +1,188 @@
+"""The one writer of the history of benchmark records, with a bare repository as the server."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import records
+from ci import append_history
+from ci.git import GitFailed, git
+from tests.test_records import GOOD
+
+COMMIT = "c" * 40
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    made = {**copy.deepcopy(GOOD), "pair": None, **changes}
+    made["commit"] = {**GOOD["commit"], "sha": COMMIT, **changes.get("commit", {})}
+    return made
+
+
+class Branch:
+    """A server, a clone of it that is the working directory, and what the branch on the server holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bare, self.clone = folder / "bare", folder / "clone"
+        self.file = folder / "new.jsonl"
+        subprocess.run(["git", "init", "--quiet", "--bare", str(self.bare)], check=True)
+        subprocess.run(["git", "clone", "--quiet", str(self.bare), str(self.clone)], check=True, capture_output=True)
+
+    def write(self, *made: dict[str, Any]) -> str:
+        self.file.unlink(missing_ok=True)
+        for one in made:
+            records.append(self.file, one)
+        return str(self.file)
+
+    def show(self, *arguments: str) -> str:
+        answer = subprocess.run(["git", *arguments], cwd=self.bare, capture_output=True, text=True, check=False)
+        return answer.stdout
+
+    def lines(self, name: str = "2026-11.jsonl") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.show("show", f"{append_history.BRANCH}:{name}").splitlines()]
+
+
+@pytest.fixture
+def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Branch:
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, "/dev/null")
+    for name in ("GITHUB_TOKEN", "GITHUB_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    branch = Branch(tmp_path)
+    monkeypatch.chdir(branch.clone)
+    return branch
+
+
+def test_records_are_appended_in_order_one_commit_a_call(branch: Branch) -> None:
+    first, second, later = record(), record(launch=1), record(run_id="20261130T000000Z-x")
+    assert append_history.main([COMMIT, branch.write(first, second)]) == 0
+    assert append_history.main([COMMIT, branch.write(later)]) == 0
+    assert branch.lines() == [first, second, later]
+    assert branch.show("log", "--format=%s", append_history.BRANCH).splitlines() == [f"Records of {COMMIT}"] * 2
+    assert list(branch.clone.iterdir()) == [branch.clone / ".git"]
+
+
+def test_every_month_has_a_file_and_the_others_stay(branch: Branch) -> None:
+    november, december = record(), record(run_id="20261201T000000Z-x")
+    assert append_history.main([COMMIT, branch.write(november)]) == 0
+    assert append_history.main([COMMIT, branch.write(december)]) == 0
+    assert branch.lines("2026-11.jsonl") == [november]
+    assert branch.lines("2026-12.jsonl") == [december]
+
+
+def test_a_job_that_runs_again_adds_nothing_twice(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert append_history.main([COMMIT, branch.write(record(), record())]) == 0
+    assert append_history.main([COMMIT, branch.write(record())]) == 0
+    assert "already" in capsys.readouterr().out
+    assert append_history.main([COMMIT, branch.write(record(), record(launch=1))]) == 0
+    assert branch.lines() == [record(), record(launch=1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"commit": {"sha": "d" * 40}}, "measured at d"),
+        ({"commit": {"sha": None}}, "measured at None"),
+        ({"commit": {"dirty": True}}, "changes that are not in the commit"),
+        ({"commit": {"dirty": None}}, "changes that are not in the commit"),
+        ({"pair": GOOD["pair"]}, "half of a comparison"),
+        ({"run_id": "..-evil"}, "does not begin with its time"),
+        ({"run_id": "20261320T131500Z-1"}, "does not begin with its time"),
+    ],
+)
+def test_records_of_something_else_are_left_out(
+    branch: Branch, changes: dict[str, Any], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert append_history.main([COMMIT, branch.write(record(**changes))]) == 1
+    assert complaint in capsys.readouterr().err
+    assert branch.show("branch") == ""
+    assert append_history.main([COMMIT, branch.write(record(**changes), record())]) == 1
+    assert branch.lines() == [record()]
+
+
+def test_a_broken_file_costs_only_what_is_broken(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = branch.write(record())
+    Path(good).write_bytes(b'{"schema": 1}\n\xff\n' + Path(good).read_bytes() + b'{"schema"')
+    assert append_history.main([COMMIT, good, str(branch.clone / "absent.jsonl")]) == 1
+    assert branch.lines() == [record()]
+    said = capsys.readouterr().err
+    for place in ("new.jsonl, line 1:", "new.jsonl, line 2:", "new.jsonl, line 4:", "absent.jsonl"):
+        assert place in said
+
+
+def test_a_dry_run_pushes_nothing(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert append_history.main([COMMIT, branch.write(record()), "--dry-run"]) == 0
+    assert "would append 1 records" in capsys.readouterr().out
+    assert branch.show("branch") == ""
+
+
+def test_a_writer_that_was_faster_is_not_overwritten(branch: Branch, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert append_history.main([COMMIT, branch.write(record())]) == 0
+    ours, pushes = branch.write(record(launch=1)), []
+
+    def interrupted(*arguments: str, **options: Any) -> bytes:
+        if arguments[0] == "push":
+            pushes.append(arguments)
+            if len(pushes) == 1:
+                append_history.append([record(launch=2)], "Other", "origin", dry_run=False)
+        return git(*arguments, **options)
+
+    monkeypatch.setattr(append_history, "git", interrupted)
+    assert append_history.main([COMMIT, ours]) == 0
+    assert [one["launch"] for one in branch.lines()] == [0, 2, 1]
+    assert len(pushes) == 3
+
+
+def test_a_server_that_refuses_is_an_error_and_not_an_endless_loop(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+    hook = branch.bare / "hooks" / "pre-receive"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\necho no thanks >&2\nexit 1\n")
+    hook.chmod(0o755)
+    assert append_history.main([COMMIT, branch.write(record())]) == 2
+    assert "no thanks" in capsys.readouterr().err
+    assert append_history.main([COMMIT, branch.write(record()), "--remote", "nowhere"]) == 2
+
+
+def test_the_token_goes_to_its_server_alone_and_is_never_shown(branch: Branch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_TOKEN", "s3cret")
+    assert append_history.authorisation() == {}
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge.example")
+    ((name, value),) = access = append_history.authorisation().items()
+    assert name == "http.https://forge.example/.extraheader"
+    assert base64.b64decode(value.split()[-1]) == b"x-access-token:s3cret"
+    assert (
+        git("config", "--get-urlmatch", "http.extraheader", "https://forge.example/a", settings=dict(access)).decode().strip()
+        == value
+    )
+    with pytest.raises(GitFailed):
+        git("config", "--get-urlmatch", "http.extraheader", "https://other.example/a", settings=dict(access))
+    with pytest.raises(GitFailed) as failed:
+        git("push", "nowhere", settings=dict(access))
+    assert "s3cret" not in str(failed.value)
+    assert value.split()[-1] not in str(failed.value)
+
+
+def test_every_call_that_talks_to_the_server_shows_the_token(branch: Branch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_TOKEN", "s3cret")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge.example")
+    shown = {}
+
+    def watched(*arguments: str, **options: Any) -> bytes:
+        shown[arguments[0]] = options.get("settings")
+        return git(*arguments, **options)
+
+    monkeypatch.setattr(append_history, "git", watched)
+    for launch in (0, 1):
+        assert append_history.main([COMMIT, branch.write(record(launch=launch))]) == 0
+    access = append_history.authorisation()
+    assert {name: shown[name] == access for name in ("ls-remote", "fetch", "push")} == {
+        "ls-remote": True,
+        "fetch": True,
+        "push": True,
+    }

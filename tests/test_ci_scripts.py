@@ -1,0 +1,107 @@
+"""The small scripts behind the noxfile: the machine's own torch in a session, and the summary of a job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci import borrow_torch, summary
+
+PINS = "torch==2.13.0\nnumpy==2.4.6\nmpi4py==4.1.2\ntorchvision==1\n"
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packages of an environment that has no torch; pip only notes what it is asked for."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (tmp_path / "pins.txt").write_text(PINS)
+    pip = program(tmp_path / "python", f'echo "$@" >"{tmp_path}/pip"')
+    monkeypatch.setattr(borrow_torch.sysconfig, "get_path", lambda _: str(folder))
+    monkeypatch.setattr(borrow_torch.sys, "executable", pip)
+    return folder
+
+
+def borrow(site: Path, *interpreter: str) -> int:
+    return borrow_torch.main([str(site.parent / "pins.txt"), *interpreter])
+
+
+def test_torch_of_another_interpreter_can_be_imported_and_is_not_installed(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = str(Path(sys.prefix) / "bin" / "python3")
+    assert borrow(site, python) == 0
+    pins = Path(capsys.readouterr().out.splitlines()[-1])
+    assert pins.read_text() == "mpi4py==4.1.2\ntorchvision==1\n"
+    assert (site.parent / "pip").read_text().split() == ["-m", "pip", "uninstall", "--quiet", "--yes", "torch", "numpy"]
+    look = f"import site; site.addsitedir({str(site)!r}); import torch, numpy; print(torch.__file__)"
+    bare = subprocess.run([python, "-I", "-S", "-c", look], capture_output=True, text=True, timeout=120, check=False)
+    assert bare.stdout.strip().endswith("/torch/__init__.py"), bare.stderr
+
+
+def test_what_was_borrowed_is_given_back(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / borrow_torch.LINK).write_text("/somewhere\n")
+    assert borrow(site) == 0
+    assert not (site / borrow_torch.LINK).exists()
+    assert capsys.readouterr().out.strip() == str(site.parent / "pins.txt")
+    assert borrow(site) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ("echo no torch here >&2; exit 1", "has no torch and NumPy that can be imported (no torch here)"),
+        ("echo a greeting; echo '[[3, 7], [\"/somewhere\"]]'", "is Python 3.7, this environment Python 3."),
+    ],
+)
+def test_an_interpreter_that_does_not_fit_is_refused(
+    site: Path, answer: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert borrow(site, program(site.parent / "other", answer)) == 1
+    assert complaint in capsys.readouterr().err
+    assert list(site.iterdir()) == []
+    assert not (site.parent / "pip").exists()
+
+
+def test_an_interpreter_that_is_not_there_is_refused(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert borrow(site, str(site / "absent")) == 1
+    assert "absent cannot be run" in capsys.readouterr().err
+
+
+def test_a_report_is_added_to_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
+    (tmp_path / "summary").write_text("before\n")
+    (tmp_path / "report.md").write_bytes(b"# Times\n\xff\n")
+    assert summary.main([str(tmp_path / "report.md")]) == 0
+    assert (tmp_path / "summary").read_text() == "before\n# Times\n\ufffd\n"
+
+
+def test_on_a_desk_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    (tmp_path / "report.md").write_text("# Times")
+    assert summary.main([str(tmp_path / "report.md")]) == 0
+    assert capsys.readouterr().out == "# Times\n"
+    assert summary.main([str(tmp_path / "absent.md")]) == 1
+    assert "absent.md" in capsys.readouterr().err
+    assert summary.main([]) == 2
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9"])
+def test_a_long_report_is_cut_at_a_line_and_says_so(letter: str) -> None:
+    text = "".join(f"{letter * 10}{number}\n" for number in range(100))
+    short = summary.shortened(text, 400)
+    assert len(short.encode()) <= 400
+    kept, cut, rest = short.partition(summary.CUT)
+    assert (cut, rest) == (summary.CUT, "")
+    assert text.startswith(f"{kept}\n")
+    assert len(kept) > 100
+    assert summary.shortened(text, len(text.encode())) == text

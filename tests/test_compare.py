@@ -1,0 +1,275 @@
+"""The comparison of commits on made-up machines: every verdict, its reason, and that a stranger comes to the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.comparison import CASES, LAYER, RING, ULYSSES, Machine, compared, pair_of_sides, rows_of
+
+from benchmarks import records
+from benchmarks.compare import __main__ as command
+from benchmarks.compare import recompute
+from benchmarks.compare.pairs import coin
+from benchmarks.compare.result import RECORDS, RESULT
+from benchmarks.compare.tables import CODES, cells, summary
+from benchmarks.records import check
+
+pytestmark = pytest.mark.mpi_skip  # no communication
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of made-up records are read here; that they are valid is one test below, and the check is tested elsewhere."""
+    monkeypatch.setattr(check, "validate", lambda record: None)
+
+
+def test_made_up_records_are_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    compared(tmp_path, Machine(slower={(RING, 1): 1.3}, broken={("head", LAYER, 1, "screen", 2)}), (1,))
+    reading = records.read(tmp_path / RECORDS)
+    assert (len(reading.records), reading.problems) == (2 * (3 * 10 + 20), [])
+
+
+def test_identical_sides_have_no_regression(tmp_path: Path) -> None:
+    result = compared(tmp_path, Machine())
+    assert result["counts"] == {"no regression": 6}
+    assert (result["exit_code"], result["gateable_share"]) == (0, 1.0)
+    row = rows_of(result)[RING, 1]
+    assert (row["stage"], row["pairs"], row["delta"]) == ("screen", 10, 0.10)
+    assert row["low"] <= row["ratio"] <= row["high"]
+    assert recompute.check(tmp_path) == []
+
+
+def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> None:
+    machine = Machine(slower={(RING, 2): 1.2})
+    result = compared(tmp_path, machine)
+    rows = rows_of(result)
+    found = rows.pop((RING, 2))
+    assert (result["exit_code"], found["verdict"], found["stage"], found["slower"]) == (1, "regressed", "confirm", 20)
+    assert 1.15 < found["low"] < found["ratio"] < found["high"] < 1.25
+    assert found["explanation"].startswith("slower only at P=2, in attention (+1.")
+    assert found["explanation"].endswith("ms), bytes unchanged")
+    assert {row["verdict"] for row in rows.values()} == {"no regression"}
+    confirmed = Counter(launch[1:3] + launch[4:] for launch in machine.launches if launch[2] == "confirm")
+    assert confirmed == {(2, "confirm", (RING,)): 40}
+    assert recompute.check(tmp_path) == []
+
+
+def test_a_faster_case_is_improved_and_no_failure(tmp_path: Path) -> None:
+    result = compared(tmp_path, Machine(slower={(RING, 1): 0.7, (RING, 2): 0.7}))
+    assert (result["counts"], result["exit_code"]) == ({"improved": 2, "no regression": 4}, 0)
+    assert rows_of(result)[RING, 1]["explanation"].startswith("faster at every P (1, 2), in attention")
+    assert recompute.check(tmp_path) == []
+
+
+def test_more_messages_are_named(tmp_path: Path) -> None:
+    more = {"comm": {"shift": {"calls": 2, "messages": 4, "bytes_sent": 64, "bytes_formula": 64, "seconds": 0.1}}}
+    result = compared(tmp_path, Machine(slower={(RING, 2): 1.3}, changes={"head": (0, more)}), (2,))
+    assert "slower at P=2" in rows_of(result)[RING, 2]["explanation"]
+    assert rows_of(result)[RING, 2]["explanation"].endswith("calls of shift 1 -> 2; messages of shift 2 -> 4")
+
+
+def test_time_in_a_collective_is_attributed_to_it(tmp_path: Path) -> None:
+    waits = {"phases": {"communication": {"max_s": 0.1, "mean_s": 0.1}, "total": {"max_s": 0.12, "mean_s": 0.1}}}
+    count = {"calls": 1, "messages": 2, "bytes_sent": 64, "bytes_formula": 64, "seconds": 0.1}
+    machine = Machine(slower={(RING, 2): 1.3}, changes={"head": (0, {**waits, "comm": {"shift": count}})})
+    assert ", in shift (+" in rows_of(compared(tmp_path, machine, (2,)))[RING, 2]["explanation"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "verdict", "reason"),
+    [
+        (
+            Machine(broken={("head", RING, 2, "screen", 4)}),
+            "missing",
+            "1 of 20 launches; head in pair 4 of the screen stage: timeout",
+        ),
+        (Machine(broken={("base", RING, 2, "screen", 0)}), "missing", "1 of 20 launches; base in pair 0"),
+        (Machine(broken={("head", RING, 2, "confirm", 7)}, slower={(RING, 2): 1.3}), "missing", "1 of 40 launches; head in pair 7"),
+        (Machine(lost={("head", RING)}), "missing", "head has lost this case"),
+        (Machine(lost={("base", RING)}), "new", "base has no such case"),
+        (Machine(changes={"head": (0, {"env": {"fingerprint": "f" * 16}})}), "mismatch", "the fingerprint is not the same"),
+        (Machine(changes={"base": (6, {"env": {"fingerprint": "f" * 16}})}), "mismatch", "the fingerprint is not the same"),
+        (Machine(changes={"head": (3, {"commit": {"sha": "d" * 40}})}), "mismatch", "the commit of head is not the same"),
+        (Machine(changes={"head": (0, {"case": {"shape": {"seq": 32}}})}), "mismatch", "the case is not the same"),
+        (Machine(cores=1), "oversubscribed", "more ranks than cores"),
+        (Machine(cores=1, slower={(RING, 2): 2.0}), "oversubscribed", "more ranks than cores"),
+        (Machine(noise=0.5), "ungateable", "base against itself varies so much"),
+    ],
+)
+def test_what_cannot_be_judged_says_why(machine: Machine, verdict: str, reason: str, tmp_path: Path) -> None:
+    result = compared(tmp_path, machine, (2,))
+    row = rows_of(result)[RING, 2]
+    assert row["verdict"] == verdict
+    assert reason in row["reason"]
+    assert recompute.check(tmp_path) == []
+    if verdict in ("missing", "mismatch") or result["counts"].get(verdict) == len(CASES):
+        assert result["exit_code"] == 3
+
+
+def test_a_side_without_any_record_is_not_launched_to_the_end(tmp_path: Path) -> None:
+    machine = Machine(dead={("head", 2)})
+    result = compared(tmp_path, machine)
+    assert (result["counts"], result["exit_code"]) == ({"missing": 3, "no regression": 3}, 3)
+    assert sum(launch[1] == 2 for launch in machine.launches) == 2
+    assert recompute.check(tmp_path) == []
+
+
+def test_nothing_measured_is_not_green(tmp_path: Path) -> None:
+    machine = Machine(dead={(side, ranks) for side in ("base", "head") for ranks in (1, 2)})
+    assert compared(tmp_path, machine)["exit_code"] == 3
+    assert recompute.check(tmp_path) == []
+
+
+def test_doubt_is_red_only_under_strict(tmp_path: Path) -> None:
+    machine = Machine(noise=0.02, slower={(LAYER, 1): 1.09})
+    result = compared(tmp_path, machine, strict=True)
+    row = rows_of(result)[LAYER, 1]
+    assert (row["verdict"], result["exit_code"]) == ("inconclusive", 4)
+    assert row["reason"] == f"about {row['pairs_needed']} pairs would decide"
+    assert recompute.check(tmp_path) == []
+
+
+def test_the_order_of_each_pair_is_its_coin(tmp_path: Path) -> None:
+    machine = Machine()
+    compared(tmp_path, machine, seed=5)
+    first = {launch[1:4]: launch[0] for launch in reversed(machine.launches)}
+    assert first == {place: ("base", "head")[coin(5, place[1], place[0], place[2])] for place in first}
+    assert len(first) == 20
+    throws = [coin(seed, "screen", 2, index) for seed in range(400) for index in range(10)]
+    assert abs(sum(throws) - 2000) < 4 * 32  # four standard deviations of as many fair coins
+
+
+def machine_at_random(seed: int) -> Machine:
+    """Any mixture of changes, noise and faults."""
+    draw = random.Random(seed)
+    places = [(case, ranks) for case in CASES for ranks in (1, 2)]
+    slower = {place: draw.choice((0.8, 1.07, 1.1, 1.13, 1.3)) for place in draw.sample(places, 3)}
+    broken = {
+        ("head", *draw.choice(places), draw.choice(("screen", "confirm")), draw.randrange(10)) for _ in range(draw.randrange(2))
+    }
+    lost = {(draw.choice(("base", "head")), draw.choice(CASES))} if draw.random() < 0.2 else set()
+    return Machine(seed, draw.choice((0.01, 0.03, 0.05, 0.1)), slower, broken, lost, cores=draw.choice((1, 2, 2, 2)))
+
+
+def test_a_stranger_comes_to_the_same_verdicts(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        result = compared(folder, machine_at_random(seed), seed=seed, strict=bool(seed % 2))
+        assert recompute.check(folder) == []
+        seen.update(result["counts"])
+    assert set(seen) >= {"regressed", "improved", "no regression", "inconclusive", "ungateable", "oversubscribed", "missing"}
+
+
+def edit_records(change: Callable[[list[Json]], object]) -> Callable[[Path], None]:
+    """Change the stored records, and the hash that would betray it."""
+
+    def edit(folder: Path) -> None:
+        path = folder / RECORDS
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        change(records)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        edit_result(lambda result: result.update(records_sha256=digest))(folder)
+
+    return edit
+
+
+def edit_result(change: Callable[[Json], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        result = json.loads((folder / RESULT).read_text())
+        change(result)
+        (folder / RESULT).write_text(json.dumps(result))
+
+    return edit
+
+
+def heads(records: list[Json]) -> list[Json]:
+    return [record for record in records if record["pair"]["side"] == "head" and record["case"]["id"] == RING]
+
+
+def speed_up(records: list[Json]) -> None:
+    for record in heads(records):
+        record["timing"]["samples_s"] = [seconds / 1.3 for seconds in record["timing"]["samples_s"]]
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (edit_records(speed_up), "by these records, the result says ('regressed'"),
+        (edit_records(lambda records: records.remove(heads(records)[3])), "('missing', None) by these records"),
+        (edit_records(lambda records: heads(records)[3]["pair"].update(coin=2)), "is not what the seed 11 throws"),
+        (edit_records(lambda records: records.reverse()), "do not come in the order of their slots"),
+        (edit_records(lambda records: records.append(records[-1])), "two records of"),
+        (
+            edit_records(lambda records: heads(records)[0]["env"].update(fingerprint="0" * 16)),
+            "('mismatch', None) by these records",
+        ),
+        (edit_result(lambda result: result.update(seed=12)), "is not what the seed 12 throws"),
+        (edit_result(lambda result: result["rows"][0].update(verdict="improved")), "the result says ('improved'"),
+        (edit_result(lambda result: result["rows"].pop(0)), "by these records, the result says None"),
+        (edit_result(lambda result: result.update(exit_code=0)), "exit code 1 by these verdicts"),
+        (edit_result(lambda result: result["cases"]["head"].pop(0)), "the result says"),
+        (lambda folder: (folder / RECORDS).write_text("\n"), "is not the file that was judged"),
+    ],
+)
+def test_what_was_tampered_with_shows(edit: Callable[[Path], object], complaint: str, tmp_path: Path) -> None:
+    result = compared(tmp_path, Machine(slower={(RING, 2): 1.3}), (2,))
+    assert result["rows"][0]["verdict"] == "regressed"
+    edit(tmp_path)
+    assert complaint in "\n".join(recompute.check(tmp_path))
+
+
+def test_the_recomputation_is_a_script_of_its_own(tmp_path: Path) -> None:
+    """It runs without anything installed, and what it reads may be anything."""
+    compared(tmp_path, Machine(), (1,))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / RESULT).write_text("[]")
+    run = [sys.executable, "-I", "-S", recompute.__file__]
+    good, bad = (
+        subprocess.run([*run, str(f)], capture_output=True, text=True, timeout=60) for f in (tmp_path, tmp_path / "foreign")
+    )
+    assert (good.returncode, bad.returncode) == (0, 2)
+    assert "every verdict agrees" in good.stdout
+    assert "not the result and records of a comparison" in bad.stderr
+
+
+def test_the_table_shows_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(slower={(RING, 2): 1.3}, lost={("base", LAYER)}, broken={("head", ULYSSES, 1, "screen", 2)})
+    options = command.parser().parse_args(["main", "--ranks", "1,2"])
+    result = command.compare(pair_of_sides(), options, machine, tmp_path)
+    shown = capsys.readouterr().out
+    for text in (
+        "base base (bbbbbbbbbb) against head head (cccccccccc)",
+        "regressed",
+        "20 of 20",
+        "only at P=2",
+        "no such case",
+        "it hung",
+    ):
+        assert text in shown
+    assert f"Exit code 1: {CODES[1]}" in "\n".join(summary(result))
+    assert cells(rows_of(result)[LAYER, 1])[3:9] == ("-",) * 6
+    assert json.loads((tmp_path / RESULT).read_text()) == result
+
+
+def test_only_chosen_cases_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = command.parser().parse_args(["main", "--ranks", "1", "--cases", "ring", "layers"])
+    machine = Machine()
+    result = command.compare(pair_of_sides(), options, machine, tmp_path)
+    assert {row["case"] for row in result["rows"]} == {RING, LAYER}
+    assert {launch[4] for launch in machine.launches} == {(LAYER, RING)}
+    assert "20 of 20 launches" in capsys.readouterr().out

@@ -1,0 +1,238 @@
+"""The decision rule: exact under coin flips, as good as the design says in simulation, and the same from either side."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from benchmarks.compare.rule import (
+    CONFIRM_AGREE,
+    CONFIRM_PAIRS,
+    DELTAS,
+    MAX_DELTA,
+    SCREEN_AGREE,
+    SCREEN_PAIRS,
+    Verdict,
+    chance,
+    exit_code,
+    gateable_share,
+    half_width,
+    interval,
+    judge,
+    raised_delta,
+    suspicion,
+)
+
+pytestmark = pytest.mark.mpi_skip  # plain arithmetic
+
+Floats = NDArray[np.float64]
+BIG, DELTA = 0.5, 0.10
+COMPARISONS = 20_000
+MACHINES = {"dedicated": ("cuda", 0.0347, 0.003), "hosted": ("cpu", 0.0469, 0.021), "hostile": ("cpu", 0.0815, 0.121)}
+"""Floor of delta, spread of a pair's log-ratio, and how often one launch each then differs by more than 10 % in one direction."""
+
+logs_of = st.floats(-1, 1).filter(lambda d: abs(d) > 1e-6)
+screens = st.lists(logs_of, min_size=SCREEN_PAIRS, max_size=SCREEN_PAIRS)
+confirms = st.lists(logs_of, min_size=CONFIRM_PAIRS, max_size=CONFIRM_PAIRS)
+deltas = st.floats(0.01, MAX_DELTA)
+
+
+def throws(pairs: int) -> NDArray[np.int64]:
+    """How many heads each of the 2^pairs sequences of throws shows."""
+    patterns = np.arange(2**pairs)
+    return sum(((patterns >> bit) & 1 for bit in range(pairs)), np.zeros_like(patterns))
+
+
+def test_the_screen_over_all_throws_of_its_coins() -> None:
+    """Identical commits, the second launch of a pair always slower by far: only the coins decide; 56 of 1024 throws look slower."""
+    steps = [0.3 + 0.02 * index for index in range(SCREEN_PAIRS)]
+    found = []
+    for pattern in range(2**SCREEN_PAIRS):
+        logs = [step if pattern >> index & 1 else -step for index, step in enumerate(steps)]
+        found.append(suspicion(logs, DELTA))
+    assert (found.count(1), found.count(-1)) == (56, 56)
+    assert Fraction(found.count(1), len(found)) == Fraction(chance(SCREEN_PAIRS, SCREEN_AGREE))
+
+
+def test_the_whole_rule_over_all_throws_of_its_coins() -> None:
+    """2^30 throws, by their counts: what is found is the product of both tails, for a drift of any size."""
+    screen_counts, confirm_counts = (np.bincount(throws(n)) for n in (SCREEN_PAIRS, CONFIRM_PAIRS))
+    found = dict.fromkeys(Verdict, 0)
+    for slower, ways in enumerate(screen_counts):
+        for again, more in enumerate(confirm_counts):
+            screen, confirm = ([BIG] * k + [-BIG] * (n - k) for k, n in ((slower, SCREEN_PAIRS), (again, CONFIRM_PAIRS)))
+            found[judge(screen, confirm, DELTA).verdict] += int(ways) * int(more)
+    assert sum(found.values()) == 2**30
+    assert found[Verdict.REGRESSED] == found[Verdict.IMPROVED] == 56 * 6196
+    assert Fraction(6196, 2**CONFIRM_PAIRS) == Fraction(chance(CONFIRM_PAIRS, CONFIRM_AGREE))
+
+
+def test_the_figures_of_the_design() -> None:
+    assert round(chance(10, 9), 4) == 0.0107
+    assert round(chance(20, 16), 4) == 0.0059
+    nine_of_ten = throws(10) >= 9
+    assert nine_of_ten.mean() == chance(10, 9)
+
+
+def test_a_fixed_order_is_fooled_by_a_second_slot_that_is_slower_and_a_coin_is_not() -> None:
+    draw = np.random.default_rng(1)
+    noise = draw.normal(0, 0.0088, (COMPARISONS, SCREEN_PAIRS))
+    coins = draw.integers(0, 2, noise.shape) * 2 - 1
+    fixed, thrown = (((noise + 0.01) * order > 0).sum(1) >= 9 for order in (1, coins))
+    assert 0.60 < fixed.mean() < 0.64
+    assert 0.0085 < thrown.mean() < 0.0130
+
+
+def verdicts(logs: Floats, deltas: Floats) -> NDArray[np.bool_]:
+    """Where the rule says regressed: comparisons x 30 log-ratios, all at once."""
+    screen, confirm = logs[:, :SCREEN_PAIRS], logs[:, SCREEN_PAIRS:]
+    suspected = ((screen > 0).sum(1) >= 8) & (np.median(screen, 1) >= np.log1p(0.8 * deltas))
+    confirmed = ((confirm > 0).sum(1) >= 16) & (np.median(confirm, 1) >= np.log1p(deltas))
+    found: NDArray[np.bool_] = (deltas <= 0.15) & suspected & confirmed
+    return found
+
+
+def simulated(spread: float, effect: float) -> tuple[Floats, Floats]:
+    """Log-seconds of base and log-ratios of pairs, comparisons x 30."""
+    draw = np.random.default_rng(2)
+    base, head = draw.normal(0, spread / math.sqrt(2), (2, COMPARISONS, SCREEN_PAIRS + CONFIRM_PAIRS))
+    return base, head - base + math.log1p(effect)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_simulated_comparisons(machine: str) -> None:
+    """No false positive, twice delta is found as often as the design says, where one launch each is often wrong."""
+    kind, spread, usual = MACHINES[machine]
+    floors = np.full(COMPARISONS, DELTAS[kind])
+    _, nothing = simulated(spread, 0.0)
+    _, slower = simulated(spread, 2 * DELTAS[kind])
+    assert verdicts(nothing, floors).sum() == 0
+    assert verdicts(slower, floors).mean() >= {"dedicated": 0.999, "hosted": 0.999, "hostile": 0.66}[machine]
+    assert (nothing[:, 0] > math.log(1.1)).mean() == pytest.approx(usual, rel=0.15)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_simulated_comparisons_with_a_raised_delta(machine: str) -> None:
+    """A case that is too noisy is not judged; of those that are, twice their own delta is found."""
+    kind, spread, _ = MACHINES[machine]
+    base, nothing = simulated(spread, 0.0)
+    steps = np.sort(np.diff(base[:, :SCREEN_PAIRS], axis=1), axis=1)
+    raised = np.maximum(DELTAS[kind], np.expm1(steps[:, -2] - steps[:, 1]))
+    assert verdicts(nothing, raised).sum() == 0
+    slower = nothing + np.log1p(2 * raised)[:, None]
+    assert verdicts(slower, raised)[raised <= MAX_DELTA].mean() > 0.99
+    mine = [raised_delta(DELTAS[kind], np.exp(row).tolist()) for row in base[:50, :SCREEN_PAIRS]]
+    np.testing.assert_allclose(mine, raised[:50], rtol=1e-9)
+
+
+def test_the_simulation_is_of_this_rule() -> None:
+    _, logs = simulated(0.08, 0.12)
+    found = verdicts(logs, np.full(COMPARISONS, DELTA))
+    said = [judge(row[:SCREEN_PAIRS], row[SCREEN_PAIRS:], DELTA).verdict for row in logs[:1000].tolist()]
+    assert [verdict is Verdict.REGRESSED for verdict in said] == found[:1000].tolist()
+    assert 0.05 < found[:1000].mean() < 0.95
+
+
+@given(screens, confirms, deltas)
+def test_exchanging_base_and_head_mirrors_the_verdict(screen: list[float], confirm: list[float], delta: float) -> None:
+    there, back = (judge([s * d for d in screen], [s * d for d in confirm], delta) for s in (1, -1))
+    mirrored = {Verdict.REGRESSED: Verdict.IMPROVED, Verdict.IMPROVED: Verdict.REGRESSED}
+    if there.verdict in mirrored:
+        assert back.verdict is mirrored[there.verdict]
+    assert (back.interval.low, back.interval.high) == (-there.interval.high, -there.interval.low)
+
+
+@given(screens, confirms, deltas, st.floats(0, 1))
+def test_a_slower_head_is_never_judged_milder(screen: list[float], confirm: list[float], delta: float, more: float) -> None:
+    if judge(screen, confirm, delta).verdict is Verdict.REGRESSED:
+        assert judge([d + more for d in screen], [d + more for d in confirm], delta).verdict is Verdict.REGRESSED
+
+
+@given(screens, confirms, deltas)
+@example([0.09] * 10, [0.09] * 20, DELTA)
+def test_what_a_verdict_says_is_in_its_interval(screen: list[float], confirm: list[float], delta: float) -> None:
+    decision = judge(screen, confirm, delta)
+    found, limit = decision.interval, math.log1p(delta)
+    assert found.low <= found.median <= found.high
+    if decision.verdict is Verdict.REGRESSED:
+        assert (found.low > 0, found.median >= limit, decision.slower >= CONFIRM_AGREE) == (True, True, True)
+    assert (found.high < limit) or decision.verdict is not Verdict.UNCHANGED
+    if decision.verdict is Verdict.INCONCLUSIVE:
+        assert found.high >= limit
+        assert decision.pairs_needed is None or decision.pairs_needed > found.pairs
+
+
+@pytest.mark.parametrize(("pairs", "place"), [(9, 2), (10, 2), (20, 5), (30, 9), (3, 1)])
+def test_the_interval_is_the_sign_test_inverted(pairs: int, place: int) -> None:
+    """Zero lies below the interval exactly where so many are positive that fewer than 2 in 100 throws of coins show it."""
+    ordered = [float(n) for n in range(1, pairs + 1)]
+    found = interval(random.Random(3).sample(ordered, pairs))
+    assert (found.low, found.high) == (ordered[place - 1], ordered[-place])
+    if pairs >= 6:
+        assert chance(pairs, pairs - place + 1) <= 0.02 < chance(pairs, pairs - place)
+
+
+def test_more_pairs_would_decide() -> None:
+    """About four times as many where the upper end is twice as far from the median as the limit."""
+    limit = math.log1p(DELTA)
+    screen = [-2 * limit, -2 * limit, *[0.0] * 6, 2 * limit, 2 * limit]
+    decision = judge(screen, (), DELTA)
+    assert (decision.verdict, decision.pairs_needed) == (Verdict.INCONCLUSIVE, 40)
+    beyond = [-0.2, -0.2, -0.2, *[0.15] * 7]
+    assert judge(beyond, (), DELTA).pairs_needed == math.ceil(10 * (0.35 / 0.15) ** 2)
+    near = [*[-1.0] * 3, *[limit - 1e-4] * 5, 1.0, 1.0]
+    assert judge(near, (), DELTA).pairs_needed is None
+
+
+def test_the_half_width_ignores_a_change_of_speed_and_sees_noise() -> None:
+    assert half_width([1.0] * 10) == 0
+    assert half_width([2.0] * 5 + [3.0] * 5) == 0
+    assert half_width([1.0, 1.1] * 5) == pytest.approx(math.log(1.1))
+    assert raised_delta(0.1, [1.0] * 10) == 0.1
+    assert raised_delta(0.1, [1.0, 1.1] * 5) == pytest.approx(0.21)
+
+
+def test_a_case_that_is_too_noisy_is_not_judged() -> None:
+    assert judge([BIG] * 10, [BIG] * 20, MAX_DELTA).verdict is Verdict.REGRESSED
+    assert judge([BIG] * 10, (), MAX_DELTA + 1e-9).verdict is Verdict.UNGATEABLE
+
+
+@pytest.mark.parametrize(("screen", "confirm"), [(9, 0), (11, 0), (10, 0), (10, 19), (10, 21)])
+def test_another_number_of_pairs_is_refused(screen: int, confirm: int) -> None:
+    with pytest.raises(ValueError, match="the rule is for"):
+        judge([BIG] * screen, [BIG] * confirm, DELTA)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code", "strict"),
+    [
+        ("no regression", 0, 0),
+        ("no regression, improved, new, oversubscribed", 0, 0),
+        ("no regression, regressed, missing", 1, 1),
+        ("no regression, missing", 3, 3),
+        ("no regression, mismatch", 3, 3),
+        ("", 3, 3),
+        ("new, oversubscribed", 3, 3),
+        ("ungateable", 3, 3),
+        ("no regression, inconclusive", 0, 4),
+        ("inconclusive", 0, 4),
+        ("no regression, ungateable", 0, 4),
+        ("no regression, no regression, no regression, no regression, ungateable", 0, 0),
+    ],
+)
+def test_exit_codes(verdicts: str, code: int, strict: int) -> None:
+    found = [Verdict(name) for name in verdicts.split(", ") if name]
+    assert (exit_code(found), exit_code(found, strict=True)) == (code, strict)
+
+
+def test_what_counts_as_gateable() -> None:
+    found = [Verdict.UNCHANGED, Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED, Verdict.NEW]
+    assert gateable_share(found) == 0.5
+    assert gateable_share([Verdict.NEW]) == 0

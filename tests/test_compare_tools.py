@@ -1,0 +1,318 @@
+"""Around the comparison: worktrees come and go, launches are started as they should be, self-test and resampling can fail."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.comparison import CASES, RING, Machine, compared, pair_of_sides
+
+from benchmarks.compare import __main__ as command
+from benchmarks.compare import launches, resample, selftest
+from benchmarks.compare import sides as sides_module
+from benchmarks.compare.sides import CompareError, Side, commits, needs, sides
+from benchmarks.harness.setting import Setting
+from benchmarks.launching import Launch
+from benchmarks.records import check
+
+pytestmark = pytest.mark.mpi_skip  # no communication
+
+PROJECT = '[project]\nname = "p"\ndependencies = ["torch>=2", "mpi4py"]\n'
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    answer = subprocess.run([*GIT, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    return answer.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Commits 0 and 1, then `side` with 2, and `main` with 3."""
+    folder = tmp_path / "repository"
+    (folder / "ci").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "ci" / "constraints.txt").write_text("torch==2.0\nrich==1\n# note\nmpich==5\n")
+    git(folder, "init", "--quiet")
+    for number, branch in enumerate(("main", "main", "side", "main")):
+        git(folder, "checkout", "--quiet", *(("-b",) if branch == "side" else ()), branch) if number > 1 else None
+        (folder / f"file{number}").write_text("x")
+        git(folder, "add", "--all")
+        git(folder, "commit", "--quiet", "--message", str(number))
+    return folder
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
+    """The made-up repository counts as the present tree."""
+    monkeypatch.setattr(sides_module, "ROOT", repository)
+    return repository
+
+
+def test_base_is_where_head_left_it(repository: Path) -> None:
+    first, tip = git(repository, "rev-parse", "side~1"), git(repository, "rev-parse", "side")
+    assert commits("main", "side", repository) == (first, tip)
+    assert commits("side", "side", repository) == (tip, tip)
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "complaint"),
+    [
+        ("nowhere", "main", "'nowhere' is no commit"),
+        ("main", "--help", "'--help' is no commit"),
+        ("main", "alone", "no commit in common"),
+    ],
+)
+def test_commits_that_cannot_be_compared(base: str, head: str, complaint: str, repository: Path) -> None:
+    git(repository, "checkout", "--quiet", "--orphan", "alone")
+    git(repository, "commit", "--quiet", "--allow-empty", "--message", "alone")
+    with pytest.raises(CompareError, match=complaint):
+        commits(base, head, repository)
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, CompareError])
+def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Path) -> None:
+    hashes = commits("main", "side", alike)
+    roots: list[Path] = []
+
+    def measure(pair: Sequence[Side]) -> None:
+        roots.extend(side.root for side in pair)
+        assert [sorted(p.name for p in root.glob("file*")) for root in roots] == [["file0", "file1"], ["file0", "file1", "file2"]]
+        assert [side.told for side in pair] == [
+            {"ref": ref, "sha": sha, "environment": "shared"} for ref, sha in zip(("main", "side"), hashes, strict=True)
+        ]
+        (roots[1] / "file2").write_text("changed")
+        raise end("the end")
+
+    with pytest.raises(end, match="the end"), sides(*hashes, ("main", "side"), alike) as pair:
+        measure(pair)
+    assert not any(root.exists() for root in roots)
+    assert len(git(alike, "worktree", "list").splitlines()) == 1
+
+
+def test_a_library_with_other_needs_gets_an_environment_of_its_own(alike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the library itself needs counts; the harness comes from the present tree with its own needs."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(sides_module, "_install", lambda *command: commands.append(command))
+    monkeypatch.setattr(sides_module, "_harness_needs", lambda: ["rich", "mpich"])
+    monkeypatch.setattr(Path, "write_text", lambda path, text: commands.append((path.name, *text.split())))
+    other = alike.parent / "other"
+    shutil.copytree(alike, other)
+    with (other / "ci" / "constraints.txt").open("a") as file:
+        file.write("matplotlib==3\n")
+    assert sides_module._interpreter(other, Path("folder")) == (sys.executable, "shared")
+    with (other / "ci" / "constraints.txt").open("a") as file:
+        file.write("mpi4py==4\n")
+    python, told = sides_module._interpreter(other, Path("folder"))
+    assert (python, told.split(":")[0]) == ("folder/bin/python", "its own")
+    assert commands[0][1:3] == ("-m", "venv")
+    assert commands[1] == ("constraints.txt", "mpi4py==4", "mpich==5", "torch==2.0", "rich==1")
+    assert commands[2][-4:] == ("mpi4py", "torch>=2", "rich", "mpich")
+
+
+def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
+    with pytest.raises(CompareError, match="does not say what it needs"):
+        needs(tmp_path)
+
+
+def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes is kept, also where it is interrupted; what it prints when it fails goes to a log."""
+    asked: list[Any] = []
+
+    def run_launch(ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any) -> str:
+        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, launch.python, root))
+        with Path(setting.out).open("a") as file:
+            file.write(f"line {setting.launch}\n")
+        if setting.launch == 1:
+            raise KeyboardInterrupt
+        return "it broke"
+
+    plan = {size: [{"id": "a"}, {"id": "b"}] for size in (1, 2)}
+    monkeypatch.setattr(launches, "listing", lambda setting, ranks, root, python: plan)
+    monkeypatch.setattr(launches, "run_launch", run_launch)
+    bench, out, pair = launches.Bench("run"), tmp_path / "records.jsonl", {"stage": "screen", "index": 3}
+    side = Side("head", tmp_path, "a-python", {})
+    assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
+    bench.launch(side, 2, ["b"], pair, out)
+    with pytest.raises(KeyboardInterrupt):
+        bench.launch(side, 1, ["a", "b"], pair, out)
+    assert asked == [(2, ["b"], pair, 0, "a-python", tmp_path), (1, ["a", "b"], pair, 1, "a-python", tmp_path)]
+    assert out.read_text() == "line 0\nline 1\n"
+    assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "records.log"]
+
+
+def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listing(*_: object) -> None:
+        raise launches.UsageError("no sp_core")
+
+    monkeypatch.setattr(launches, "listing", listing)
+    with pytest.raises(CompareError, match="base: no sp_core"):
+        launches.Bench("run").listed(pair_of_sides()[0], [1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("nowhere", "'nowhere' is no commit"),
+        ("HEAD --ranks 0", "no list of different numbers"),
+        ("HEAD --ranks 1,1", "no list of different numbers"),
+        ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
+        ("HEAD --out full", "is not empty"),
+        ("HEAD --launcher srun", "write {ranks} in it"),
+        ("HEAD --timeout 0", "pass more than 0"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: str, complaint: str, alike: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(alike.parent)
+    (alike.parent / "full").mkdir()
+    (alike.parent / "full" / "records.jsonl").write_text("old")
+    monkeypatch.setattr(command, "Bench", lambda *_: Machine())
+    monkeypatch.setattr(command, "REPORTS", alike.parent / "reports")
+    monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
+    monkeypatch.setattr(command, "uncommitted", lambda: True)
+    monkeypatch.setattr(command, "sides", lambda *arguments: sides(*arguments, alike))
+    assert command.main(arguments.split()) == command.USAGE
+    assert complaint in capsys.readouterr().err
+    assert (alike.parent / "full" / "records.jsonl").read_text() == "old"
+
+
+def test_an_interruption_keeps_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine()
+
+    def launch(*arguments: Any) -> None:
+        if len(machine.launches) == 5:
+            raise KeyboardInterrupt
+        Machine.launch(machine, *arguments)
+
+    monkeypatch.setattr(machine, "launch", launch)
+    monkeypatch.setattr(command, "runner", lambda *_: machine)
+    monkeypatch.setattr(command, "commits", lambda *refs: refs)
+    monkeypatch.setattr(command, "sides", lambda *arguments: Still(pair_of_sides()))
+    assert command.main(["main", "--out", str(tmp_path)]) == 130
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 5 * len(CASES)
+    assert not (tmp_path / "result.json").exists()
+    assert "interrupted" in capsys.readouterr().err
+
+
+class Still(tuple[Side, Side]):
+    """Sides that need no worktree."""
+
+    def __enter__(self) -> tuple[Side, ...]:
+        return tuple(self)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Three comparisons of a commit with itself."""
+    monkeypatch.setattr(check, "validate", lambda record: None)
+    monkeypatch.setattr("kit.comparison.pair_of_sides", same_sides)
+    folders = [tmp_path / str(number) for number in range(3)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        compared(folder, Machine(number, noise=0.02), seed=number)
+    return folders
+
+
+def same_sides() -> tuple[Side, Side]:
+    base, head = pair_of_sides()
+    return base, Side("head", head.root, head.python, {**head.told, "sha": base.told["sha"]})
+
+
+def test_resampling_finds_no_regression_and_a_delay(stored: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert resample.main([*map(str, stored), "--comparisons", "50", "--case", RING]) == 0
+    shown = capsys.readouterr().out
+    assert "50 comparisons of identical commits, 6 cases each: 0 say regressed" in shown
+    assert f"{RING}, P=2, 20% more: found 100 of 100" in shown
+
+
+def test_resampling_can_fail(stored: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [*map(str, stored), "--comparisons", "5"]
+    assert resample.main([*chosen, "--case", RING, "--extra", "0.05"]) == 1
+    monkeypatch.setattr(resample, "judge", lambda screen, confirm, delta: argparse.Namespace(verdict=resample.Verdict.REGRESSED))
+    assert resample.main(chosen) == 1
+    (tmp_path / "different").mkdir()
+    monkeypatch.setattr("kit.comparison.pair_of_sides", pair_of_sides)
+    compared(tmp_path / "different", Machine(), (1,))
+    assert resample.main([str(tmp_path / "different")]) == 2
+    assert resample.main([str(tmp_path)]) == 2
+
+
+def row(case: str, ranks: int, verdict: str) -> dict[str, Any]:
+    return {"case": case, "ranks": ranks, "verdict": verdict, "delta": 0.12}
+
+
+PLANTED = selftest.PLANTED_CASE
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ([row(PLANTED, 1, "regressed"), row(PLANTED, 2, "regressed"), row("other", 2, "inconclusive")], 0),
+        ([row(PLANTED, 1, "ungateable"), row(PLANTED, 2, "regressed"), row(PLANTED, 4, "oversubscribed")], 0),
+        ([row(PLANTED, 1, "regressed"), row(PLANTED, 2, "inconclusive")], 1),
+        ([row(PLANTED, 1, "regressed"), row("other", 2, "regressed")], 1),
+        ([row(PLANTED, 1, "ungateable")], 1),
+        ([], 1),
+    ],
+)
+def test_the_selftest_knows_what_must_be_found(rows: list[dict[str, Any]], wrong: int) -> None:
+    assert len(selftest.planted_found({"rows": rows})) == wrong
+
+
+@pytest.mark.parametrize("verdict", ["regressed", "improved", "missing", "mismatch", "new"])
+def test_the_selftest_knows_what_must_not_be_found(verdict: str) -> None:
+    rows = [row("a", 1, "no regression"), row("b", 1, verdict)]
+    assert len(list(selftest.nothing_found({"rows": rows, "gateable_share": 1.0}))) == 1
+    assert len(list(selftest.nothing_found({"rows": rows[:1], "gateable_share": 0.5}))) == 1
+    assert list(selftest.nothing_found({"rows": rows[:1], "gateable_share": 0.8})) == []
+
+
+def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the last rank only, forward only; by a clock that goes on by one whenever it is read, and by ten in the call."""
+    path = tmp_path / selftest.PLANTED_IN
+    path.parent.mkdir(parents=True)
+    call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"
+    path.write_text(f"import time\nimport torch\n\n\n{call}")
+    side = selftest.plant(Side("head", tmp_path, "python", {"ref": "HEAD", "sha": "a" * 40}), 3.0)
+    assert (side.told["sha"], "200% more work" in side.told["ref"]) == (None, True)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    attention = runpy.run_path(str(path))["ring_attention"]
+
+    def took(rank: int) -> int:
+        before = next(clock)
+        attention(comm=argparse.Namespace(rank=rank, size=2))
+        return next(clock) - before
+
+    with torch.no_grad():
+        others, last = took(0), took(1)
+    assert (others, took(1)) == (13, 13)
+    assert last == 11 * 3 + 2
+    path.write_text("")
+    with pytest.raises(CompareError, match="plant the work elsewhere"):
+        selftest.plant(side, 1.5)
+
+
+def test_as_much_is_planted_as_the_case_needs() -> None:
+    assert selftest.planted_delta([{"rows": [row(PLANTED, 2, "no regression")]}]) == 0.12
+    assert selftest.planted_delta([]) == 0.10

@@ -1,0 +1,212 @@
+"""The script that lets a reviewed pull request run on GPUs, with a bare repository as the server."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ci import promote_pr
+
+NEW_BRANCH = "refs/heads/pull-request/7"
+
+
+class Server:
+    """A bare repository with `main` and pull request 7, a stranger's clone that writes both, and a maintainer's that promotes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bare, self.stranger, self.maintainer = folder / "bare", folder / "stranger", folder / "maintainer"
+        self.git("init", "--quiet", "--bare", "--initial-branch=main", str(self.bare), at=folder)
+        self.git("clone", "--quiet", str(self.bare), str(self.stranger), at=folder)
+        self.git("checkout", "--quiet", "-b", "main")
+        self.commit("Start", **{"sp_core/a.py": "1", "ci/constraints.txt": "torch==1", ".github/workflows/ci.yml": "on: push"})
+        self.git("push", "--quiet", "origin", "main")
+        self.git("clone", "--quiet", str(self.bare), str(self.maintainer), at=folder)
+
+    def git(self, *arguments: str, at: Path | None = None) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=at or self.stranger, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(self, title: str, **files: str) -> str:
+        for name, text in files.items():
+            path = self.stranger / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "-m", title)
+        return self.git("rev-parse", "HEAD")
+
+    def propose(self, title: str = "Change", **files: str) -> str:
+        """A new commit on top of the pull request; it is its head now."""
+        head = self.commit(title, **files)
+        self.git("push", "--quiet", "--force", "origin", "HEAD:refs/pull/7/head")
+        return head
+
+    def promoted(self) -> str:
+        return self.git("ls-remote", "origin", NEW_BRANCH).partition("\t")[0]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, "/dev/null")
+    server = Server(tmp_path)
+    monkeypatch.chdir(server.maintainer)
+    return server
+
+
+def test_a_reviewed_commit_is_pushed(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    head = server.propose(**{"sp_core/a.py": "2"})
+    before = server.git("for-each-ref", "refs/heads", "refs/tags", at=server.maintainer)
+    assert promote_pr.main(["7", head]) == 0
+    assert server.promoted() == head
+    shown = capsys.readouterr().out
+    assert 'changes 1 files against main:\n  "sp_core/a.py"\n' in shown
+    assert f"pushed {head} to pull-request/7" in shown
+    assert server.git("for-each-ref", "refs/heads", "refs/tags", at=server.maintainer) == before
+    assert server.git("status", "--porcelain", at=server.maintainer) == ""
+
+
+def test_a_dry_run_pushes_nothing(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    head = server.propose(**{"sp_core/a.py": "2"})
+    assert promote_pr.main(["7", head, "--dry-run"]) == 0
+    assert f"would push {head} to pull-request/7 (a new branch)" in capsys.readouterr().out
+    assert server.promoted() == ""
+
+
+def test_a_pull_request_that_moved_is_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    reviewed = server.propose(**{"sp_core/a.py": "2"})
+    moved = server.propose(**{"sp_core/a.py": "evil"})
+    assert promote_pr.main(["7", reviewed]) == 1
+    assert f"you reviewed {reviewed}, it is now {moved}" in capsys.readouterr().err
+    assert server.promoted() == ""
+
+
+def test_a_second_promotion_replaces_the_first_also_after_a_rebase(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    first = server.propose(**{"sp_core/a.py": "2"})
+    assert promote_pr.main(["7", first]) == 0
+    server.git("reset", "--quiet", "--hard", "origin/main")
+    second = server.propose(**{"sp_core/a.py": "3"})
+    assert promote_pr.main(["7", second]) == 0
+    assert server.promoted() == second
+    capsys.readouterr()
+    assert promote_pr.main(["7", second]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+GUARDED = [
+    ".github/workflows/new.yml",
+    ".github/zizmor.yml",
+    ".ci/run",
+    "ci/env.mpich",
+    "ci/constraints.txt",
+    "ci/slurm/deep/er.sh",
+    "ci/\x1b[2J",
+    "constraints-gpu.txt",
+    "docs/requirements.txt",
+    "uv.lock",
+    ".gitmodules",
+]
+FREE = ["ci_tools/a.py", "sp_core/ci/a.py", "sp_core/github.py", "circuit.py", "README.md"]
+
+
+def test_what_ci_runs_is_guarded_and_nothing_else() -> None:
+    assert list(promote_pr.guarded([*GUARDED, *FREE])) == GUARDED
+
+
+def test_changes_of_what_ci_runs_are_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.propose(**{"ci/\x1b[2J": "evil"})
+    head = server.propose(**{"sp_core/a.py": "2"})
+    assert promote_pr.main(["7", head]) == 1
+    shown = capsys.readouterr()
+    assert "changes how CI runs" in shown.err
+    assert "\x1b" not in shown.err + shown.out
+    assert server.promoted() == ""
+    assert promote_pr.main(["7", head, "--allow-ci"]) == 0
+    assert server.promoted() == head
+
+
+@pytest.mark.parametrize("disguise", [["mv", "ci/constraints.txt", "sp_core/b.txt"], ["rm", ".github/workflows/ci.yml"]])
+def test_moving_and_deleting_are_changes(server: Server, disguise: list[str]) -> None:
+    server.git(*disguise)
+    assert promote_pr.main(["7", server.propose()]) == 1
+
+
+def test_a_folder_that_became_a_link_is_a_change(server: Server) -> None:
+    server.git("rm", "-r", "--quiet", "ci")
+    server.propose()
+    (server.stranger / "ci").symlink_to("sp_core")
+    assert promote_pr.main(["7", server.propose()]) == 1
+
+
+def test_a_setting_of_the_maintainer_hides_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.git("config", "diff.relative", "true", at=server.maintainer)
+    head = server.propose(**{"ci/constraints.txt": "evil"})
+    monkeypatch.chdir(server.maintainer / "sp_core")
+    assert promote_pr.main(["7", head]) == 1
+
+
+def test_what_main_changed_meanwhile_is_not_held_against_it(server: Server) -> None:
+    server.propose(**{"sp_core/a.py": "2"})
+    server.git("checkout", "--quiet", "main")
+    server.git("reset", "--quiet", "--hard", "origin/main")
+    server.commit("Newer packages", **{"ci/constraints.txt": "torch==2"})
+    server.git("push", "--quiet", "origin", "main")
+    server.git("fetch", "--quiet", "origin", "refs/pull/7/head")
+    server.git("checkout", "--quiet", "FETCH_HEAD")
+    assert promote_pr.main(["7", server.git("rev-parse", "HEAD")]) == 0
+    server.git("merge", "--quiet", "-m", "Merge", "origin/main")
+    assert promote_pr.main(["7", server.propose(**{"sp_core/a.py": "3"})]) == 0
+
+
+def test_somebody_else_who_pushes_at_the_same_time_is_not_overwritten(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = server.propose(**{"sp_core/a.py": "2"})
+    other = server.git("rev-parse", "origin/main")
+    plain = promote_pr.say
+
+    def interrupted(*arguments: str) -> str:
+        if arguments[0] == "push":
+            server.git("push", "--quiet", "origin", f"{other}:{NEW_BRANCH}")
+        return plain(*arguments)
+
+    monkeypatch.setattr(promote_pr, "say", interrupted)
+    assert promote_pr.main(["7", head]) == 2
+    assert "git push" in capsys.readouterr().err
+    assert server.promoted() == other
+
+
+def test_what_git_cannot_do_is_said(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    head = server.propose(**{"sp_core/a.py": "2"})
+    assert promote_pr.main(["8", head]) == 2
+    assert "refs/pull/8/head" in capsys.readouterr().err
+    assert promote_pr.main(["7", head, "--remote", "nowhere"]) == 2
+    assert promote_pr.main(["7", head, "--base", "nowhere"]) == 2
+    assert server.promoted() == ""
+
+
+def test_a_history_without_a_common_commit_is_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.git("checkout", "--quiet", "--orphan", "fresh")
+    assert promote_pr.main(["7", server.propose(**{"sp_core/a.py": "2"})]) != 0
+    assert "git merge-base" in capsys.readouterr().err
+    assert server.promoted() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["7", "0123456"], "no full commit"),
+        (["7", "HEAD"], "no full commit"),
+        (["7", "A" * 40], "no full commit"),
+        (["0", "a" * 40], "no number of a pull request"),
+        (["7/../main", "a" * 40], "no number of a pull request"),
+        (["--dry-run"], "required"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        promote_pr.main(arguments)
+    assert raised.value.code == 2
+    assert complaint in capsys.readouterr().err

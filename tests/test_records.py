@@ -1,0 +1,280 @@
+"""Records: what is written can be read; what cannot be used is named, and costs nothing but itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from benchmarks import records
+from benchmarks.records import RecordError, check, files
+
+ROOT = Path(__file__).resolve().parent.parent
+
+GOOD: dict[str, Any] = {
+    "schema": 1,
+    "run_id": "20261120T131500Z-1a2b3c",
+    "launch": 0,
+    "pair": {"index": 3, "stage": "screen", "side": "base", "slot": 0, "coin": 1, "seed": 7},
+    "commit": {"sha": "0" * 40, "merge_base": None, "branch": "main", "dirty": False},
+    "harness_sha": "a" * 64,
+    "case": {
+        "id": "schemes/ring/zigzag/causal/forward",
+        "layer": "schemes",
+        "scheme": "ring",
+        "direction": "forward",
+        "ranks": 2,
+        "mesh": {"sp": 2},
+        "shape": {"batch": 1, "seq": 2048},
+        "dtype": "float32",
+        "layout": "zigzag",
+        "mask": "causal",
+        "algorithm": None,
+        "transport": "host",
+    },
+    "device": {"kind": "cpu", "name": "a CPU", "count": 2, "clocks": None, "temperature": None, "power_cap": None, "driver": None},
+    "transport": {
+        "mpi": {"vendor": "Open MPI", "version": "5.0.11", "library": "Open MPI v5.0.11"},
+        "mode": "host",
+        "threads": 1,
+        "oversubscribed": False,
+        "shared_gpu": False,
+    },
+    "env": {
+        "fingerprint": "0123456789abcdef",
+        "python": "3.11.2",
+        "torch": "2.13.0",
+        "platform": "Linux",
+        "cpu_model": "a CPU",
+        "cores": 2,
+        "slurm_job": None,
+    },
+    "timing": {
+        "warmup": 1,
+        "iterations": 3,
+        "inner": 4,
+        "samples_s": [0.25, 0.5, 0.75],
+        "max_local_s": [0.25, 0.5, 0.75],
+        "per_rank_median_s": [0.5, 0.5],
+        "median_s": 0.5,
+        "imbalance": 1.0,
+        "barrier_skew_s": {"median": 1e-6, "p95": 1e-6, "max": 1e-6},
+        "skew_limited": False,
+    },
+    "phases": {"total": {"max_s": 0.5, "mean_s": 0.5}},
+    "comm": {"exchange": {"calls": 1, "messages": 2, "bytes_sent": 64, "bytes_formula": 64, "seconds": 0.1}},
+    "memory": {"peak_bytes": 1024, "method": "counted"},
+    "work": {"flops": None, "tokens": 2048},
+    "status": "ok",
+    "reason": None,
+}
+FAILED = GOOD | dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+FAILED |= {"status": "failed", "reason": "a rank died\nof signal 9"}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """A good record with another value in one place."""
+    record: dict[str, Any] = copy.deepcopy(GOOD)
+    *way, last = path.split(".")
+    place = record
+    for step in way:
+        place = place[step]
+    place[last] = value
+    return record
+
+
+def line(record: Any) -> bytes:
+    return json.dumps(record).encode()
+
+
+def test_the_schema_is_one() -> None:
+    Draft202012Validator.check_schema(json.loads(check.SCHEMA.read_text()))
+
+
+def test_what_is_appended_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    for record in (GOOD, FAILED):
+        records.append(path, record)
+    assert records.read(path) == records.Reading([GOOD, FAILED], [])
+    assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        ("schema", 2, "schema is 2; this program reads version 1"),
+        ("schema", True, "$.schema"),
+        ("surprise", 1, "surprise"),
+        ("case.surprise", 1, "surprise"),
+        ("status", "fine", "$.status"),
+        ("status", "failed", "$.reason"),
+        ("timing", None, "$.timing"),
+        ("timing.samples_s", [], "$.timing.samples_s"),
+        ("timing.samples_s", [0.5], "has 1 numbers, the record says 3"),
+        ("timing.samples_s", [0.5, 0.5, -0.5], "$.timing.samples_s[2]"),
+        ("timing.samples_s", [0.5, 0.5, True], "$.timing.samples_s[2]"),
+        ("timing.median_s", 0.4, "the median of the samples is 0.5"),
+        ("timing.per_rank_median_s", [0.5], "has 1 numbers, the record says 2"),
+        ("case.ranks", 2.0, "$.case.ranks"),
+        ("case.ranks", 0, "$.case.ranks"),
+        ("case.ranks", 1, "has not 1 ranks"),
+        ("case.id", "schemes/<script>", "$.case.id"),
+        ("case.id", "schemes/ring\n", "$.case.id"),
+        ("case.id", "a|b", "$.case.id"),
+        ("case.id", "a" * 5000, "$.case.id"),
+        ("commit.branch", "a\nb", "$.commit.branch"),
+        ("commit.branch", "a\x1b[31m", "$.commit.branch"),
+        ("commit.branch", "\ud800", "$.commit.branch"),
+        ("comm.exchange.bytes_sent", 1.5, "$.comm.exchange.bytes_sent"),
+        ("comm.exchange.bytes_sent", 10**19, "$.comm.exchange.bytes_sent"),
+        ("phases", {}, "$.phases"),
+        ("reason", "x" * 5000, "$.reason"),
+    ],
+)
+def test_a_wrong_value_is_named(path: str, value: Any, complaint: str, tmp_path: Path) -> None:
+    record = changed(path, value)
+    with pytest.raises(RecordError, match=r".") as caught:
+        records.parse(line(record))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    with pytest.raises(RecordError):
+        records.append(tmp_path / "records.jsonl", record)
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_nothing_may_be_missing(name: str) -> None:
+    record = {key: value for key, value in GOOD.items() if key != name}
+    with pytest.raises(RecordError, match=name):
+        records.parse(line(record))
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        (b"{}", "schema is None"),
+        (b"[]", "is not of type 'object'"),
+        (b"null", "is not of type 'object'"),
+        (b"PK\x03\x04\xff\xfe", "no JSON"),
+        (line(GOOD)[:-30], "no JSON"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": NaN'), "NaN"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": -Infinity'), "-Infinity"),
+        (line(GOOD).replace(b'"median_s": 0.5', b'"median_s": 1e999'), "1e999"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": ' + b"9" * 9000), "999"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": 0, "launch": 0'), "'launch' is there twice"),
+        (line(GOOD).replace(b'"ranks": 2', b'"ranks": 2, "ranks": 4'), "'ranks' is there twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"x":' * 100_000, "nested too deeply"),
+        (b'{"schema":1,"x":"' + b"x" * check.MAX_LINE + b'"}', f"{check.MAX_LINE} are allowed"),
+    ],
+)
+def test_a_bad_line_is_named_and_the_rest_is_usable(raw: bytes, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b"\n".join([line(GOOD), raw, b"", line(FAILED)]) + b"\n")
+    found = records.read(path)
+    assert found.records == [GOOD, FAILED]
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith(f"{path}, line 2: ")
+    assert complaint.replace("'", "") in found.problems[0].replace("'", "")
+    assert "\n" not in found.problems[0]
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=300), st.integers(0, 2000), st.integers(0, 2000))
+def test_no_bytes_raise_anything_but_a_record_error(noise: bytes, start: int, length: int) -> None:
+    good = line(GOOD)
+    spoiled = good[:start] + noise + good[start + length :]
+    with contextlib.suppress(RecordError):
+        records.validate(records.parse(spoiled))
+
+
+def test_a_foreign_file_is_told_once_and_not_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "foreign"
+    path.write_bytes(b"name,seconds\n" * 1000)
+    found = records.read(path)
+    assert found.records == []
+    assert len(found.problems) == files.MAX_PROBLEMS + 1
+    assert found.problems[-1].endswith(f"{1000 - files.MAX_PROBLEMS} more lines cannot be used.")
+
+
+def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(line(GOOD) * 3)
+    monkeypatch.setattr(files, "MAX_FILE", 100)
+    for name, complaint in (
+        ("absent", "No such file"),
+        (".", "no ordinary file"),
+        ("pipe", "no ordinary file"),
+        ("large", "Split it"),
+    ):
+        found = records.read(tmp_path / name)
+        assert found.records == []
+        assert [complaint in problem and str(tmp_path) in problem for problem in found.problems] == [True]
+
+
+def test_a_line_that_was_cut_by_a_crash_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records.append(path, GOOD)
+    with path.open("ab") as file:
+        file.write(line(GOOD)[:100])
+    records.append(path, FAILED)
+    found = records.read(path)
+    assert found.records == [GOOD, FAILED]
+    assert [problem.split(":")[0] for problem in found.problems] == [f"{path}, line 2"]
+
+
+def test_a_record_survives_the_death_of_its_writer(tmp_path: Path) -> None:
+    """Killed between two appends, as by the kernel: no handler, no flushing at exit."""
+    path = tmp_path / "records.jsonl"
+    program = (
+        "import json, os, signal, sys\nfrom benchmarks import records\n"
+        "records.append(sys.argv[1], json.loads(sys.argv[2]))\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", program, str(path), line(GOOD).decode()]
+    answer = subprocess.run(command, cwd=ROOT, timeout=60, check=False)
+    assert answer.returncode == -9
+    assert records.read(path) == records.Reading([GOOD], [])
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "same"),
+    [
+        ("env", "slurm_job", "4711", True),
+        ("env", "fingerprint", "f" * 16, True),
+        ("device", "temperature", 80, True),
+        ("device", "clocks", "1980 MHz", True),
+        ("device", "count", 4, True),
+        ("transport", "oversubscribed", True, True),
+        ("env", "torch", "2.14.0", False),
+        ("env", "cores", 4, False),
+        ("device", "name", "another CPU", False),
+        ("device", "power_cap", 700, False),
+        ("transport", "threads", 2, False),
+        ("transport", "mpi", {"vendor": "MPICH", "version": "5.0.2", "library": "MPICH"}, False),
+    ],
+)
+def test_the_fingerprint_holds_stable_fields_only(part: str, name: str, value: Any, same: bool) -> None:
+    def of(record: dict[str, Any]) -> str:
+        return records.fingerprint(record["env"], record["device"], record["transport"])
+
+    assert (of(changed(f"{part}.{name}", value)) == of(GOOD)) is same
+
+
+@pytest.mark.parametrize("told", ["", "\x1b[31mred\x1b[0m\x00\x07", "\ud800", "x" * 9000, "tab\there\nline", "\u2028\x85"])
+def test_any_text_can_be_a_reason(told: str) -> None:
+    records.validate(changed("status", "failed") | {"reason": records.reason(told)})
+
+
+def test_the_key_is_case_and_ranks() -> None:
+    assert records.key(GOOD) == ("schemes/ring/zigzag/causal/forward", 2)

@@ -1,0 +1,129 @@
+"""What CI runs: nox sessions that exist, with the least rights, from actions that cannot change."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").iterdir())}
+INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install --quiet -c ci/constraints.txt nox"
+NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`]*)?""")
+PINNED = re.compile(r"actions/(checkout|setup-python|upload-artifact|download-artifact)@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
+FORBIDDEN = ("pull_request_target", "workflow_run", "issue_comment", "secrets.", "secrets:")
+
+each_workflow = pytest.mark.parametrize("name", WORKFLOWS)
+
+
+def sessions() -> set[str]:
+    """The names of the functions in the noxfile that nox runs."""
+    functions = [node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {one.name for one in functions if any("nox.session" in ast.unparse(mark) for mark in one.decorator_list)}
+
+
+def values(key: str, text: str) -> list[str]:
+    """What stands behind a key, wherever it is; a value of several lines is '|'."""
+    return re.findall(rf"^ *(?:- )?{key}: (.*)$", text, re.MULTILINE)
+
+
+def jobs(text: str) -> dict[str, str]:
+    """The text of each job by its name."""
+    parts = re.split(r"^  (\w+):$", text.partition("\njobs:\n")[2], flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def called(command: str) -> str | None:
+    """The session that a command runs; None if it is no single call of nox."""
+    match = NOX.fullmatch(command)
+    return match and (match[1] or match[2])
+
+
+@each_workflow
+def test_every_step_is_one_call_of_nox_for_a_session_that_exists(name: str) -> None:
+    commands = [command for command in values("run", WORKFLOWS[name]) if command != INSTALL]
+    assert {command: called(command) for command in commands if called(command) not in sessions()} == {}
+    assert commands or name == "gpu.yml"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "|",
+        "make",
+        f"{INSTALL} evil",
+        ".venv/bin/nox -s lint && make",
+        ".venv/bin/nox -s lint -- a; b",
+        ".venv/bin/nox -s lint -- `a`",
+    ],
+)
+def test_something_else_is_no_call_of_nox(command: str) -> None:
+    assert called(command) is None
+
+
+@each_workflow
+def test_nothing_is_pasted_into_a_command(name: str) -> None:
+    assert [command for command in values("run", WORKFLOWS[name]) if "${{" in command] == []
+
+
+@each_workflow
+def test_actions_are_pinned_to_a_commit(name: str) -> None:
+    assert [used for used in values("uses", WORKFLOWS[name]) if not PINNED.fullmatch(used) and used != OURS] == []
+
+
+def test_one_action_is_one_commit_everywhere() -> None:
+    used = {line for text in WORKFLOWS.values() for line in values("uses", text)}
+    assert len(used) == len({line.partition("@")[0] for line in used})
+
+
+@each_workflow
+def test_every_job_has_the_least_rights_and_an_end(name: str) -> None:
+    text = WORKFLOWS[name]
+    assert "\npermissions: {}\n" in text
+    assert "\nconcurrency:\n  group: " in text
+    assert jobs(text)
+    for title, job in jobs(text).items():
+        assert "    permissions:\n      contents: " in job, title
+        assert re.search(r"^    timeout-minutes: \d+$", job, re.MULTILINE) or OURS in job, title
+        assert job.count("uses: actions/checkout@") == job.count("          persist-credentials: false\n"), title
+
+
+@each_workflow
+def test_no_trigger_gives_a_stranger_rights(name: str) -> None:
+    assert [word for word in FORBIDDEN if word in WORKFLOWS[name]] == []
+
+
+def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> None:
+    writers = {(name, title): job for name, text in WORKFLOWS.items() for title, job in jobs(text).items() if ": write" in job}
+    assert list(writers) == [("bench-history.yml", "append")]
+    ((_, job),) = writers.items()
+    assert [called(command) for command in values("run", job) if command != INSTALL] == ["append_history"]
+    assert "pull_request" not in WORKFLOWS["bench-history.yml"]
+    tokens = {name for name, text in WORKFLOWS.items() if "github.token" in text}
+    assert tokens == {"bench-history.yml"}
+
+
+def test_gpu_runners_serve_no_pull_request_by_itself() -> None:
+    assert {name for name, text in WORKFLOWS.items() if "group: gpu\n" in text} == {"gpu-run.yml"}
+    asks, runs = (WORKFLOWS[name].partition("\njobs:")[0] for name in ("gpu.yml", "gpu-run.yml"))
+    assert re.findall(r"^  (\w+):", runs.partition("\non:\n")[2].partition("\n\n")[0], re.MULTILINE) == ["workflow_call"]
+    assert "pull_request" not in asks
+    assert 'branches: [main, "pull-request/[0-9]+"]' in asks
+    assert {name for name, text in WORKFLOWS.items() if OURS in text} == {"gpu.yml"}
+
+
+def test_the_oldest_and_the_newest_python_are_tested() -> None:
+    supported = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    (tested,) = re.findall(r"^ *python: \[(.*?)\]", WORKFLOWS["ci.yml"], re.MULTILINE)
+    assert supported
+    assert tested.split(", ")[0] == f'"{supported[1]}"'
+    assert len(tested.split(", ")) == 2
+
+
+def test_whoever_opens_a_pull_request_is_told_what_it_needs() -> None:
+    template = (ROOT / ".github" / "pull_request_template.md").read_text()
+    assert "nox -s tests" in template
+    assert "nox -s lint" in template
