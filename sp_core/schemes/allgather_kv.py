@@ -3,14 +3,12 @@
     rank r:   q_r  k_r v_r  --all-gather-->  k_0..k_P-1  v_0..v_P-1,    out_r = softmax(q_r k^T) v
     backward: gather k, v again;  dq_r stays,  dk dv of all tokens  --reduce-scatter-->  dk_r dv_r
 
-K and V travel together, a group of heads at a time: while one group is attended to, the next is under way. They are not kept
-for the backward, which gathers them again: what a layer saves grows with S/P. Shapes: B batch, S sequence, H heads, K key/value
-heads, D head dim, P ranks.
+K and V travel together, a group of heads at a time: while one group is attended to, the next is under way. The backward gathers
+them again: what a layer saves grows with S/P. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,7 +109,8 @@ class _AllGatherKV(torch.autograd.Function):
                 yield dk, dv
 
         if not any(ctx.needs_input_grad[1:3]):
-            deque(gradients(), maxlen=0)  # only dqs is wanted
+            for _ in gradients():  # only dqs is wanted
+                pass
             return _joined(dqs, 2), None, None, None
         dk, dv = (_joined(list(x), 2) for x in zip(*_reduced(gradients(), problem), strict=True))
         return _joined(dqs, 2), dk.to(k.dtype), dv.to(v.dtype), None

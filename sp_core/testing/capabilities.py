@@ -25,7 +25,7 @@ from sp_core.testing.strategies import AttentionProblem
 RANKS = 4
 BASE = AttentionProblem(
     *(2, 16, 16, 4, 1, 8, "float64", "contiguous", "contiguous", Mask(), None, 1.0),
-    *("normal", "normal", (True, True, True), False, 1),
+    *("normal", "normal", (True, True, True), "plain", 1),
 )
 PROBLEMS = {
     "full attention": (BASE,),
