@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, assume, example, settings
 from hypothesis import strategies as st
 from kit.failing import failure_of, leads
 
-from sp_core.testing import event, given, note, record_ratio, remarks, session, spmd, target, tier
+from sp_core.testing import event, features, given, note, profiles, record_ratio, remarks, session, spmd, target, tier
 from sp_core.testing.outcome import RankFailure
+from sp_core.testing.tally import Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 QUICK = 60
@@ -104,6 +105,31 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         assert "said by rank 0" in text
         assert "said by rank 1" in text
         assert "@example(nprocs=2, n=900)" in text
+
+
+def test_features_are_counted_once_for_each_example_and_in_pairs() -> None:
+    @given(nprocs=st.just(2), n=st.integers(0, 5), max_examples=QUICK)
+    def body(comm: Any, n: int) -> None:
+        features({"parity": n % 2, "rank": comm.rank}, ["drawn"])
+
+    before, session.current.tally = session.current.tally, Tally()
+    body()
+    counted, session.current.tally = session.current.tally, before
+    if leads():
+        assert counted.features["drawn"] == counted.examples > 0
+        assert counted.features["parity=0"] + counted.features["parity=1"] == counted.examples
+        assert counted.pairs["parity=0", "rank=1"] == counted.features["parity=0"]
+        assert not any("drawn" in pair for pair in counted.pairs)
+
+
+def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def number(profile: str, own: int | None) -> int:
+        monkeypatch.setattr(profiles, "name", lambda: profile)
+        return int(profiles.chosen(None, own).max_examples)
+
+    assert (number("pr", None), number("pr", 30), number("quick", 30)) == (100, 30, 30)
+    most = number("explore", None)
+    assert number("explore", 30) == max(30, 30 * most // 100)
 
 
 def test_the_largest_ratio_over_ranks_is_recorded() -> None:
