@@ -95,13 +95,13 @@ def watch(command: list[str], folder: Path, timeout: float, progress: Progress) 
 def _run(command: list[str], folder: Path, timeout: float, progress: Progress) -> int | None:
     with (folder / "output").open("w") as output, _process(command, output) as process:
         end = time.monotonic() + timeout + GRACE_SECONDS
-        told = None
+        known = None
         while (code := process.poll()) is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-            now = _told(folder)
-            if now is not None and now != told:
+            now = told(folder)
+            if now is not None and now != known:
                 progress(now)
-                told = now
+                known = now
         return code
 
 
@@ -135,12 +135,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(timeout=10)
 
 
-def _told(folder: Path) -> dict[str, Any] | None:
+def told(folder: Path) -> dict[str, Any] | None:
+    """What rank 0 last said that it is doing."""
     try:
-        told: dict[str, Any] = json.loads((folder / "progress").read_text())
+        news: dict[str, Any] = json.loads((folder / "progress").read_text())
     except (OSError, ValueError):  # not there yet, or half written
         return None
-    return told
+    return news
 
 
 def _outcome(folder: Path, code: int | None, output: str, timeout: float) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def _outcome(folder: Path, code: int | None, output: str, timeout: float) -> dic
     if code == 0 and record.exists():
         found: dict[str, Any] = json.loads(record.read_text())
         return found
-    return failure(code, output, timeout, (_told(folder) or {}).get("phase", "starting"))
+    return failure(code, output, timeout, (told(folder) or {}).get("phase", "starting"))
 
 
 def failure(code: int | None, output: str, timeout: float, doing: str) -> dict[str, Any]:

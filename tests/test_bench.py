@@ -129,9 +129,8 @@ def test_an_end_in_the_middle_loses_nothing(ending: str, monkeypatch: pytest.Mon
 
     def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> tuple[int, str]:
         setting = Setting.load(folder / "setting.json")
-        progress({"case": "a", "done": 0, "total": 2})
         records.append(setting.out, GOOD | setting.common() | {"case": planned("a")[0]})
-        progress({"case": "b", "done": 1, "total": 2})
+        (folder / "progress").write_text('{"case": "b", "done": 1, "total": 2}')
         if ending == "interruption":
             raise KeyboardInterrupt
         return 137, "a rank died of signal 9"
@@ -181,6 +180,21 @@ def test_a_name_that_no_case_has_is_refused(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(record, "listing", lambda *_: {1: []})
     assert record.main(["--only", "nothing", "--list"]) == 2
     assert "no case has that name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])
+def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "sp_core").mkdir()
+    (tmp_path / "sp_core" / "__init__.py").write_text("")
+    program = (
+        f"{first}import sys\nfrom pathlib import Path\nfrom benchmarks.harness.library import take_library\n"
+        f"take_library(Path({str(tmp_path)!r}))\nimport sp_core\n"
+        f"assert sp_core.__file__ == {str(tmp_path / 'sp_core/__init__.py')!r}\n"
+        f"assert {str(tmp_path)!r} not in sys.path\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == code, answer.stderr
+    assert code == 0 or "was imported" in answer.stderr
 
 
 @starts_processes

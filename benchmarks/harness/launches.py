@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.harness.setting import Setting
-from benchmarks.launching import ROOT, Launch, Progress, failure, tail, watch
+from benchmarks.launching import ROOT, Launch, Progress, failure, tail, told, watch
 from benchmarks.records import Record
 
 LIST_SECONDS = 120
@@ -76,21 +76,15 @@ def run_launch(
     out = Path(setting.out)
     before = len(_written(out))
     problem = {"status": "missing", "reason": "interrupted"}
-    told: dict[str, Any] = {}
-
-    def tell(news: dict[str, Any]) -> None:
-        told.update(news)
-        progress(news)
-
     with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
         folder = Path(name)
         replace(setting, progress=f"{folder}/progress").save(folder / "setting.json")
         command = launch.command(ranks, "benchmarks.harness.worker", str(root), f"{folder}/setting.json", *saves)
         try:
-            code, output = watch(command, folder, launch.timeout, tell)
-            problem = failure(code, output, launch.timeout, "measuring " + told.get("case", "nothing yet"))
+            code, output = watch(command, folder, launch.timeout, progress)
+            problem = failure(code, output, launch.timeout, f"measuring {_doing(folder) or 'nothing yet'}")
         finally:
-            complete(cases, _written(out)[before:], setting, problem, doing=told.get("case"))
+            complete(cases, _written(out)[before:], setting, problem, doing=_doing(folder))
     return output if code != 0 else ""
 
 
@@ -113,6 +107,12 @@ def complete(
         if case["id"] not in have:
             ended = problem if case["id"] == doing else unreached
             records.append(setting.out, {**setting.common(), "case": case, **NOTHING, **ended})
+
+
+def _doing(folder: Path) -> str | None:
+    """The case that was being measured when the launch ended."""
+    news = told(folder)
+    return None if news is None else str(news["case"])
 
 
 def _written(out: Path) -> list[Record]:

@@ -63,11 +63,15 @@ class Display:
         single = alone(found)
         for ranks in sorted({record["case"]["ranks"] for record in found}):
             mine = [record for record in found if record["case"]["ranks"] == ranks]
-            self.console.print(table(mine, single))
+            if any(record["timing"] is not None for record in mine):
+                self.console.print(table(mine, single))
             for record in mine:
-                if record["timing"] is None or record["reason"] is not None:
-                    reason = str(record["reason"]).splitlines()[0]
+                if record["reason"] is not None and record["status"] != "missing":
+                    reason = record["reason"].splitlines()[0]
                     self._say(f"P = {ranks}, {record['case']['id']}: {record['status'].upper()}: {reason}", "red")
+            missing = [record["reason"].splitlines()[0] for record in mine if record["status"] == "missing"]
+            if missing:
+                self._say(f"P = {ranks}: {len(missing)} cases MISSING, the first because {missing[0]}", "red")
 
     def _say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
