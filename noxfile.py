@@ -52,7 +52,7 @@ def explore(session: nox.Session) -> None:
         arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
     command = ("python", "-m", "sp_core.testing.explore")
     for part, chosen in enumerate(mpis, 1):
-        _install(session, chosen, "-e", ".[test]")
+        _install(session, chosen, "-e", ".[test,bench]")
         if part == 1:
             session.run(*command, "draw", *arguments, "--share", "0.85", env=_environment(chosen))
         share = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
