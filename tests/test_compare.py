@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from benchmarks.compare import __main__ as command
 from benchmarks.compare import recompute
 from benchmarks.compare.pairs import coin
 from benchmarks.compare.result import RECORDS, RESULT
+from benchmarks.compare.rule import Verdict, judge, suspicion
 from benchmarks.compare.tables import CODES, cells, summary
 from benchmarks.records import check
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
 Json = dict[str, Any]
+CHANGES = {Verdict.REGRESSED: 1, Verdict.IMPROVED: -1}
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +105,7 @@ def test_time_in_a_collective_is_attributed_to_it(tmp_path: Path) -> None:
         (Machine(changes={"head": (0, {"env": {"fingerprint": "f" * 16}})}), "mismatch", "the fingerprint is not the same"),
         (Machine(changes={"base": (6, {"env": {"fingerprint": "f" * 16}})}), "mismatch", "the fingerprint is not the same"),
         (Machine(changes={"head": (3, {"commit": {"sha": "d" * 40}})}), "mismatch", "the commit of head is not the same"),
+        (Machine(changes={"head": (5, {"harness_sha": "b" * 64})}), "mismatch", "the harness is not the same"),
         (Machine(changes={"head": (0, {"case": {"shape": {"seq": 32}}})}), "mismatch", "the case is not the same"),
         (Machine(cores=1), "oversubscribed", "more ranks than cores"),
         (Machine(cores=1, slower={(RING, 2): 2.0}), "oversubscribed", "more ranks than cores"),
@@ -116,6 +120,20 @@ def test_what_cannot_be_judged_says_why(machine: Machine, verdict: str, reason: 
     assert recompute.check(tmp_path) == []
     if verdict in ("missing", "mismatch") or result["counts"].get(verdict) == len(CASES):
         assert result["exit_code"] == 3
+
+
+def test_a_launch_that_is_recorded_twice_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Machine.launch
+
+    def twice(machine: Machine, *arguments: Any) -> None:
+        launch(machine, *arguments)
+        if len(machine.launches) == 3:
+            launch(machine, *arguments)
+
+    monkeypatch.setattr(Machine, "launch", twice)
+    result = compared(tmp_path, Machine(), (2,))
+    assert (result["counts"], result["exit_code"]) == ({"missing": 3}, 3)
+    assert "in pair 1 of the screen stage is recorded twice" in result["rows"][0]["reason"]
 
 
 def test_a_side_without_any_record_is_not_launched_to_the_end(tmp_path: Path) -> None:
@@ -172,6 +190,19 @@ def test_a_stranger_comes_to_the_same_verdicts(tmp_path: Path) -> None:
         assert recompute.check(folder) == []
         seen.update(result["counts"])
     assert set(seen) >= {"regressed", "improved", "no regression", "inconclusive", "ungateable", "oversubscribed", "missing"}
+
+
+@pytest.mark.parametrize("stage", ["screen", "confirm"])
+def test_the_stranger_counts_alike(stage: str) -> None:
+    """At every count of slower pairs, and on both sides of the edge of the median."""
+    words = {1: "slower", -1: "faster", 0: "nothing"}
+    pairs, share = {"screen": (10, 0.8), "confirm": (20, 1.0)}[stage]
+    for slower in range(pairs + 1):
+        for size in (math.log1p(share * 0.1) * factor for factor in (0.999, 1.001, 5.0)):
+            logs = [size] * slower + [-size] * (pairs - slower)
+            screen, confirm = (logs, ()) if stage == "screen" else ([math.copysign(1, 2 * slower - pairs)] * 10, logs)
+            found = suspicion(screen, 0.1) if stage == "screen" else CHANGES.get(judge(screen, confirm, 0.1).verdict, 0)
+            assert recompute.direction(stage, logs, 0.1) == words[found]
 
 
 def edit_records(change: Callable[[list[Json]], object]) -> Callable[[Path], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import runpy
 import shutil
 import subprocess
@@ -243,6 +244,15 @@ def test_resampling_finds_no_regression_and_a_delay(stored: list[Path], capsys: 
     shown = capsys.readouterr().out
     assert "50 comparisons of identical commits, 6 cases each: 0 say regressed" in shown
     assert f"{RING}, P=2, 20% more: found 100 of 100" in shown
+
+
+def test_resampling_throws_every_coin_again() -> None:
+    """A second worktree that always looks slower is no change of the commit, and must not look like one."""
+    runs = [[(1.0, 1.3)] * 10 for _ in range(3)]
+    draw = random.Random(1)
+    alarms = [resample.Stored(0.10, runs).again(draw) for _ in range(200)]
+    assert resample.Verdict.REGRESSED not in alarms
+    assert len(set(map(tuple, resample._thrown(runs[0], draw)))) == 2
 
 
 def test_resampling_can_fail(stored: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

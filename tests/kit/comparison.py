@@ -68,7 +68,7 @@ class Machine:
         since, change = self.changes.get(side.name, (0, {}))
         if pair["index"] >= since:
             for part, values in change.items():
-                made[part].update(values)
+                made[part] = {**made[part], **values} if isinstance(values, dict) else values
         return made
 
 
