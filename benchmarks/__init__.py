@@ -1,1 +1,1 @@
-"""Measurements of sp_core: the scaling experiment. Run `nox -s scaling`, or `python -m benchmarks.scaling --help`."""
+"""Measurements of sp_core: the scaling experiment (`nox -s scaling`), and a record for every case (`nox -s bench`)."""

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from benchmarks import records
-from benchmarks.harness.launches import Plan, UsageError, complete, listing, run_launch
+from benchmarks.harness.launches import Plan, UsageError, check_notes, complete, listing, run_launch
 from benchmarks.harness.setting import LAYERS, Setting
 from benchmarks.launching import ROOT, Launch, commit, git, tail
 
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = listing(setting, ranks, options.root)
         if not any(plan.values()):
             raise UsageError("no case has that name. `--list` without `--only` and `--layer` prints all.")
+        check_notes(setting, next(case for cases in plan.values() for case in cases))
     except UsageError as error:
         print(f"record: {error}", file=sys.stderr)
         return 2
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size, cases in plan.items():
             print("\n".join(f"{case['id']} {size}" for case in cases))
         return 0
+    Path(setting.out).parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended, and recorded
     return _run_all(plan, setting, Launch(options.launcher, options.timeout), options)
 
@@ -107,8 +109,6 @@ def _setting(options: argparse.Namespace) -> Setting:
     root = options.root.resolve()
     if not (root / "sp_core").is_dir():
         raise UsageError(f"--root {root} has no folder sp_core. Pass a checkout of this repository.")
-    if not options.list:
-        out.parent.mkdir(parents=True, exist_ok=True)
     if options.launcher and "{ranks}" not in options.launcher:
         raise UsageError(f"--launcher {options.launcher!r} does not say where the number of ranks goes; write {{ranks}} in it.")
     if options.timeout <= 0:

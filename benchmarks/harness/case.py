@@ -107,7 +107,7 @@ class Training:
         direction: "forward" or "both".
         forward: gives the output.
         leaves: what has gradients.
-        phases: notes both directions.
+        phases: notes the backward, and what the forward notes nowhere else as "other".
     """
 
     direction: str | None
@@ -119,7 +119,7 @@ class Training:
     def __call__(self) -> None:
         """Take the step."""
         training = self.direction == "both"
-        with nullcontext() if training else torch.no_grad(), self.phases("forward"):
+        with nullcontext() if training else torch.no_grad(), self.phases("other"):
             out = self.forward()
         if not training:
             return

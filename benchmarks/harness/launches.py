@@ -41,6 +41,14 @@ def listing(setting: Setting, ranks: Sequence[int], root: Path, python: str = sy
     return {int(size): cases for size, cases in json.loads(answer.stdout).items()}
 
 
+def check_notes(setting: Setting, case: dict[str, Any]) -> None:
+    """Raise if a record of this run would not be one, which the ranks would find out one by one."""
+    try:
+        records.validate({**setting.common(), "case": case, **NOTHING, "status": "missing", "reason": "not yet measured"})
+    except records.RecordError as error:
+        raise UsageError(f"--pair, --launch or --run-id make no record: {error}. See benchmarks/records/schema.json.") from error
+
+
 def run_launch(
     ranks: int,
     cases: list[dict[str, Any]],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.harness.case import Build, Case, Work, meshes
+from benchmarks.harness.ledger import CONTROL, counts_of
 from benchmarks.harness.phases import operation_key, operations, phase_names
 from benchmarks.harness.sampling import Budget, Loop, Sampler, highest_and_mean
 from benchmarks.measure import Samples, peak_memory
@@ -18,7 +19,6 @@ from sp_core.communicator import Communicator
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-CONTROL = "control"
 Parts = dict[str, Any]
 Notes = list[list[dict[str, float]]]
 
@@ -75,17 +75,6 @@ def one_step(work: Work, world: Intracomm, device: torch.device) -> tuple[list[P
     mine = {"formula": work.sent, "counts": counts_of(work.comms)}
     traffic: list[Parts] = world.allgather(mine)
     return traffic, {"peak_bytes": max(world.allgather(peak)), "method": method}
-
-
-def counts_of(comms: Sequence[Communicator]) -> dict[str, dict[str, int]]:
-    """Calls, messages and bytes by operation, over several communicators."""
-    found: dict[str, dict[str, int]] = {}
-    for comm in comms:
-        for name, count in comm.counters.snapshot().items():
-            entry = found.setdefault(name, {"calls": 0, "messages": 0, "bytes_sent": 0})
-            for field in entry:
-                entry[field] += int(count[field])
-    return found
 
 
 def plain_note(comms: Sequence[Communicator]) -> dict[str, float]:

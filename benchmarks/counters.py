@@ -1,0 +1,142 @@
+"""The gate without noise: what a fixed list of cases sends and holds is exactly what `counters.json` says. Nothing is timed.
+
+Ranks are threads of this process, which gives the numbers that ranks under mpiexec give (tests/test_counters.py runs it both
+ways). A change that sends or holds something else has to change the table with it, by `--write`: a reviewer sees the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bench_collectives, bench_layers, bench_schemes
+from benchmarks.harness.case import Build, Case, meshes
+from benchmarks.harness.ledger import CONTROL, Watched, counts_of
+from benchmarks.measure import peak_memory
+
+TABLE = Path(__file__).with_name("counters.json")
+SIZES = (1, 2, 3, 4)
+ELEMENTS = min(bench_collectives.ELEMENTS)
+ATTENTION = {"batch": 1, "seq": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
+BLOCK = {"batch": 1, "seq": 48, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64}
+SECONDS = 120.0
+Entry = dict[str, Any]
+Table = dict[str, Entry]
+"""By "case P=ranks"."""
+
+
+def chosen(ranks: int) -> list[tuple[Case, Build]]:
+    """The cases of the table on that number of ranks: small sizes, every scheme, layout and mask, every collective."""
+    collectives = [case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS]
+    attention = bench_schemes.cases(ranks, shape=ATTENTION)
+    layers = bench_layers.cases(ranks, shape=BLOCK)
+    return [
+        *((case, bench_collectives.build) for case in collectives),
+        *((case, bench_schemes.build) for case in attention if case.direction == "both" or case.quick),
+        *((case, bench_layers.build) for case in layers if case.direction == "both"),
+    ]
+
+
+def count(cases: Sequence[tuple[Case, Build]], comm: Any) -> Table:
+    """What one step of each case sends and holds; the same on all ranks.
+
+    Args:
+        cases: for the ranks of `comm`.
+        comm: an mpi4py communicator, or one whose ranks are threads.
+    """
+    return {f"{case.id} P={case.ranks}": _entry(comm.allgather(_one_rank(case, build, comm))) for case, build in cases}
+
+
+def count_on_threads(ranks: int) -> Table:
+    """`count` of all chosen cases, with ranks as threads of this process."""
+    from sp_core.testing import run_threads
+
+    gc.collect()
+    gc.disable()  # a cycle that happens to be collected in the middle of a step would change its peak
+    try:
+        return run_threads(ranks, lambda comm: count(chosen(ranks), comm), timeout=SECONDS)[0]
+    finally:
+        gc.enable()
+
+
+def differences(found: Table, table: Table) -> list[str]:
+    """Every number of either that the other does not have: "case P=p: what: table -> found"."""
+    told = [f"{name}: no longer measured" for name in table if name not in found]
+    for name, entry in found.items():
+        if name not in table:
+            told.append(f"{name}: not in the table")
+            continue
+        fields = sorted({*entry, *table[name]})
+        told += [
+            f"{name}: {field}: {table[name].get(field)} -> {entry.get(field)}"
+            for field in fields
+            if entry.get(field) != table[name].get(field)
+        ]
+    return told
+
+
+def load() -> Table:
+    """The committed table."""
+    table: Table = json.loads(TABLE.read_text())
+    return table
+
+
+def text(table: Table) -> str:
+    """The table as JSON with one line for each case and P, so that a diff shows what has changed."""
+    lines = [f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in sorted(table.items())]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare or write the table; 0 if it is exact, 1 if something differs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="make the table say what was counted")
+    options = parser.parse_args(arguments)
+    found: Table = {}
+    for ranks in SIZES:
+        found |= count_on_threads(ranks)
+    told = differences(found, load() if TABLE.exists() else {})
+    print("\n".join([*told, f"{len(found)} entries counted, {len(told)} differences from {TABLE.name}"]))
+    if options.write:
+        TABLE.write_text(text(found))
+        return 0
+    if told:
+        print("If this is meant, run it with --write and commit the table.", file=sys.stderr)
+    return 1 if told else 0
+
+
+def _one_rank(case: Case, build: Build, comm: Any) -> Entry:
+    import torch
+
+    case = replace(case, transport="auto")  # how bytes travel is not what is counted here
+    with meshes(case, comm, torch.device("cpu")) as mesh:
+        work = build(case, mesh, lambda: None)
+        work.step()  # the first makes what is kept
+        watched = [Watched(member) for member in work.comms]
+        for member in work.comms:
+            member.counters.reset()
+        peak, _ = peak_memory(work.step, work.held, mesh.device)
+        counts = counts_of(work.comms)
+        return {
+            "bytes_sent": sum(entry["bytes_sent"] for name, entry in counts.items() if name != CONTROL),
+            "calls": {name: entry["calls"] for name, entry in sorted(counts.items())},
+            "messages": sum(entry["messages"] for entry in counts.values()),
+            "largest_message": max((w.largest for w in watched), default=0),
+            "peak_bytes": peak,
+        }
+
+
+def _entry(by_rank: list[Entry]) -> Entry:
+    """Each number once where all ranks have the same, else as a list by rank."""
+    together = {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
+    return {name: values[0] if all(v == values[0] for v in values) else values for name, values in together.items()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

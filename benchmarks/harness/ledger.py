@@ -1,0 +1,56 @@
+"""What a step has sent, from the counters of its communicators and from the buffers that their transports were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sp_core.communicator import Communicator
+from sp_core.transport import Handle, Messages, Transfer
+
+CONTROL = "control"
+
+
+def counts_of(comms: Sequence[Communicator]) -> dict[str, dict[str, int]]:
+    """Calls, messages and bytes by operation, over several communicators."""
+    found: dict[str, dict[str, int]] = {}
+    for comm in comms:
+        for name, count in comm.counters.snapshot().items():
+            entry = found.setdefault(name, {"calls": 0, "messages": 0, "bytes_sent": 0})
+            for field in entry:
+                entry[field] += int(count[field])
+    return found
+
+
+class Watched:
+    """A transport that notes the largest buffer it is given to send: one message, or a collective's input on this rank.
+
+    Args:
+        comm: whose transport it takes the place of.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.largest = 0
+        self.name = comm.transport.name
+        self._inner = comm.transport
+        comm.transport = self
+
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective."""
+        self._note(send)
+        self._inner.run(transfer, send, recv)
+
+    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Begin a collective."""
+        self._note(send)
+        return self._inner.start(transfer, send, recv)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """Begin point-to-point messages."""
+        for _, x in sends:
+            self._note(x)
+        return self._inner.exchange(sends, recvs)
+
+    def _note(self, send: Tensor | None) -> None:
+        self.largest = max(self.largest, 0 if send is None else send.nbytes)

@@ -1,0 +1,247 @@
+"""The benchmark harness: all ranks take the same number of steps, time goes to who spends it, and no record is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+from test_records import GOOD, changed
+from test_scaling import mpi_environment
+
+import sp_core as sp
+from benchmarks import bench_collectives, bench_layers, bench_schemes, launching, record, records
+from benchmarks.harness import launches
+from benchmarks.harness.derived import derive
+from benchmarks.harness.outcome import meet
+from benchmarks.harness.sampling import OVERHEAD, Budget, Sampler, choose
+from benchmarks.harness.setting import Setting
+from sp_core.testing import spmd
+
+ROOT = Path(__file__).resolve().parent.parent
+starts_processes = pytest.mark.mpi_skip
+SLEEP = 0.004
+SHORT = Budget(seconds=0.03, warmup_s=0.0, fewest=3, most=4)
+
+
+@drawn(st.floats(1e-7, 10.0), st.floats(0.0, 1.0))
+def test_counts_keep_the_barrier_small_or_the_budget(step: float, meeting: float) -> None:
+    budget = Budget()
+    counts = choose(step, meeting, budget)
+    sample = counts.inner * step
+    assert meeting <= OVERHEAD * sample * (1 + 1e-9) or (counts.inner + 1) * step * budget.fewest > budget.seconds
+    assert budget.fewest <= counts.samples <= budget.most
+    assert counts.samples == budget.fewest or counts.samples * sample <= budget.seconds
+    assert 1 <= counts.warmup <= budget.fewest
+
+
+@spmd()
+def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(comm: Any) -> None:
+    """The last rank works on after the last message: that is in the time of the step, one to one, though rank 0 does not see it."""
+    steps = 0
+    last = comm.rank == comm.size - 1
+
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+
+        def step() -> None:
+            nonlocal steps
+            mesh["sp"].agree_on(lambda: "step", lambda: 0)
+            steps += 1
+            if last:
+                time.sleep(SLEEP)
+
+        sampler = Sampler(step, comm, sync=lambda: None, note=lambda: {"steps": float(steps)})
+        counts = sampler.agree(SHORT)
+        samples, notes = sampler.run(counts)
+    assert comm.allgather(counts) == [counts] * comm.size
+    assert comm.allgather(steps) == [steps] * comm.size
+    timing = samples.as_dict()
+    assert min(timing["samples_s"]) >= SLEEP
+    assert timing["per_rank_median_s"][-1] >= SLEEP
+    assert len(timing["samples_s"]) == counts.samples
+    assert notes == [[{"steps": 1.0}] * counts.samples] * comm.size
+
+
+@spmd()
+def test_all_ranks_learn_which_of_them_failed(comm: Any) -> None:
+    error = ValueError("too small") if comm.rank == comm.size - 1 else None
+    assert meet(comm, error) == [f"rank {comm.size - 1}: ValueError: too small"]
+
+
+def test_every_collective_algorithm_and_scheme_of_the_library_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_schemes.SCHEMES, "novel", lambda *_, **__: None)
+    monkeypatch.setattr(bench_collectives.collectives, "ALGORITHMS", ("auto", "mpi", "novel"))
+    names = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast", "reduce"}
+    found = bench_collectives.cases(2)
+    assert {(case.scheme, case.algorithm) for case in found} == {(name, how) for name in names for how in ("mpi", "novel")}
+    assert any(case.scheme == "novel" for case in bench_schemes.cases(2))
+    assert any(case.scheme == "novel" for case in bench_layers.cases(2))
+
+
+def test_ids_are_unique_and_fit_the_schema() -> None:
+    for ranks in (1, 2, 3, 4, 6):
+        cases = [case for suite in (bench_collectives, bench_schemes, bench_layers) for case in suite.cases(ranks)]
+        assert len({case.id for case in cases}) == len(cases)
+        for case in cases:
+            records.validate({**GOOD, **launches.NOTHING, "case": case.as_dict(), "status": "missing", "reason": "none"})
+
+
+def test_derived_numbers() -> None:
+    found = derive(GOOD, 1.5)
+    assert (found.seconds, found.speedup, found.efficiency, found.bytes_sent) == (0.5, 3.0, 1.5, 64)
+    assert (found.algbw, found.busbw, found.flags) == (None, None, ())
+    entry = {"calls": 1, "messages": 0, "bytes_sent": 9, "bytes_formula": 9, "seconds": 0.1, "bytes_result": 1000}
+    case = GOOD["case"] | {"layer": "collectives", "scheme": "all_reduce", "ranks": 4, "mesh": {"sp": 4}}
+    found = derive(GOOD | {"case": case, "comm": {"all_reduce": entry, "control": entry}}, 1.5)
+    assert (found.algbw, found.busbw, found.speedup, found.bytes_sent) == (2000.0, 3000.0, None, 9)
+    assert derive(changed("transport.oversubscribed", True), None).flags == ("oversubscribed",)
+
+
+def planned(*names: str) -> list[dict[str, Any]]:
+    return [GOOD["case"] | {"id": name} for name in names]
+
+
+def test_what_a_dead_launch_did_not_reach_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "records.jsonl"
+    done = GOOD | {"case": planned("a")[0]}
+    records.append(out, done)
+    problem = {"status": "oom", "reason": "\x1b[31mkilled\x1b[0m"}
+    launches.complete(planned("a", "b", "c"), [done], Setting(out=str(out)), problem, doing="b")
+    found = records.read(out)
+    assert found.problems == []
+    assert [(r["case"]["id"], r["status"], r["reason"]) for r in found.records] == [
+        ("a", "ok", None),
+        ("b", "oom", "killed"),
+        ("c", "missing", "the launch ended before this case: killed"),
+    ]
+
+
+@pytest.mark.parametrize("ending", ["death", "interruption"])
+def test_an_end_in_the_middle_loses_nothing(ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first P ends in its second case; the next P goes on, but not after an interruption."""
+    out = tmp_path / "records.jsonl"
+
+    def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> tuple[int, str]:
+        setting = Setting.load(folder / "setting.json")
+        progress({"case": "a", "done": 0, "total": 2})
+        records.append(setting.out, GOOD | setting.common() | {"case": planned("a")[0]})
+        progress({"case": "b", "done": 1, "total": 2})
+        if ending == "interruption":
+            raise KeyboardInterrupt
+        return 137, "a rank died of signal 9"
+
+    monkeypatch.setattr(launches, "watch", watch)
+    monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", "b"), 2: planned("a", "b")})
+    assert record.main(["--out", str(out)]) == 1
+    told = [(r["case"]["id"], r["status"]) for r in records.read(out).records]
+    first = [("a", "ok"), ("b", "oom" if ending == "death" else "missing")]
+    assert told == first + (first if ending == "death" else [("a", "missing"), ("b", "missing")])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--ranks two", "not a list of numbers"),
+        ("--ranks 1,1", "appear once"),
+        ("--ranks 0", "1 or more"),
+        ("--timeout 0", "pass more than 0"),
+        ("--launcher srun", "write {ranks} in it"),
+        ("--root /", "has no folder sp_core"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(
+    options: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "listing", lambda *_: pytest.fail("cases were listed"))
+    out = tmp_path / "folder" / "out.jsonl"
+    assert record.main([*options.split(), "--out", str(out)]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"), [("--pair [1]", "$.pair"), ('--pair {"index":1}', "$.pair"), ("--run-id a/b", "run_id")]
+)
+def test_notes_that_make_no_record_are_refused(
+    options: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a")})
+    assert record.main([*options.split(), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert complaint in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_no_case_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(record, "listing", lambda *_: {1: []})
+    assert record.main(["--only", "nothing", "--list"]) == 2
+    assert "no case has that name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])
+def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "sp_core").mkdir()
+    (tmp_path / "sp_core" / "__init__.py").write_text("")
+    program = (
+        f"{first}import sys\nfrom pathlib import Path\nfrom benchmarks.harness.library import take_library\n"
+        f"take_library(Path({str(tmp_path)!r}))\nimport sp_core\n"
+        f"assert sp_core.__file__ == {str(tmp_path / 'sp_core/__init__.py')!r}\n"
+        f"assert {str(tmp_path)!r} not in sys.path\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == code, answer.stderr
+    assert code == 0 or "was imported" in answer.stderr
+
+
+@starts_processes
+@pytest.mark.starts_mpi
+def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+    """One launch of the real thing: records, pytest-benchmark's file of rank 0 and no other, the table."""
+    out = tmp_path / "bench.jsonl"
+    choice = ("--ranks", "2", "--quick", "--only", "schemes/ring", "--only", "collectives/all_gather")
+    answer = subprocess.run(
+        [sys.executable, "-m", "benchmarks.record", *choice, "--out", str(out)],
+        cwd=ROOT,
+        env=mpi_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = records.read(out)
+    assert found.problems == []
+    assert len(found.records) == 3
+    for one in found.records:
+        counted = sum(entry["bytes_sent"] for name, entry in one["comm"].items() if name != "control")
+        assert counted == one["work"]["bytes_formula"] > 0
+        assert one["env"]["fingerprint"] == records.fingerprint(one["env"], one["device"], one["transport"])
+        assert one["case"]["id"] in answer.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench-p2.pytest-benchmark.json", "bench.jsonl"]
+    theirs = json.loads((tmp_path / "bench-p2.pytest-benchmark.json").read_text())["benchmarks"]
+    medians = {one["case"]["id"]: one["timing"]["median_s"] for one in found.records}
+    assert {entry["param"]: pytest.approx(entry["stats"]["median"]) for entry in theirs} == medians
+
+
+@starts_processes
+def test_a_plain_benchmark_of_unequal_ranks_hangs(tmp_path: Path) -> None:
+    """Why the harness exists; with a time limit, after both ranks are known to have begun."""
+    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--timeout", "8", "--"]
+    command = [*launch, "python", "-m", "pytest", "-q", "--capture=no", str(ROOT / "tests" / "kit" / "plain_benchmark.py")]
+    answer = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=mpi_environment() | {"SP_STARTED": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert answer.returncode != 0
+    assert launching.TIMED_OUT in answer.stderr

@@ -1,0 +1,78 @@
+"""The table of counters: exact in both tiers, complete, and red at one message, one call or one tensor too many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sp_core as sp
+from benchmarks import bench_schemes, counters
+from sp_core.testing import run_threads, spmd
+
+SOME = 5  # of so many entries one is counted here; `nox -s counters` counts all
+
+
+def some(ranks: int) -> list[Any]:
+    """A part of the table's cases that has every scheme, and the layers' last one."""
+    cases = counters.chosen(ranks)
+    return cases[::SOME] + cases[-1:]
+
+
+@spmd()
+def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
+    """With ranks as threads, and under mpiexec: the same numbers."""
+    found = counters.count(some(comm.size), comm)
+    table = counters.load()
+    assert counters.differences(found, {name: table[name] for name in found}) == []
+
+
+def test_the_table_has_every_case_and_no_other() -> None:
+    names = [f"{case.id} P={ranks}" for ranks in counters.SIZES for case, _ in counters.chosen(ranks)]
+    assert sorted(counters.load()) == sorted(set(names))
+    assert len(names) == len(set(names))
+    assert counters.TABLE.read_text() == counters.text(counters.load())
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize(
+    ("fault", "fields"),
+    [
+        ("message", {"bytes_sent", "calls", "messages"}),
+        ("call", {"calls"}),
+        ("tensor", {"peak_bytes"}),
+    ],
+)
+def test_one_too_many_is_red(fault: str, fields: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, build = next((case, build) for case, build in counters.chosen(2) if case.scheme == "ring" and case.direction == "both")
+    attention_of = bench_schemes.attention_of
+
+    def faulty(case: Any, mesh: Any) -> Any:
+        def attend(*tensors: Any, **arguments: Any) -> Any:
+            comm = mesh["sp"]
+            if fault == "message":
+                sp.shift(torch.zeros(1), comm=comm, sizes=(1, 1))
+            if fault == "call":
+                comm.wait(comm.exchange([], []), "exchange")
+            more = torch.zeros(1000) if fault == "tensor" else None
+            out = attention_of(case, mesh)(*tensors, **arguments)
+            return out if more is None else out + more.sum()
+
+        return attend
+
+    monkeypatch.setattr(bench_schemes, "attention_of", faulty)
+    found = run_threads(2, lambda comm: counters.count([(case, build)], comm))[0]
+    told = counters.differences(found, {name: counters.load()[name] for name in found})
+    assert {line.split(": ")[1] for line in told} == fields
+
+
+def test_differences_name_what_is_new_gone_or_changed() -> None:
+    table = {"a": {"messages": 1}, "b": {"messages": 1}}
+    found = {"b": {"messages": 2, "bytes_sent": 4}, "c": {"messages": 1}}
+    assert counters.differences(found, table) == [
+        "a: no longer measured",
+        "b: bytes_sent: None -> 4",
+        "b: messages: 1 -> 2",
+        "c: not in the table",
+    ]
