@@ -78,6 +78,21 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.record", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def counters(session: nox.Session) -> None:
+    """What a fixed list of cases sends and holds is what benchmarks/counters.json says; `-- --write` makes it say so."""
+    _install(session, MPIS[0], "-e", ".[test,bench]")
+    session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def compare(session: nox.Session) -> None:
     """Whether a commit made a case slower: `-- BASE [HEAD]`; `-- --help` lists more. `--mpi mpich` is read here."""
     mpi, arguments = _choose_mpi(session)
@@ -91,21 +106,6 @@ def bench_selftest(session: nox.Session) -> None:
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[test,bench]")
     session.run("python", "-m", "benchmarks.compare.selftest", *arguments, env=_environment(mpi))
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.record", *arguments, env=_environment(mpi))
-
-
-@nox.session
-def counters(session: nox.Session) -> None:
-    """What a fixed list of cases sends and holds is what benchmarks/counters.json says; `-- --write` makes it say so."""
-    _install(session, MPIS[0], "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sp_core.testing.live_bytes import LiveBytes
-
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
@@ -128,6 +126,8 @@ def peak_memory(step: Callable[[], object], held: Iterable[Tensor], device: torc
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
+    from sp_core.testing.live_bytes import LiveBytes  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
+
     with LiveBytes(held) as live:
         step()
     return live.peak, "bytes of live tensors, counted after each operation"

@@ -53,7 +53,6 @@ def add_measuring(made: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     options = parser().parse_args(arguments)
-    catch_termination()
     try:
         out = fresh_folder(options.out)
         hashes = commits(options.base, options.head)
@@ -151,4 +150,5 @@ def fresh_folder(wanted: Path | None) -> Path:
 
 
 if __name__ == "__main__":
+    catch_termination()
     raise SystemExit(main())

@@ -8,6 +8,7 @@ are resampled from the launches. The change is made in the worktree, so that the
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -46,12 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--slower", type=int, default=1, metavar="N", help="comparisons with more work on one rank (default: 1)")
     add_measuring(made)
     options = made.parse_args(arguments, argparse.Namespace(strict=False))
-    catch_termination()
     try:
         complaints = _run(options, fresh_folder(options.out))
     except CompareError as error:
         print(f"bench_selftest: {error}", file=sys.stderr)
         return USAGE
+    except KeyboardInterrupt:
+        print("\nbench_selftest: interrupted, so nothing is judged; the records so far are kept.", file=sys.stderr)
+        return 128 + signal.SIGINT
     print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
     return int(bool(complaints))
 
@@ -114,4 +117,5 @@ def planted_found(result: Result) -> list[str]:
 
 
 if __name__ == "__main__":
+    catch_termination()
     raise SystemExit(main())

@@ -150,8 +150,8 @@ def _constraints(root: Path) -> list[str]:
 
 def _harness_needs() -> list[str]:
     """What the benchmarks of the present tree need beside the library, and the MPI that is in use."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
-    return [*extras, *(mpi for mpi in MPIS if _installed(mpi))]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [*extras["test"], *extras["bench"], *(mpi for mpi in MPIS if _installed(mpi))]
 
 
 def _installed(package: str) -> bool:

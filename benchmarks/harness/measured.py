@@ -23,7 +23,9 @@ Parts = dict[str, Any]
 Notes = list[list[dict[str, float]]]
 
 
-def measure(case: Case, build: Build, world: Intracomm, device: torch.device, budget: Budget, loop: Loop) -> tuple[Parts, Samples]:
+def measure(
+    case: Case, build: Build, world: Intracomm, device: torch.device, budget: Budget, loop: Loop, *, memory: bool = True
+) -> tuple[Parts, Samples]:
     """Time a case and count what it sends.
 
     Args:
@@ -33,6 +35,7 @@ def measure(case: Case, build: Build, world: Intracomm, device: torch.device, bu
         device: where tensors live.
         budget: how long it may take.
         loop: calls the step.
+        memory: also find out the peak memory, which on a CPU takes every rank seconds of imports.
 
     Returns:
         The parts of the record that were measured, the same on all ranks; and the samples.
@@ -48,7 +51,7 @@ def measure(case: Case, build: Build, world: Intracomm, device: torch.device, bu
         sampler = Sampler(work.step, world, sync=sync, note=note)
         counts = sampler.agree(budget)
         samples, notes = sampler.run(counts, loop)
-        traffic, peak = one_step(work, world, device)
+        traffic, peak = one_step(work, world, device, memory=memory)
     return {
         "timing": {"warmup": counts.warmup, **samples.as_dict()},
         "phases": _phases(samples, notes),
@@ -67,14 +70,15 @@ def problem(parts: Parts) -> str | None:
     return f"the ranks sent {counted} bytes in one step; by formula it is {expected}."
 
 
-def one_step(work: Work, world: Intracomm, device: torch.device) -> tuple[list[Parts], Parts]:
-    """Take one more step, not timed, and count what it sends and holds on every rank."""
+def one_step(work: Work, world: Intracomm, device: torch.device, *, memory: bool = True) -> tuple[list[Parts], Parts | None]:
+    """Take one more step, not timed, and count what it sends on every rank; and what it holds, where memory is asked for."""
     for comm in work.comms:
         comm.counters.reset()
-    peak, method = peak_memory(work.step, work.held, device)
+    peak, method = peak_memory(work.step, work.held, device) if memory else (0, work.step())
     mine = {"formula": work.sent, "counts": counts_of(work.comms)}
     traffic: list[Parts] = world.allgather(mine)
-    return traffic, {"peak_bytes": max(world.allgather(peak)), "method": method}
+    highest = max(world.allgather(peak))
+    return traffic, {"peak_bytes": highest, "method": method} if memory else None
 
 
 def plain_note(comms: Sequence[Communicator]) -> dict[str, float]:

@@ -57,7 +57,8 @@ class Harness:
         facts = self._facts(case)
         try:
             budget = QUICK if self.setting.quick else Budget()
-            found, samples = measure(case, build, self.world, self.device, budget, benchmark.pedantic)
+            memory = self.setting.pair is None  # a comparison has many launches, and asks for times only
+            found, samples = measure(case, build, self.world, self.device, budget, benchmark.pedantic, memory=memory)
         except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
             error = raised
         failures = meet(self.world, error)

@@ -18,7 +18,6 @@ from benchmarks.compare.sides import Side
 Json = dict[str, Any]
 RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"
 CASES = (RING, ULYSSES, LAYER)
-SAMPLES = 3
 
 
 @dataclass
@@ -68,22 +67,24 @@ class Machine:
         since, change = self.changes.get(side.name, (0, {}))
         if pair["index"] >= since:
             for part, values in change.items():
-                made[part].update(values)
+                made[part] = {**made[part], **values} if isinstance(values, dict) else values
         return made
 
 
 def record(case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0) -> Json:
     """A record whose attention takes `factor` times as long as it should."""
-    samples = [seconds * factor * share for share in (0.999, 1.0, 1.003)]
-    attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
     layer, scheme, *_ = case.split("/")
+    attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
+    shares = {"total": seconds * factor, "attention": attention, "communication": waiting}
     return {
         "schema": 1,
         "run_id": "a-run",
         "launch": 0,
         "pair": pair,
-        "commit": {"sha": side.told["sha"], "merge_base": None, "branch": None, "dirty": False},
         "harness_sha": "a" * 64,
+        "status": "ok",
+        "reason": None,
+        "commit": {"sha": side.told["sha"], "merge_base": None, "branch": None, "dirty": False},
         "case": {
             "id": case,
             "layer": layer,
@@ -98,12 +99,35 @@ def record(case: str, ranks: int, seconds: float, side: Side, pair: Json, factor
             "algorithm": None,
             "transport": "host",
         },
-        "device": {
-            "kind": "cpu",
-            "name": "a processor",
-            "count": 2,
-            **dict.fromkeys(("clocks", "temperature", "power_cap", "driver")),
-        },
+        **machine_facts(),
+        "timing": timing([seconds * factor * share for share in (0.999, 1.0, 1.003)], ranks),
+        "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},
+        "comm": {"shift": {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64, "seconds": waiting}},
+        "memory": None,
+        "work": {"flops": None, "tokens": 64},
+    }
+
+
+def timing(samples: list[float], ranks: int) -> Json:
+    return {
+        "warmup": 1,
+        "iterations": len(samples),
+        "inner": 1,
+        "samples_s": samples,
+        "max_local_s": samples,
+        "per_rank_median_s": [samples[0]] * ranks,
+        "median_s": statistics.median(samples),
+        "imbalance": 1.0,
+        "barrier_skew_s": dict.fromkeys(("median", "p95", "max"), 0.0),
+        "skew_limited": False,
+    }
+
+
+def machine_facts() -> Json:
+    """Device, transport and environment."""
+    unknown = dict.fromkeys(("clocks", "temperature", "power_cap", "driver"))
+    return {
+        "device": {"kind": "cpu", "name": "a processor", "count": 2, **unknown},
         "transport": {
             "mpi": {"vendor": "An MPI", "version": "1", "library": "An MPI 1"},
             "mode": "host",
@@ -120,27 +144,6 @@ def record(case: str, ranks: int, seconds: float, side: Side, pair: Json, factor
             "cores": 2,
             "slurm_job": None,
         },
-        "timing": {
-            "warmup": 1,
-            "iterations": SAMPLES,
-            "inner": 1,
-            "samples_s": samples,
-            "max_local_s": samples,
-            "per_rank_median_s": [seconds] * ranks,
-            "median_s": statistics.median(samples),
-            "imbalance": 1.0,
-            "barrier_skew_s": dict.fromkeys(("median", "p95", "max"), 0.0),
-            "skew_limited": False,
-        },
-        "phases": {
-            name: {"max_s": value, "mean_s": value}
-            for name, value in (("total", seconds * factor), ("attention", attention), ("communication", waiting))
-        },
-        "comm": {"shift": {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64, "seconds": waiting}},
-        "memory": None,
-        "work": {"flops": None, "tokens": 64},
-        "status": "ok",
-        "reason": None,
     }
 
 
