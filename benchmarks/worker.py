@@ -51,7 +51,7 @@ class Run:
         self.world = world
         self.folder = folder
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        self.device = device_of(case, world)
+        self.device = _device(case, world)
         self.mesh = Mesh(world, device=self.device, transport=case.transport, check="off", sp=case.ranks)
         self.comm: Communicator = self.mesh["sp"]
         self.sharding: Sharding = getattr(Sharding, case.layout)(case.seq, case.ranks)
@@ -266,7 +266,7 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def device_of(case: Case, world: Intracomm) -> torch.device:
+def _device(case: Case, world: Intracomm) -> torch.device:
     """The CPU, or the GPU whose number is this rank's place on its node."""
     from mpi4py import MPI
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from benchmarks.harness.derived import BUS, flags
 from benchmarks.records import Record, key
 
 MEASURED = ("ok", "skew_limited")
-BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda p: 2 * (p - 1) / p,
-    "all_gather": lambda p: (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "all_to_all": lambda p: (p - 1) / p,
-    "broadcast": lambda p: 1.0,
-    "reduce": lambda p: 1.0,
-    "shift": lambda p: 1.0,
-}
-"""Bus over algorithm bandwidth on P ranks. Source: NVIDIA nccl-tests, doc/PERFORMANCE.md."""
+CAVEATS = ("oversubscribed", "shared GPU", "skew-limited")
+"""Flags of rows whose time says nothing about scaling."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
     last, times = group[-1], tuple(r["timing"]["median_s"] for r in group)
     seconds, ranks = statistics.median(times), last["case"]["ranks"]
     algbw = _algbw(last, seconds)
-    factor = BUS_FACTORS.get(last["case"]["scheme"])
+    factor = BUS[last["case"]["scheme"]](ranks) if last["case"]["scheme"] in BUS else 1.0
     work = last["work"] or {}
     return Row(
         case=last["case"],
@@ -137,7 +131,7 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
         speedup=slowest / seconds,
         efficiency=slowest / seconds * fewest / ranks,
         algbw=algbw,
-        busbw=None if algbw is None or factor is None else algbw * factor(ranks),
+        busbw=None if algbw is None else algbw * factor,
         share=_median(_share(r) for r in group),
         sent=sum(count["bytes_sent"] for count in _payload(last).values()),
         tokens_per_s=_rate(work.get("tokens"), seconds),
@@ -165,9 +159,8 @@ def _rate(count: int | None, seconds: float) -> float | None:
 def _algbw(record: Record, seconds: float) -> float | None:
     """Bytes of the collective's largest buffer per second; None where nothing has to travel."""
     case = record["case"]
-    count = record["comm"].get(case["scheme"], {})
-    alone = case["layer"] == "collectives" and case["ranks"] > 1
-    return _rate(count.get("bytes_result"), seconds) if alone else None
+    results = [count.get("bytes_result") for count in _payload(record).values()]
+    return _rate(next(iter(results), None), seconds) if case["layer"] == "collectives" and case["ranks"] > 1 else None
 
 
 def _share(record: Record) -> float | None:
@@ -187,17 +180,15 @@ def _miscounted(record: Record) -> bool:
     return any(formula is not None and sent != formula for sent, formula in [*formulas, whole])
 
 
+def _warned(record: Record, name: str) -> bool:
+    return name in flags(record)
+
+
 FLAGS: dict[str, Callable[[Record], bool]] = {
-    "oversubscribed": lambda r: r["transport"]["oversubscribed"],
-    "shared GPU": lambda r: r["transport"]["shared_gpu"],
-    "skew-limited": lambda r: r["timing"]["skew_limited"] or r["status"] == "skew_limited",
+    **{name: partial(_warned, name=name) for name in CAVEATS},
     "bytes differ from formula": _miscounted,
 }
 """Why a row must be read with care, and how a record shows it."""
-
-CAVEATS = ("oversubscribed", "shared GPU", "skew-limited")
-"""Flags of rows whose time says nothing about scaling."""
-
 
 def doubtful(row: Row) -> bool:
     """Whether a plot must mark the row."""

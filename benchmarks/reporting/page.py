@@ -88,7 +88,7 @@ def html(page: Page) -> str:
 
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["svg"] = _svg
+    environment.filters |= {"svg": _svg, "breakable": _breakable}
     return environment.get_template(TEMPLATE).render(page=page)
 
 
@@ -98,6 +98,13 @@ def _svg(picture: Picture) -> str:
 
     drawn = svg(picture.figure).replace("<svg ", f'<svg role="img" aria-label="{escape(picture.title)}" ', 1)
     return Markup(drawn)
+
+
+def _breakable(cell: str) -> str:
+    """A cell whose text may go on in the next line after a slash, where the column is narrow."""
+    from markupsafe import Markup
+
+    return Markup("/<wbr>").join(cell.split("/"))
 
 
 def write(page: Page, folder: Path, name: str) -> list[Path]:

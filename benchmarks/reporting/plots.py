@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LINES = 6  # in one plot; more cannot be told apart
 BARS = 10
+OTHER = "other"
 MAX_PICTURES = 30  # of one kind
 T = TypeVar("T")
 
@@ -51,14 +52,15 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
 
 def times(axes: Axes, series: Series) -> None:
     """Time of a step against P, with what it would be if every rank added as much as the first."""
+    every: list[float] = []
     for number, (name, rows) in enumerate(series.items()):
         ideal = [rows[0].seconds * 1e3 * rows[0].ranks / row.ranks for row in rows]
         axes.plot([row.ranks for row in rows], ideal, color=COLOURS[number], linestyle=":", linewidth=1)
         line(axes, number, [(row.ranks, row.seconds * 1e3) for row in rows], [doubtful(row) for row in rows], name)
+        every += [*ideal, *(row.seconds * 1e3 for row in rows)]
     axes.plot([], [], color=GRID, linestyle=":", label="ideal")
-    every = [row for rows in series.values() for row in rows]
     axes.set_ylabel("time of one step (ms)")
-    log_axis(axes.yaxis, [row.seconds * 1e3 for row in every])
+    log_axis(axes.yaxis, every)
 
 
 def efficiencies(axes: Axes, series: Series) -> None:
@@ -135,12 +137,12 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
 
 
 def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
-    """A bar of 100 % for each case, cut by phase; what no phase covers is "other"."""
-    names = sorted({name for row in rows for name in row.phases} - {"total"}, key=lambda name: (name != "communication", name))
+    """A bar of 100 % for each case, cut by phase; the rest is "other"."""
+    names = sorted({name for row in rows for name in row.phases} - {"total", OTHER}, key=lambda name: (name != "communication", name))
     reached = [0.0] * len(rows)
-    for number, name in enumerate([*names[: LINES - 1], "other"]):
+    for number, name in enumerate([*names[: LINES - 1], OTHER]):
         parts = [_part(row, name) for row in rows]
-        colour = GRID if name == "other" else COLOURS[number]
+        colour = GRID if name == OTHER else COLOURS[number]
         axes.barh(range(len(rows)), parts, left=reached, color=colour, height=0.7, label=short(name), hatch="///" * (not number))
         reached = [before + part for before, part in zip(reached, parts, strict=True)]
     common = _common([row.id for row in rows])
@@ -153,13 +155,13 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _order(row: Row) -> int:
     """Schemes are what this is about; they come first."""
-    return row.case["layer"] != "schemes"
+    return int(row.case["layer"] != "schemes")
 
 
 def _part(row: Row, phase: str) -> float:
-    """Percent of the step; phases that overlap leave nothing for "other"."""
-    known = sum(seconds for name, seconds in row.phases.items() if name != "total")
-    seconds = max(0.0, row.phases["total"] - known) if phase == "other" else row.phases.get(phase, 0.0)
+    """Percent of the step; phases that overlap leave nothing for the rest."""
+    known = sum(seconds for name, seconds in row.phases.items() if name not in ("total", OTHER))
+    seconds = max(0.0, row.phases["total"] - known) if phase == OTHER else row.phases.get(phase, 0.0)
     return 100 * seconds / row.phases["total"]
 
 
