@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEMA_VERSION = 1
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15  # the launcher has the same limit and needs time to say where each rank was
-NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError", "oom-kill", "signal 9", "Killed")
+NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError", "oom-kill")
+KILLED = ("signal 9", "Killed")  # by the kernel, which does not say why; or by somebody
 TIMED_OUT = "the launch has not ended after"  # said by sp_core.testing.launch
 TAIL_LINES = 40
 
@@ -40,12 +41,12 @@ class Launch:
     prefix: str = ""
     timeout: float = 600.0
 
-    def command(self, case: Case, folder: Path) -> list[str]:
-        """The command line of one case."""
-        program = [sys.executable, "-m", "mpi4py", "-m", "benchmarks.worker", str(folder)]
+    def command(self, ranks: int, worker: str, *arguments: str) -> list[str]:
+        """The command line that runs a module on several ranks."""
+        program = [sys.executable, "-m", "mpi4py", "-m", worker, *arguments]
         if self.prefix:
-            return [*shlex.split(self.prefix.format(ranks=case.ranks)), *program]
-        launcher = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(case.ranks), "--timeout", f"{self.timeout:g}"]
+            return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
+        launcher = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]
         return [*launcher, "--", *program]
 
 
@@ -66,16 +67,15 @@ def run_case(case: Case, launch: Launch, progress: Progress = lambda told: None)
     with tempfile.TemporaryDirectory(prefix="sp_core-scaling-") as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(case.as_dict()))
-        code = _run(launch, case, folder, progress)
-        output = (folder / "output").read_text(errors="replace").replace("\0", "")  # Open MPI ends some lines with one
+        code, output = watch(launch.command(case.ranks, "benchmarks.worker", str(folder)), folder, launch.timeout, progress)
         record = {"schema_version": SCHEMA_VERSION, "status": "failed", "commit": commit(), "case": case.as_dict()}
         return record | _outcome(folder, code, output, launch.timeout), output
 
 
-def commit() -> dict[str, Any]:
+def commit(root: Path = ROOT) -> dict[str, Any]:
     """Hash of the commit that is checked out, and whether files differ from it; None where that is not known."""
-    sha = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    sha = git(root, "rev-parse", "HEAD")
+    changed = git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return {"sha": sha, "dirty": None if sha is None or changed is None else bool(changed)}
 
 
@@ -84,10 +84,15 @@ def tail(output: str) -> str:
     return "\n".join(output.rstrip().splitlines()[-TAIL_LINES:])
 
 
-def _run(launch: Launch, case: Case, folder: Path, progress: Progress) -> int | None:
-    """The exit code, None where time ran out."""
-    with (folder / "output").open("w") as output, _process(launch.command(case, folder), output) as process:
-        end = time.monotonic() + launch.timeout + GRACE_SECONDS
+def watch(command: list[str], folder: Path, timeout: float, progress: Progress) -> tuple[int | None, str]:
+    """Run a command that leaves `progress` in a folder; its exit code, None where time ran out, and what it printed."""
+    code = _run(command, folder, timeout, progress)
+    return code, (folder / "output").read_text(errors="replace").replace("\0", "")  # Open MPI ends some lines with one
+
+
+def _run(command: list[str], folder: Path, timeout: float, progress: Progress) -> int | None:
+    with (folder / "output").open("w") as output, _process(command, output) as process:
+        end = time.monotonic() + timeout + GRACE_SECONDS
         told = None
         while (code := process.poll()) is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
@@ -142,11 +147,24 @@ def _outcome(folder: Path, code: int | None, output: str, timeout: float) -> dic
     if code == 0 and record.exists():
         found: dict[str, Any] = json.loads(record.read_text())
         return found
-    doing = (_told(folder) or {}).get("phase", "starting")
+    return failure(code, output, timeout, (_told(folder) or {}).get("phase", "starting"))
+
+
+def failure(code: int | None, output: str, timeout: float, doing: str) -> dict[str, Any]:
+    """Status and reason of a launch that went wrong.
+
+    Args:
+        code: exit code, None where time ran out.
+        output: what the ranks and the launcher printed.
+        timeout: seconds that the launch had.
+        doing: what the ranks did last.
+    """
     if code is None or TIMED_OUT in output:
         return {"status": "timeout", "reason": f"not finished after {timeout:g} s, while {doing}"}
-    if any(text in output for text in NO_MEMORY) or code in (137, -signal.SIGKILL):
+    if any(text in output for text in NO_MEMORY):
         return {"status": "oom", "reason": f"out of memory, while {doing}"}
+    if any(text in output for text in KILLED) or code in (137, -signal.SIGKILL):
+        return {"status": "oom", "reason": f"killed, most likely because memory ran out, while {doing}"}
     return {"status": "failed", "reason": f"exit code {code} while {doing}: {_complaint(output)}"}
 
 
@@ -157,9 +175,10 @@ def _complaint(output: str) -> str:
     return (errors or lines or ["nothing was printed"])[0]
 
 
-def _git(*arguments: str) -> str | None:
+def git(root: Path, *arguments: str) -> str | None:
+    """What git says in a checkout; None where it fails."""
     try:
-        answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+        answer = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()

@@ -32,11 +32,13 @@ class Samples:
     Args:
         starts, ends: seconds, `[rank][iteration]`.
         notes: what `note` returned, `[rank][iteration]`.
+        inner: steps in one iteration.
     """
 
     starts: list[list[float]]
     ends: list[list[float]]
     notes: list[list[float]]
+    inner: int = 1
 
     @property
     def makespans(self) -> list[float]:
@@ -63,20 +65,23 @@ class Samples:
         return [max(starts) - min(starts) for starts in zip(*self.starts, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The record of the timing: raw samples, their median, and how evenly the ranks started."""
-        median = statistics.median(self.makespans)
+        """The record of the timing: seconds of one step in every iteration, their median, and how evenly the ranks started."""
+        steps = [seconds / self.inner for seconds in self.makespans]
+        by_rank = [
+            statistics.median((end - start) / self.inner for start, end in zip(*pair, strict=True))
+            for pair in zip(self.starts, self.ends, strict=True)
+        ]
         skew = sorted(self.skews)[math.ceil(0.95 * len(self.skews)) - 1]
         return {
-            "iterations": len(self.makespans),
-            "inner": 1,
-            "samples_s": self.makespans,
-            "max_local_s": self.max_local,
-            "per_rank_median_s": [
-                statistics.median(e - s for s, e in zip(*pair, strict=True)) for pair in zip(self.starts, self.ends, strict=True)
-            ],
-            "median_s": median,
+            "iterations": len(steps),
+            "inner": self.inner,
+            "samples_s": steps,
+            "max_local_s": [seconds / self.inner for seconds in self.max_local],
+            "per_rank_median_s": by_rank,
+            "median_s": statistics.median(steps),
+            "imbalance": max(by_rank) / statistics.mean(by_rank),
             "barrier_skew_s": {"median": statistics.median(self.skews), "p95": skew, "max": max(self.skews)},
-            "skew_limited": skew > SKEW_LIMIT * median,
+            "skew_limited": skew > SKEW_LIMIT * statistics.median(self.makespans),
         }
 
 

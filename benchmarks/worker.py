@@ -18,14 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import inputs, single
+from benchmarks import inputs, ranks, single
 from benchmarks.case import Case
-from benchmarks.machine import environment
 from benchmarks.measure import Samples, peak_memory, timed
 from sp_core.autograd import all_gather
 from sp_core.communicator import Communicator
 from sp_core.layers import TransformerBlock
-from sp_core.machine import cores, cpu_model
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import allgather_kv_attention
@@ -33,8 +31,6 @@ from sp_core.sharding import Sharding
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-THREADS = 1  # per rank: strong scaling adds ranks, and a P = 1 that used every core would leave them nothing to gain
 
 
 class Run:
@@ -51,7 +47,7 @@ class Run:
         self.world = world
         self.folder = folder
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        self.device = _device(case, world)
+        self.device = ranks.device(case.device, world, share_gpu=case.share_gpu)
         self.mesh = Mesh(world, device=self.device, transport=case.transport, check="off", sp=case.ranks)
         self.comm: Communicator = self.mesh["sp"]
         self.sharding: Sharding = getattr(Sharding, case.layout)(case.seq, case.ranks)
@@ -107,7 +103,7 @@ def main(folder: Path) -> None:
             f"this MPI job has {world.size} ranks, {case.ranks} were launched: the launcher belongs to another MPI than mpi4py's. "
             "Use the mpiexec beside this Python, or tell srun which one it is (srun --mpi=list)."
         )
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(ranks.THREADS)
     torch.set_float32_matmul_precision("highest")  # no TF32
     run = Run(case, world, folder)
     record = measure(run)
@@ -127,7 +123,7 @@ def measure(run: Run) -> dict[str, Any] | None:
     gather = _time_gather(run)
     peak, method = peak_memory(run.step, [*run.block.state_dict().values(), run.x], run.device)
     peaks = run.world.gather(peak)
-    facts = _facts(run)
+    facts = ranks.facts(run.world, run.device, run.comm.transport.name)
     if run.world.rank != 0:
         return None
     assert peaks is not None
@@ -236,50 +232,6 @@ def _communication(case: Case, steps: Samples, traffic: list[dict[str, float]], 
         "share": statistics.median(shares),
         "all_gather": gather,
     }
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    """Device, transport and environment; asks all ranks which device they have."""
-    from mpi4py import MPI
-
-    cuda = run.device.type == "cuda"
-    devices = set(run.world.allgather(str(run.device)))
-    vendor, numbers = MPI.get_vendor()
-    return {
-        "device": {
-            "kind": run.device.type,
-            "name": torch.cuda.get_device_name(run.device) if cuda else cpu_model(),
-            "count": len(devices) if cuda else cores(),
-        },
-        "transport": {
-            "mpi": {
-                "vendor": vendor,
-                "version": ".".join(map(str, numbers)),
-                "library": MPI.Get_library_version().split("\n")[0].strip("\0 "),
-            },
-            "mode": run.comm.transport.name,
-            "threads": torch.get_num_threads(),
-            "oversubscribed": run.case.ranks * THREADS > cores(),
-            "shared_gpu": cuda and run.case.ranks > len(devices),
-        },
-        "env": environment(),
-    }
-
-
-def _device(case: Case, world: Intracomm) -> torch.device:
-    """The CPU, or the GPU whose number is this rank's place on its node."""
-    from mpi4py import MPI
-
-    if case.device == "cpu":
-        return torch.device("cpu")
-    local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    count = torch.cuda.device_count()
-    if local.size > count and not (case.share_gpu and count):
-        raise SystemExit(f"{local.size} ranks on a node with {count} GPUs. Pass --share-gpu to let several ranks use one.")
-    device = torch.device("cuda", local.rank % count)
-    local.Free()
-    torch.cuda.set_device(device)
-    return device
 
 
 if __name__ == "__main__":

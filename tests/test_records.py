@@ -271,5 +271,10 @@ def test_the_fingerprint_holds_stable_fields_only(part: str, name: str, value: A
     assert (of(changed(f"{part}.{name}", value)) == of(GOOD)) is same
 
 
+@pytest.mark.parametrize("told", ["", "\x1b[31mred\x1b[0m\x00\x07", "\ud800", "x" * 9000, "tab\there\nline", "\u2028\x85"])
+def test_any_text_can_be_a_reason(told: str) -> None:
+    records.validate(changed("status", "failed") | {"reason": records.reason(told)})
+
+
 def test_the_key_is_case_and_ranks() -> None:
     assert records.key(GOOD) == ("schemes/ring/zigzag/causal/forward", 2)

@@ -4,7 +4,7 @@ A file of records is data from elsewhere (another machine, another commit, a pul
 somebody wanted to do harm with it. What is written is checked in the same way: nothing is written that cannot be read.
 """
 
-from benchmarks.records.check import SCHEMA_VERSION, Record, RecordError, parse, validate
+from benchmarks.records.check import SCHEMA_VERSION, Record, RecordError, parse, reason, validate
 from benchmarks.records.files import Reading, append, read
 from benchmarks.records.identity import fingerprint, key
 
@@ -18,5 +18,6 @@ __all__ = [
     "key",
     "parse",
     "read",
+    "reason",
     "validate",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -20,7 +21,9 @@ Record = dict[str, Any]
 SCHEMA_VERSION = 1
 SCHEMA = Path(__file__).with_name("schema.json")
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
+MAX_REASON = 4000  # characters, as in the schema
 SHOWN = 160  # characters of a value that an error repeats
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 CLOSE = 1e-9  # relative; a median that is written and one that is computed again differ by rounding only
 
 
@@ -70,6 +73,12 @@ def parse(line: bytes) -> Record:
         raise RecordError(f"no JSON: {_short(error)}") from error
     validate(record)
     return record
+
+
+def reason(told: str) -> str:
+    """Any text as a record's reason: cut, and without control characters such as a terminal's colours."""
+    plain = _ESCAPES.sub("", told).encode(errors="replace").decode()
+    return "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON] or "no text"
 
 
 def text(record: Record) -> bytes:
