@@ -190,6 +190,7 @@ FLAGS: dict[str, Callable[[Record], bool]] = {
 }
 """Why a row must be read with care, and how a record shows it."""
 
+
 def doubtful(row: Row) -> bool:
     """Whether a plot must mark the row."""
     return bool(set(CAVEATS) & set(row.flags))

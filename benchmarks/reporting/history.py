@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.records import Record
+from benchmarks.records import Record, key
 from benchmarks.reporting.changes import Change, changes
 from benchmarks.reporting.derive import CAVEATS, FLAGS, measured, setting_of
 from benchmarks.reporting.plots import LINES
@@ -58,11 +58,17 @@ class Series:
 
 
 def collect(records: Iterable[Record]) -> list[Series]:
-    """All series with more than one run. The launches of a comparison, which belong to pairs, are no history."""
+    """All series with more than one run.
+
+    The launches of a comparison, which belong to pairs, are no history; nor are those of a case that has since been given another
+    size or another way to do it under the same name.
+    """
+    records = [record for record in records if record["pair"] is None and measured(record)]
+    newest = {key(record): record["case"] for record in records}
     found: dict[tuple[str, int, str], dict[tuple[str, str], list[Record]]] = {}
     for record in records:
-        if record["pair"] is None and measured(record):
-            place = (record["case"]["id"], record["case"]["ranks"], setting_of(record).fingerprint)
+        if record["case"] == newest[key(record)]:
+            place = (*key(record), setting_of(record).fingerprint)
             run = (record["run_id"], setting_of(record).commit)
             found.setdefault(place, {}).setdefault(run, []).append(record)
     return [_series(place, runs) for place, runs in sorted(found.items()) if len(runs) >= FEWEST]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.reporting.overview import overview
 from benchmarks.reporting.style import Picture, svg
 from benchmarks.reporting.tables import Table
 from benchmarks.reporting.text import plain
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 TEMPLATE = "page.html"
 MAX_PROBLEMS = 50
@@ -84,12 +89,17 @@ def _table(table: Table) -> list[str]:
 
 def html(page: Page) -> str:
     """The page as HTML: style and plots inside, no script, and nothing is fetched."""
+    return _template().render(page=page)
+
+
+@cache
+def _template() -> Template:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": _svg, "breakable": _breakable}
-    return environment.get_template(TEMPLATE).render(page=page)
+    return environment.get_template(TEMPLATE)
 
 
 def _svg(picture: Picture) -> str:

@@ -138,7 +138,9 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
 
 def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     """A bar of 100 % for each case, cut by phase; the rest is "other"."""
-    names = sorted({name for row in rows for name in row.phases} - {"total", OTHER}, key=lambda name: (name != "communication", name))
+    names = sorted(
+        {name for row in rows for name in row.phases} - {"total", OTHER}, key=lambda name: (name != "communication", name)
+    )
     reached = [0.0] * len(rows)
     for number, name in enumerate([*names[: LINES - 1], OTHER]):
         parts = [_part(row, name) for row in rows]
@@ -149,7 +151,7 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     plain_ticks(axes.yaxis, range(len(rows)), [short(row.id[len(common) :] or row.id) for row in rows])
     axes.invert_yaxis()
     axes.set_ylabel("case (name)")
-    axes.set_xlabel("share of a step, mean over ranks (%)")
+    axes.set_xlabel("share of a step (%)")
     axes.set_xlim(0, max(100.0, *reached))
 
 

@@ -99,7 +99,7 @@ def svg(figure: Figure) -> str:
 
 def short(name: object) -> str:
     """A name that fits into a legend or beside an axis: names begin alike, so that the middle is left out."""
-    whole = plain(name)
+    whole = plain(name).encode("latin-1", "replace").decode("latin-1")  # letters that every font has
     return whole if len(whole) <= LABEL else f"{whole[: LABEL // 3]}…{whole[-(LABEL - LABEL // 3 - 1) :]}"
 
 

@@ -16,7 +16,7 @@ BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 def plain(value: object, longest: int = LONGEST) -> str:
     """A value on one line, without characters that are invisible or turn the text round, cut to a length."""
     spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Zs") else c for c in str(value))
-    shown = "".join(c for c in " ".join(spaced.split()) if unicodedata.category(c)[0] != "C")
+    shown = " ".join("".join(c for c in spaced if unicodedata.category(c)[0] != "C").split())
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
@@ -24,7 +24,8 @@ def significant(value: float, digits: int = 3) -> str:
     """A number with so many significant digits, without an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+    rounded = float(f"{value:.{digits - 1}e}")  # 99.96 has as many digits before the point as 100
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
 
 
 def milliseconds(seconds: float) -> str:

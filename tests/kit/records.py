@@ -136,3 +136,16 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
                     seconds = (2e-5 + size * 4 / (3e9 if algorithm == "mpi" else 2e9)) * chance.lognormvariate(0, 0.05)
                     found.append(record(what, seconds, bytes_result=4 * size, **about))
     return found
+
+
+def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> dict[str, Any]:
+    """A row of a comparison's result."""
+    known: dict[str, Any] = {"ratio": ratio, "low": ratio and ratio * 0.97, "high": ratio and ratio * 1.02, "delta": 0.1}
+    row = {"case": f"schemes/{name.replace(' ', '_')}", "ranks": 2, "verdict": name, "reason": None, "stage": "screen"}
+    return {**row, "pairs": 10, "slower": 8, **known, "flags": [], "explanation": None, **changes}
+
+
+def result(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """What a comparison writes."""
+    sides = {"base": {"ref": "main", "sha": "b" * 40}, "head": {"ref": "topic", "sha": "c" * 40}}
+    return {"format": 1, **sides, "rows": list(rows), "exit_code": 1, "gateable_share": 0.9, **changes}

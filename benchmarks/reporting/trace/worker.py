@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import inputs
 from benchmarks.case import Case
+from benchmarks.ranks import THREADS, device
 from benchmarks.reporting.trace.clock import anchors, offset
 from benchmarks.reporting.trace.merge import Event, Profile, merge
 from benchmarks.reporting.trace.naming import Log
-from benchmarks.worker import THREADS, device_of
 from sp_core.layers import TransformerBlock
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
@@ -77,8 +77,9 @@ def main(request: dict[str, Any]) -> None:
     """Trace one step and let rank 0 write it."""
     torch.set_num_threads(THREADS)
     world, case = MPI.COMM_WORLD, Case.from_dict(request["case"])
-    device = device_of(case, world)
-    with Mesh(world, device=device, transport=case.transport, check="off", sp=case.ranks) as mesh:
+    with Mesh(
+        world, device=device(case.device, world, share_gpu=case.share_gpu), transport=case.transport, check="off", sp=case.ranks
+    ) as mesh:
         step = Step(request, mesh)
         for _ in range(WARMUP):
             step()
@@ -91,7 +92,7 @@ def main(request: dict[str, Any]) -> None:
 def _profiled(step: Step, world: MPI.Intracomm) -> Profile:
     """One step of this rank, which all ranks begin together."""
     log, ahead = Log(step.comm), offset(world)
-    with profile(activities=_activities(step.comm.device)) as profiler:
+    with profile(activities=_activities(step.comm.device.type)) as profiler:
         marks = anchors()
         world.Barrier()
         with record_function("step"):
@@ -100,8 +101,8 @@ def _profiled(step: Step, world: MPI.Intracomm) -> Profile:
     return Profile(world.rank, where, _events(profiler), log.as_dicts(), marks, ahead)
 
 
-def _activities(device: torch.device) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+def _activities(kind: str) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
 
 
 def _events(profiler: profile) -> list[Event]:
