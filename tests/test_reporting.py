@@ -183,8 +183,13 @@ def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Pat
     assert not set(Seen(MarkdownIt("commonmark").enable("table").render(shown["md"])).tags) & {"script", "a"}
 
 
+def keeps(record: dict[str, Any]) -> bool:
+    """Few cases that need all kinds of plots."""
+    return record["case"]["id"].endswith(("zigzag/causal/forward", "mpi/host/1024", "mpi/host/16384"))
+
+
 def test_a_report_is_the_same_each_time(tmp_path: Path) -> None:
-    path = save(tmp_path / "r.jsonl", [record for number in (0, 1) for record in made.run(number, few=True)])
+    path = save(tmp_path / "r.jsonl", [record for number in (0, 1) for record in made.run(number, few=True) if keeps(record)])
     command = [sys.executable, "-m", "benchmarks.reporting", str(path), "--out", str(tmp_path / "other")]
     environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
     report(tmp_path, path)

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LINES = 6  # in one plot; more cannot be told apart
-BARS = 10
+BARS = 12
 OTHER = "other"
+DIRECTIONS = {"both": "forward and backward"}
 MAX_PICTURES = 30  # of one kind
 T = TypeVar("T")
 
@@ -38,16 +39,19 @@ Series = dict[str, list[Row]]
 
 
 def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
-    """Time and efficiency of every scheme and layer that ran on several numbers of ranks, its variants as lines."""
-    for (_, layer, scheme), group in _grouped(rows, lambda row: (_order(row), row.case["layer"], row.case["scheme"])):
-        if layer == "collectives":
-            continue  # moving bytes to more ranks is more work, not the same work shared
+    """Time and efficiency of what ran on several numbers of ranks, its variants as lines.
+
+    Collectives are left out: moving bytes to more ranks is more work, not the same work shared.
+    """
+    shared = [row for row in rows if row.case["layer"] != "collectives"]
+    for (_, family, direction), group in _grouped(shared, lambda row: (_order(row), _family(row), row.case["direction"] or "")):
         by_case = {case: list(found) for case, found in _grouped(group, lambda row: row.id)}
         series = {case: found for case, found in by_case.items() if len(found) > 1}
+        heading = ", ".join(filter(None, (family, DIRECTIONS.get(direction, direction))))
         for part in _parts(list(series), LINES):
             named = {_variant(case, part): series[case] for case in part}
-            yield Picture("Scaling", plain(f"{layer}/{scheme}: time against ranks"), _scaling_figure(named, times))
-            yield Picture("Scaling", plain(f"{layer}/{scheme}: efficiency against ranks"), _scaling_figure(named, efficiencies))
+            yield Picture("Scaling", plain(f"{heading}: time against ranks"), _scaling_figure(named, times))
+            yield Picture("Scaling", plain(f"{heading}: efficiency against ranks"), _scaling_figure(named, efficiencies))
 
 
 def times(axes: Axes, series: Series) -> None:
@@ -116,7 +120,7 @@ def draw_bandwidth(axes: Axes, series: Series) -> None:
     axes.set_ylim(bottom=0)
     places = sorted({buffer_bytes(row) for row in every})
     shown = places[:: math.ceil(len(places) / 5)]
-    plain_ticks(axes.xaxis, shown, [size(place) for place in shown])
+    plain_ticks(axes.xaxis, shown, [size(place).replace(".00 ", " ") for place in shown])
 
 
 def buffer_bytes(row: Row) -> float:
@@ -127,13 +131,13 @@ def buffer_bytes(row: Row) -> float:
 def shares(rows: Sequence[Row]) -> Iterator[Picture]:
     """How the time of a step divides into phases, for each layer and P."""
     timed = [row for row in rows if row.phases.get("total", 0) > 0 and len(row.phases) > 1 and row.case["layer"] != "collectives"]
-    for (_, _, least, layer), group in _grouped(timed, lambda row: (doubtful(row), _order(row), -row.ranks, row.case["layer"])):
+    for (_, _, least, family), group in _grouped(timed, lambda row: (doubtful(row), _order(row), -row.ranks, _family(row))):
         ranks = -least
         for part in _parts(list(group), BARS):
             figure, axes = blank(height=1.6 + 0.24 * len(part))
             draw_shares(axes, part)
             legend(axes)
-            yield Picture("Communication", plain(f"{layer}, P = {ranks}: where the time of a step goes"), figure)
+            yield Picture("Communication", plain(f"{family}, P = {ranks}: where a step's time goes"), figure)
 
 
 def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
@@ -153,6 +157,12 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylabel("case (name)")
     axes.set_xlabel("share of a step (%)")
     axes.set_xlim(0, max(100.0, *reached))
+
+
+def _family(row: Row) -> str:
+    """What shares a plot: the variants of a scheme, all layers."""
+    layer = row.case["layer"]
+    return f"{layer}/{row.case['scheme']}" if layer == "schemes" else str(layer)
 
 
 def _order(row: Row) -> int:

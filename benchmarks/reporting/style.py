@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ TICKS = {3.0: (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0), 30.0: (1.0, 2.
 """Which multiples of powers of ten are labelled, by the ratio of the largest to the smallest value."""
 
 SETTINGS: Any = {
+    "axes.axisbelow": True,
     "axes.edgecolor": INK,
     "axes.grid": True,
     "axes.labelcolor": INK,
@@ -94,7 +96,8 @@ def svg(figure: Figure) -> str:
     with styled():
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")
+    inside = re.sub("<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)  # matplotlib repeats every text as a comment
+    return inside.replace(INK, "currentColor")
 
 
 def short(name: object) -> str:

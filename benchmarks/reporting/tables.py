@@ -127,7 +127,7 @@ def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
         told = next((r for r in group if r["device"] and r["transport"] and r["env"]), None)
         lines.append((setting.commit, setting.side or DASH, _runs(group), str(len(group)), *_machine(told), setting.fingerprint))
     columns = ("commit", "side", "run", "records", "device", "count", "MPI", "software", "system", "fingerprint")
-    return make("What was measured", columns, (tuple(plain(cell) for cell in line) for line in lines))
+    return make("Commits and machines", columns, (tuple(plain(cell) for cell in line) for line in lines))
 
 
 def _runs(group: list[Record]) -> str:

@@ -50,6 +50,22 @@ def case(layer: str, scheme: str, variant: str, ranks: int, **changes: Any) -> V
     return {**made, **changes}
 
 
+def timing(ranks: int, seconds: float) -> Values:
+    """What three samples make."""
+    return {
+        "warmup": 1,
+        "iterations": 3,
+        "inner": 1,
+        "samples_s": [seconds * 0.9, seconds, seconds * 1.2],
+        "max_local_s": [seconds] * 3,
+        "per_rank_median_s": [seconds] * ranks,
+        "median_s": seconds,
+        "imbalance": 1.0,
+        "barrier_skew_s": {"median": 1e-6, "p95": 2e-6, "max": 3e-6},
+        "skew_limited": False,
+    }
+
+
 def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **changes: Any) -> Record:
     """A valid record of one launch."""
     ranks, shared = what["ranks"], 0.1 * (what["ranks"] - 1)
@@ -74,18 +90,7 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
         "device": dict(DEVICE),
         "transport": transport,
         "env": {"fingerprint": fingerprint(ENV, DEVICE, transport), **ENV},
-        "timing": {
-            "warmup": 1,
-            "iterations": 3,
-            "inner": 1,
-            "samples_s": [seconds * 0.9, seconds, seconds * 1.2],
-            "max_local_s": [seconds] * 3,
-            "per_rank_median_s": [seconds] * ranks,
-            "median_s": seconds,
-            "imbalance": 1.0,
-            "barrier_skew_s": {"median": 1e-6, "p95": 2e-6, "max": 3e-6},
-            "skew_limited": False,
-        },
+        "timing": timing(ranks, seconds),
         "phases": {name: {"max_s": value, "mean_s": value * 0.9} for name, value in phases.items()},
         "comm": {
             operation: {
