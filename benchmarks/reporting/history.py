@@ -1,0 +1,142 @@
+"""Times over commits: a line for each case and number of ranks, with the places where its level changed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.records import Record, key
+from benchmarks.reporting.changes import Change, changes
+from benchmarks.reporting.derive import CAVEATS, FLAGS, measured, setting_of
+from benchmarks.reporting.plots import LINES
+from benchmarks.reporting.style import INK, Picture, blank, hollow, legend, line, log_axis, plain_ticks
+from benchmarks.reporting.tables import Table, make, ratio
+from benchmarks.reporting.text import milliseconds, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LABELS = 8  # commits that are named on an axis
+FEWEST = 2  # runs that make a history
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of one case.
+
+    Args:
+        commit: short name of the commit.
+        seconds: median over the launches of the run.
+        doubtful: whether a launch had a flag that makes its time doubtful.
+    """
+
+    commit: str
+    seconds: float
+    doubtful: bool
+
+
+@dataclass(frozen=True)
+class Series:
+    """One case on P ranks of one machine, in the order in which the runs were recorded.
+
+    Args:
+        case: its id.
+        ranks: P.
+        fingerprint: of machine and software.
+        points: one for each run.
+        changes: indices into the points, where the level moved.
+    """
+
+    case: str
+    ranks: int
+    fingerprint: str
+    points: tuple[Point, ...]
+    changes: tuple[Change, ...]
+
+
+def collect(records: Iterable[Record]) -> list[Series]:
+    """All series with more than one run.
+
+    The launches of a comparison, which belong to pairs, are no history; nor are those of a case that has since been given another
+    size or another way to do it under the same name.
+    """
+    records = [record for record in records if record["pair"] is None and measured(record)]
+    newest = {key(record): record["case"] for record in records}
+    found: dict[tuple[str, int, str], dict[tuple[str, str], list[Record]]] = {}
+    for record in records:
+        if record["case"] == newest[key(record)]:
+            place = (*key(record), setting_of(record).fingerprint)
+            run = (record["run_id"], setting_of(record).commit)
+            found.setdefault(place, {}).setdefault(run, []).append(record)
+    return [_series(place, runs) for place, runs in sorted(found.items()) if len(runs) >= FEWEST]
+
+
+def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record]]) -> Series:
+    points = tuple(_point(commit, group) for (_, commit), group in runs.items())
+    return Series(*place, points, tuple(changes([point.seconds for point in points])))
+
+
+def _point(commit: str, group: list[Record]) -> Point:
+    seconds = statistics.median(record["timing"]["median_s"] for record in group)
+    return Point(commit, seconds, any(FLAGS[name](record) for name in CAVEATS for record in group))
+
+
+def alerts(series: Iterable[Series]) -> list[Table]:
+    """Every change, the largest first; nothing where there is no history."""
+    every = list(series)
+    found = [(one, change) for one in every for change in one.changes]
+    found.sort(key=lambda pair: -abs(math.log(pair[1].ratio)))
+    note = f"{len(every)} series were searched, and about one in a hundred is marked by chance. An alert, not a verdict."
+    columns = ("case", "P", "commit", "before (ms)", "after (ms)", "change", "p")
+    lines = [_alert(one, change) for one, change in found] or [("no change found", *[""] * 6)]
+    return [make("Changes of level", columns, lines, note)] if every else []
+
+
+def _alert(series: Series, change: Change) -> tuple[str, ...]:
+    point = series.points[change.at]
+    later = next((other.at for other in series.changes if other.at > change.at), len(series.points))
+    after = statistics.median(p.seconds for p in series.points[change.at : later])
+    before, name = after / change.ratio, point.commit
+    times = milliseconds(before), milliseconds(after)
+    return plain(series.case), str(series.ranks), plain(name), *times, ratio(change.ratio), f"{change.p:.4f}"
+
+
+def pictures(series: Sequence[Series]) -> Iterator[Picture]:
+    """A plot for each case on each machine; those with changes first."""
+    places = sorted({(one.case, one.fingerprint) for one in series})
+    groups = [[one for one in series if (one.case, one.fingerprint) == place] for place in places]
+    for group in sorted(groups, key=lambda group: not any(one.changes for one in group)):
+        for part in (group[i : i + LINES] for i in range(0, len(group), LINES)):
+            figure, axes = blank()
+            draw(axes, part)
+            legend(axes)
+            yield Picture("History", plain(f"{group[0].case}: time over commits"), figure)
+
+
+def draw(axes: Axes, group: Sequence[Series]) -> None:
+    """Time against commits, a line for each P; a dashed vertical line where a level changed."""
+    longest = max(group, key=lambda one: len(one.points))
+    for number, one in enumerate(group):
+        offset = len(longest.points) - len(one.points)  # the newest runs under one another
+        points = [(float(offset + i), point.seconds * 1e3) for i, point in enumerate(one.points)]
+        line(axes, number, points, [point.doubtful for point in one.points], f"P = {one.ranks}")
+        for change in one.changes:
+            axes.axvline(offset + change.at - 0.5, color=INK, linestyle="--", linewidth=1)
+    if any(one.changes for one in group):
+        axes.plot([], [], color=INK, linestyle="--", label="level changed")
+    hollow(axes, ["doubtful"] if any(point.doubtful for one in group for point in one.points) else [])
+    axes.set_xlabel("commit (in order of recording)")
+    axes.set_ylabel("time of one step (ms)")
+    log_axis(axes.yaxis, [point.seconds * 1e3 for one in group for point in one.points])
+    _name_commits(axes, [point.commit for point in longest.points])
+
+
+def _name_commits(axes: Axes, commits: Sequence[str]) -> None:
+    """As many commits by name as fit, the last one among them."""
+    step = math.ceil(len(commits) / LABELS)
+    places = list(range(len(commits) - 1, -1, -step))[::-1]
+    plain_ticks(axes.xaxis, places, [plain(commits[place])[:7] for place in places])
+    axes.tick_params("x", rotation=90)

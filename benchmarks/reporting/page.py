@@ -1,0 +1,134 @@
+"""What is shown, apart from how: sections of tables and pictures, written as Markdown and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.reporting.overview import overview
+from benchmarks.reporting.style import Picture, svg
+from benchmarks.reporting.tables import Table
+from benchmarks.reporting.text import plain
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+TEMPLATE = "page.html"
+MAX_PROBLEMS = 50
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Args:
+        title: its heading.
+        text: sentences of ours.
+        tables, pictures: what it shows.
+    """
+
+    title: str
+    text: str = ""
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report.
+
+    Args:
+        title: the heading.
+        problems: what could not be read, each naming its file.
+        sections: in the order in which they are shown.
+    """
+
+    title: str
+    problems: tuple[str, ...]
+    sections: tuple[Section, ...]
+
+    @property
+    def complaints(self) -> list[str]:
+        """The problems as they are shown: plain, and not more than one wants to read."""
+        more = len(self.problems) - MAX_PROBLEMS
+        return [plain(problem, 400) for problem in self.problems[:MAX_PROBLEMS]] + [f"and {more} more"] * (more > 0)
+
+
+def markdown(page: Page, picture: str | None) -> str:
+    """The page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
+    lines = [f"# {page.title}", ""]
+    if page.complaints:
+        lines += ["Not everything could be used:", "", *(f"- {code(problem)}" for problem in page.complaints), ""]
+    if picture is not None:
+        lines += [f"![{page.title}]({picture})", ""]
+    for section in page.sections:
+        if section.tables:
+            lines += [f"## {section.title}", ""] + [section.text, ""] * bool(section.text)
+            lines += [line for table in section.tables for line in _table(table)]
+    return "\n".join(lines)
+
+
+def code(text: str) -> str:
+    """A text as Markdown code, inside which nothing is a link, a mention, HTML or the end of a table's cell.
+
+    There is no escape for a backtick in code, nor a safe one for a bar in a table, so these two become look-alikes.
+    """
+    clean = plain(text, 400).replace("`", "'").replace("|", "¦")
+    return f"`{clean}`" if clean else ""
+
+
+def _table(table: Table) -> list[str]:
+    rule = ["---" if left else "---:" for left in table.left]
+    rows = [[code(cell) if left else cell for cell, left in zip(row, table.left, strict=True)] for row in table.rows]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *rows)]
+    return [f"### {code(table.title)}", "", *lines, ""] + [table.note, ""] * bool(table.note)
+
+
+def html(page: Page) -> str:
+    """The page as HTML: style and plots inside, no script, and nothing is fetched."""
+    return _template().render(page=page)
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"svg": _svg, "breakable": _breakable}
+    return environment.get_template(TEMPLATE)
+
+
+def _svg(picture: Picture) -> str:
+    """A picture with its name for those who cannot see it. matplotlib escapes the words inside."""
+    from markupsafe import Markup
+
+    drawn = svg(picture.figure).replace("<svg ", f'<svg role="img" aria-label="{escape(picture.title)}" ', 1)
+    return Markup(drawn)
+
+
+def _breakable(cell: str) -> str:
+    """A cell whose text may go on in the next line after a slash, where the column is narrow."""
+    from markupsafe import Markup
+
+    return Markup("/<wbr>").join(cell.split("/"))
+
+
+def write(page: Page, folder: Path, name: str) -> list[Path]:
+    """Write NAME.md, NAME.html and, where the page has pictures, NAME.png into a folder.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {kind: folder / f"{name}.{kind}" for kind in ("md", "html", "png")}
+    pictures = [picture for section in page.sections for picture in section.pictures]
+    paths["md"].write_text(markdown(page, paths["png"].name if pictures else None), encoding="utf-8")
+    paths["html"].write_text(html(page), encoding="utf-8")
+    paths["png"].unlink(missing_ok=True)  # that of an older report
+    if pictures:
+        paths["png"].write_bytes(overview(pictures))
+    return [path for path in paths.values() if path.exists()]

@@ -1,0 +1,165 @@
+"""How all plots look: one size, colours that colour-blind people tell apart, and ink that follows the page's."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.reporting.text import plain, significant
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
+"""After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink darkened so that they are seen on white."""
+
+MARKERS = "osD^vP"
+INK, GRID = "#1b1f24", "#8a8f98"
+SIZE = (4.6, 3.7)  # inches; a phone shows one plot beside nothing else
+LABEL = 44  # characters of a name in a plot
+HALF = 26  # of one that leaves room for another beside it
+TICKS = {3.0: (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0), 30.0: (1.0, 2.0, 5.0), math.inf: (1.0,)}
+"""Which multiples of powers of ten are labelled, by the ratio of the largest to the smallest value."""
+
+SETTINGS: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "font.family": ["DejaVu Sans"],  # comes with matplotlib
+    "grid.alpha": 0.3,
+    "grid.color": GRID,
+    "hatch.color": "#ffffff",
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "sp_core",
+    "text.color": INK,
+    "text.parse_math": False,  # a dollar in a record is no formula
+    "xtick.color": INK,
+    "xtick.labelsize": 8,
+    "ytick.color": INK,
+    "ytick.labelsize": 8,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot with one message.
+
+    Args:
+        kind: the section of the page it belongs to.
+        title: above it, also for those who do not see it.
+        figure: of matplotlib.
+        broad: whether it needs the whole width of the page.
+    """
+
+    kind: str
+    title: str
+    figure: Figure
+    broad: bool = False
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw and save in the style of this module."""
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS):
+        yield
+
+
+def blank(width: float = SIZE[0], height: float = SIZE[1]) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG for the inside of a page: its ink takes the colour of the text around it."""
+    file = io.StringIO()
+    with styled():
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    inside = re.sub("<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)  # matplotlib repeats every text as a comment
+    return inside.replace(INK, "currentColor")
+
+
+def short(name: object) -> str:
+    """A name that fits into a legend or beside an axis: names begin alike, so that the middle is left out."""
+    whole = plain(name).encode("latin-1", "replace").decode("latin-1")  # letters that every font has
+    return whole if len(whole) <= LABEL else f"{whole[: LABEL // 3]}…{whole[-(LABEL - LABEL // 3 - 1) :]}"
+
+
+def line(axes: Axes, number: int, points: Sequence[tuple[float, float]], doubtful: Sequence[bool], label: str) -> None:
+    """One series; what must be read with care has a hollow marker."""
+    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+    axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=short(label))
+    for hollow in (False, True):
+        chosen = [point for point, mark in zip(points, doubtful, strict=True) if mark is hollow]
+        if chosen:
+            face = "none" if hollow else colour
+            axes.plot(*zip(*chosen, strict=True), color=colour, marker=marker, markersize=6, mfc=face, linestyle="none")
+
+
+def hollow(axes: Axes, flags: Sequence[str]) -> None:
+    """Say in the legend what a hollow marker means."""
+    if flags:
+        axes.plot([], [], color=GRID, marker="o", mfc="none", linestyle="none", label=f"hollow: {' or '.join(flags)}")
+
+
+def legend(axes: Axes, columns: int = 2) -> None:
+    """The legend below the plot, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        fitting = 1 if max(map(len, labels)) > HALF else columns
+        axes.get_figure(root=False).legend(handles, labels, loc="outside lower center", ncols=fitting)  # type: ignore[union-attr]
+
+
+def ranks_axis(axes: Axes, ranks: Sequence[int]) -> None:
+    """The x axis is the number of ranks, each power of two as far from the next."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("ranks P (number)")
+    plain_ticks(axes.xaxis, sorted(set(ranks)))
+
+
+def log_axis(axis: Axis, values: Sequence[float]) -> None:
+    """A logarithmic axis with few, plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.axes.set_yscale("log")
+    growth = max(values) / min(values)
+    subs = next(multiples for limit, multiples in TICKS.items() if growth < limit)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axis.axes.set_ylim(min(values) / growth**0.08 / 1.05, max(values) * growth**0.08 * 1.05)
+
+
+def tick(value: float) -> str:
+    """A tick without needless digits."""
+    shown = significant(value, 2)
+    return shown.rstrip("0").rstrip(".") if "." in shown else shown
+
+
+def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
+    """Ticks at these places and nowhere else."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_minor_locator(NullLocator())
+    axis.set_ticks(list(places), list(labels or (f"{place:g}" for place in places)))

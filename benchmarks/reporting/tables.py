@@ -1,0 +1,159 @@
+"""Tables of plain text, which Markdown and HTML show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.records import Record
+from benchmarks.reporting import derive
+from benchmarks.reporting.derive import Row
+from benchmarks.reporting.text import DASH, count, gigabytes, milliseconds, percent, plain, significant, size
+
+MAX_ROWS = 300
+WORDS = {
+    "case",
+    "commit",
+    "fingerprint",
+    "side",
+    "run",
+    "device",
+    "MPI",
+    "software",
+    "system",
+    "reason",
+    "flags",
+    "status",
+    "verdict",
+    "where",
+}
+"""Columns of words, which start at the left; numbers end at the right."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Args:
+        title: above it.
+        columns: their names.
+        rows: cells in the order of the columns.
+        note: below it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    @property
+    def left(self) -> tuple[bool, ...]:
+        """For each column whether it holds words."""
+        return tuple(name in WORDS for name in self.columns)
+
+
+def make(title: str, columns: Iterable[str], cells: Iterable[Iterable[str]], note: str = "") -> Table:
+    """A table without the columns that say nothing, cut where it would be too long to read."""
+    names, lines = tuple(columns), [tuple(line) for line in cells]
+    more = f"{len(lines) - MAX_ROWS} more rows are left out." if len(lines) > MAX_ROWS else ""
+    kept = [i for i in range(len(names)) if any(line[i] not in (DASH, "") for line in lines)]
+    shown = tuple(tuple(line[i] for i in kept) for line in lines[:MAX_ROWS])
+    return Table(title, tuple(names[i] for i in kept), shown, " ".join(filter(None, (note, more))))
+
+
+COLUMNS = (
+    "case",
+    "time (ms)",
+    "speed-up",
+    "efficiency",
+    "algbw (GB/s)",
+    "busbw (GB/s)",
+    "comm share",
+    "bytes sent",
+    "tokens/s",
+    "GFLOP/s",
+    "peak memory",
+    "imbalance",
+    "flags",
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The text of each of COLUMNS."""
+    scales = row.algbw is None and row.case["layer"] != "collectives"
+    return (
+        plain(row.id),
+        milliseconds(row.seconds),
+        f"{row.speedup:.2f}" if scales else DASH,
+        percent(row.efficiency) if scales else DASH,
+        gigabytes(row.algbw),
+        gigabytes(row.busbw),
+        percent(row.share),
+        size(row.sent),
+        count(row.tokens_per_s),
+        gigabytes(row.flops_per_s),
+        size(row.peak_bytes),
+        f"{row.imbalance:.2f}",
+        ", ".join(row.flags),
+    )
+
+
+def per_ranks(rows: list[Row]) -> list[Table]:
+    """A table for each layer and each number of ranks."""
+    places = sorted({(row.case["layer"], row.ranks) for row in rows})
+    return [
+        make(
+            f"{plain(layer)}, P = {ranks}",
+            COLUMNS,
+            (cells(row) for row in rows if (row.case["layer"], row.ranks) == (layer, ranks)),
+        )
+        for layer, ranks in places
+    ]
+
+
+def failures(records: list[Record]) -> Table | None:
+    """What was not measured, and why; None if everything was."""
+    failed = [r for r in records if not derive.measured(r)]
+    lines = sorted((r["case"]["id"], r["case"]["ranks"], r["status"], r["reason"] or "the time is 0") for r in failed)
+    named = ("case", "P", "status", "reason")
+    found = make("Not measured", named, ((plain(i), str(p), s, plain(why)) for i, p, s, why in lines))
+    return found if lines else None
+
+
+def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
+    """What was measured where: a line for each commit and machine."""
+    lines = []
+    for setting, group in groups.items():
+        told = next((r for r in group if r["device"] and r["transport"] and r["env"]), None)
+        lines.append((setting.commit, setting.side or DASH, _runs(group), str(len(group)), *_machine(told), setting.fingerprint))
+    columns = ("commit", "side", "run", "records", "device", "count", "MPI", "software", "system", "fingerprint")
+    return make("Commits and machines", columns, (tuple(plain(cell) for cell in line) for line in lines))
+
+
+def _runs(group: list[Record]) -> str:
+    runs = sorted({r["run_id"] for r in group})
+    return runs[0] if len(runs) == 1 else f"{len(runs)} runs, the last {runs[-1]}"
+
+
+def _machine(record: Record | None) -> tuple[str, ...]:
+    if record is None:
+        return (DASH,) * 5
+    device, transport, env = record["device"], record["transport"], record["env"]
+    mpi = f"{transport['mpi']['vendor']} {transport['mpi']['version']}"
+    software = f"Python {env['python']}, torch {env['torch']}"
+    return device["name"], str(device["count"]), mpi, software, env["platform"]
+
+
+LEGEND = (
+    "time: median over launches of the median step, from the first rank's start to the last rank's end. "
+    "speed-up and efficiency: against the fewest ranks of the same case. "
+    "algbw: bytes of the largest buffer of a rank over the time; busbw: the same times the share that must cross a link. "
+    "comm share: communication and waiting for other ranks, on the rank where it took longest. "
+    "bytes sent: by all ranks in one step. imbalance: the slowest rank's time over the mean. "
+    "oversubscribed: more ranks than cores, so the time says nothing about scaling. skew-limited: the ranks did not start together."
+)
+
+
+def ratio(value: float) -> str:
+    """A ratio of times as a change in percent."""
+    return f"{'+' if value >= 1 else '-'}{significant(abs(value - 1) * 100, 2)}%"

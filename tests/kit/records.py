@@ -1,0 +1,156 @@
+"""Records such as a run of the benchmarks leaves, made up."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+from benchmarks.records import Record, fingerprint
+
+Values = dict[str, Any]
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "shift")
+VARIANTS = ("contiguous/full", "zigzag/causal", "striped/causal")
+DEVICE: Values = {
+    "kind": "cpu",
+    "name": "A Processor <v2>",
+    "count": 2,
+    "clocks": None,
+    "temperature": None,
+    "power_cap": None,
+    "driver": None,
+}
+ENV: Values = {
+    "python": "3.11.7",
+    "torch": "2.13.0",
+    "platform": "Linux-6.1-x86_64",
+    "cpu_model": "A Processor <v2>",
+    "cores": 2,
+    "slurm_job": None,
+}
+
+
+def case(layer: str, scheme: str, variant: str, ranks: int, **changes: Any) -> Values:
+    """What a record says was measured."""
+    made: Values = {
+        "id": f"{layer}/{scheme}/{variant}",
+        "layer": layer,
+        "scheme": scheme,
+        "direction": "forward",
+        "ranks": ranks,
+        "mesh": {"sp": ranks},
+        "shape": {"batch": 1, "seq": 2048},
+        "dtype": "float32",
+        "layout": "zigzag",
+        "mask": "causal",
+        "algorithm": None,
+        "transport": "host",
+    }
+    return {**made, **changes}
+
+
+def timing(ranks: int, seconds: float) -> Values:
+    """What three samples make."""
+    return {
+        "warmup": 1,
+        "iterations": 3,
+        "inner": 1,
+        "samples_s": [seconds * 0.9, seconds, seconds * 1.2],
+        "max_local_s": [seconds] * 3,
+        "per_rank_median_s": [seconds] * ranks,
+        "median_s": seconds,
+        "imbalance": 1.0,
+        "barrier_skew_s": {"median": 1e-6, "p95": 2e-6, "max": 3e-6},
+        "skew_limited": False,
+    }
+
+
+def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **changes: Any) -> Record:
+    """A valid record of one launch."""
+    ranks, shared = what["ranks"], 0.1 * (what["ranks"] - 1)
+    operation = what["scheme"] if what["layer"] == "collectives" else "all_gather"
+    transport = {
+        "mpi": {"vendor": "Open MPI", "version": "5.0.11", "library": "Open MPI v5.0.11"},
+        "mode": "host",
+        "threads": 1,
+        "oversubscribed": ranks > 2,
+        "shared_gpu": False,
+    }
+    sent = bytes_result * (ranks - 1)
+    phases = {"total": seconds, "communication": seconds * shared, "attention": seconds * 0.4}
+    made: Record = {
+        "schema": 1,
+        "run_id": "20261120T131500Z-1a2b3c",
+        "launch": 0,
+        "pair": None,
+        "commit": {"sha": "a" * 40, "merge_base": None, "branch": "main", "dirty": False},
+        "harness_sha": hashlib.sha256(b"harness").hexdigest(),
+        "case": what,
+        "device": dict(DEVICE),
+        "transport": transport,
+        "env": {"fingerprint": fingerprint(ENV, DEVICE, transport), **ENV},
+        "timing": timing(ranks, seconds),
+        "phases": {name: {"max_s": value, "mean_s": value * 0.9} for name, value in phases.items()},
+        "comm": {
+            operation: {
+                "calls": 1,
+                "messages": 0,
+                "bytes_sent": sent,
+                "bytes_formula": sent,
+                "seconds": seconds * shared,
+                "bytes_result": bytes_result,
+            },
+            "control": {"calls": 1, "messages": 0, "bytes_sent": 64 * ranks, "bytes_formula": None, "seconds": 1e-5},
+        },
+        "memory": {"peak_bytes": 3 << 20, "method": "counted"},
+        "work": {"flops": 10**9, "tokens": 2048},
+        "status": "ok",
+        "reason": None,
+    }
+    return {**made, **changes}
+
+
+def failed(what: Values, status: str, reason: str) -> Record:
+    """A valid record of a launch that left no time."""
+    nothing = dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+    return record(what, 1.0, status=status, reason=reason, **nothing)
+
+
+def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Record]:
+    """One run of all cases on 1, 2 and 4 ranks; `speed` divides the times, chance moves them by some percent."""
+    chance = random.Random(number)
+    about: Values = {
+        "run_id": f"202611{number + 1:02d}T131500Z-1a2b3c",
+        "commit": {"sha": hashlib.sha1(str(number).encode()).hexdigest(), "merge_base": None, "branch": "main", "dirty": False},
+    }
+    found = []
+    for ranks in (1, 2, 4):
+        for scheme in ("ring",) if few else ("allgather_kv", "ring", "ulysses"):
+            for place, variant in enumerate(VARIANTS):
+                seconds = 0.2 * (1 + place / 2) / ranks**0.8 / speed * chance.lognormvariate(0, 0.02)
+                found.append(record(case("schemes", scheme, f"{variant}/forward", ranks), seconds, **about))
+        for layer in () if few else ("block", "feed_forward"):
+            found.append(record(case("layers", layer, "causal/both", ranks), 0.3 / ranks**0.7, **about))
+        for scheme in ("all_reduce",) if few else COLLECTIVES:
+            for algorithm in ("mpi", "ring"):
+                for size in SIZES:
+                    what = case(
+                        "collectives", scheme, f"{algorithm}/host/{size}", ranks, algorithm=algorithm, shape={"elements": size}
+                    )
+                    seconds = (2e-5 + size * 4 / (3e9 if algorithm == "mpi" else 2e9)) * chance.lognormvariate(0, 0.05)
+                    found.append(record(what, seconds, bytes_result=4 * size, **about))
+    return found
+
+
+def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> dict[str, Any]:
+    """A row of a comparison's result."""
+    known: dict[str, Any] = {"ratio": ratio, "low": ratio and ratio * 0.97, "high": ratio and ratio * 1.02, "delta": 0.1}
+    row = {"case": f"schemes/{name.replace(' ', '_')}", "ranks": 2, "verdict": name, "reason": None, "stage": "screen"}
+    return {**row, "pairs": 10, "slower": 8, **known, "flags": [], "explanation": None, **changes}
+
+
+def result(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """What a comparison writes."""
+    sides = {"base": {"ref": "main", "sha": "b" * 40}, "head": {"ref": "topic", "sha": "c" * 40}}
+    return {"format": 1, **sides, "rows": list(rows), "exit_code": 1, "gateable_share": 0.9, **changes}

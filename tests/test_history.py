@@ -1,0 +1,103 @@
+"""History: a move of the level is found where it was made, noise is not, and records of other machines or cases are not mixed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import records as made
+
+from benchmarks.reporting import history
+from benchmarks.reporting.__main__ import main
+from benchmarks.reporting.changes import SIDE, changes
+
+pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
+
+
+def noise(count: int, seed: int, spread: float = 0.03) -> list[float]:
+    """Times of code that does not change."""
+    return list(np.exp(np.random.default_rng(seed).normal(0.0, spread, count)))
+
+
+def runs(count: int, change: int | None = None, **more: Any) -> list[made.Record]:
+    """One case over runs, slower by 20 % from one run on."""
+    found = []
+    for number, seconds in enumerate(noise(count, 0)):
+        slower = 1.2 if change is not None and number >= change else 1.0
+        commit = {"sha": f"{number:040x}", "merge_base": None, "branch": "main", "dirty": False}
+        about: dict[str, Any] = {"run_id": f"run-{number:03}", "commit": commit, **more}
+        found.append(made.record(made.case("schemes", "ring", "zigzag", 2), 0.1 * seconds * slower, **about))
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(10, 3), (12, 12), (40, 5)])
+@pytest.mark.parametrize("ratio", [0.8, 1.25])
+def test_a_change_is_found_where_it_was_made(before: int, after: int, ratio: float) -> None:
+    values = noise(before, 1) + [ratio * value for value in noise(after, 2)]
+    (found,) = changes(values)
+    assert found.at == before
+    assert found.ratio == pytest.approx(ratio, rel=0.05)
+    assert found.p <= 0.01
+
+
+def test_two_changes_are_both_found() -> None:
+    values = [*noise(15, 1), *(1.3 * v for v in noise(15, 2)), *(0.9 * v for v in noise(15, 3))]
+    assert [found.at for found in changes(values)] == [15, 30]
+
+
+def test_one_series_in_a_hundred_is_marked_by_chance() -> None:
+    """The p of a shuffled series is uniform, so that 1 % or less are marked: 300 series, of which 9 or more would be 1 in 500."""
+    assert sum(bool(changes(noise(14, seed, 0.2))) for seed in range(300)) <= 8
+
+
+@pytest.mark.parametrize(
+    "values", [[], [1.0], [1.0] * 30, noise(2 * SIDE - 1, 0), [*noise(20, 0), 9.0], [*noise(10, 0), 9.0, *noise(10, 1)]]
+)
+def test_outliers_and_short_series_are_no_changes(values: list[float]) -> None:
+    assert changes(values) == []
+
+
+def test_a_change_too_small_to_matter_is_not_told() -> None:
+    values = noise(20, 0, 0.002) + [1.03 * value for value in noise(20, 1, 0.002)]
+    assert changes(values) == []
+
+
+def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
+    records = runs(3)
+    again = [made.record(r["case"], r["timing"]["median_s"] * 3, run_id=r["run_id"], commit=r["commit"]) for r in records]
+    (series,) = history.collect([*records, *again])
+    assert [point.seconds for point in series.points] == pytest.approx([2 * r["timing"]["median_s"] for r in records])
+    assert [point.commit for point in series.points] == [r["commit"]["sha"][:10] for r in records]
+
+
+def test_what_cannot_be_compared_is_kept_apart() -> None:
+    records = runs(4)
+    records[0]["case"] = {**records[0]["case"], "shape": {"seq": 7}}  # another size under the old name
+    records[1]["env"] = {**records[1]["env"], "fingerprint": "0" * 16}
+    records[2]["pair"] = {"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1}
+    assert history.collect(records) == []
+    assert [len(series.points) for series in history.collect(runs(4))] == [4]
+
+
+def test_the_command_prints_the_change_and_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in runs(16, change=12)))
+    assert main([str(path), "--history", "--out", str(tmp_path)]) == 0
+    assert f"{12:040x}"[:10] in capsys.readouterr().out
+    page = (tmp_path / "history.html").read_text()
+    assert "level changed" not in page  # letters of a plot are shapes
+    assert "schemes/<wbr>ring/<wbr>zigzag" in page
+    (series,) = history.collect(runs(16, change=12))
+    (picture,) = history.pictures([series])
+    marks = [line for line in picture.figure.axes[0].get_lines() if list(line.get_xdata()) == [11.5, 11.5]]
+    assert len(marks) == 1
+
+
+def test_a_history_without_change_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in runs(16)))
+    assert main([str(path), "--history", "--out", str(tmp_path)]) == 0
+    assert "no change found" in capsys.readouterr().out
