@@ -39,7 +39,7 @@ def profile(rank: int, *, base: float, offset: float) -> Profile:
         {"operation": "all_reduce", "kind": "run", "bytes_sent": 10, "transfer": None},
     ]
     events = [
-        span("clock anchor 0", at(0.5) - 300, 100),  # made slowly: not to be used
+        span("clock anchor 0", at(0.5) - 300 * rank, 100),  # made slowly: not to be used
         span("clock anchor 1", at(0.6) - 1, 2),
         span("step", at(1.0), 5e5, cat="user_annotation"),
         span("communication #0", at(1.1), 10),
