@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "machine", "segments"),
-    ("sharding", "mask"),
+    ("sharding", "mask", "schedules"),
     ("attention", "rope"),
     ("transport",),
     ("agreement",),
