@@ -17,7 +17,7 @@ ROOMS = (
     ("sharding", "mask", "schedules"),
     ("attention", "rope"),
     ("transport",),
-    ("agreement",),
+    ("agreement", "scratch"),
     ("communicator",),
     ("mesh",),
     ("collectives",),

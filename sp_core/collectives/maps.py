@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from sp_core.collectives import choice
 from sp_core.communicator import Communicator
 from sp_core.transport import Handle
 from sp_core.transport import transfer as tr
@@ -44,10 +45,14 @@ class Started:
 
 @dataclass(frozen=True)
 class Map(ABC):
-    """A collective over `comm` with all its sizes known; `name` is what it is counted under."""
+    """A collective over `comm` with all its sizes known; `name` is what it is counted under.
+
+    `algorithm` goes over to the map of the gradients, which uses it if it has one of that name.
+    """
 
     name: ClassVar[str]
     comm: Communicator
+    algorithm: str = field(default="auto", kw_only=True)
 
     @property
     @abstractmethod
@@ -63,8 +68,8 @@ class Map(ABC):
         """Begin it. The buffers live as long as the handle."""
 
 
-class LibraryMap(Map):
-    """A collective that the MPI library carries out."""
+class FlatMap(Map):
+    """A collective over flat buffers, which an algorithm or the MPI library carries out."""
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
@@ -73,17 +78,18 @@ class LibraryMap(Map):
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        self.comm.run(prepared.transfer, prepared.send, prepared.recv)
+        choice.run(self.comm, prepared.transfer, prepared.send, prepared.recv, self.algorithm)
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        return Started(self.comm.start(prepared.transfer, prepared.send, prepared.recv), prepared.result)
+        handle = choice.start(self.comm, prepared.transfer, prepared.send, prepared.recv, self.algorithm)
+        return Started(handle, prepared.result)
 
 
 @dataclass(frozen=True)
-class AllGather(LibraryMap):
+class AllGather(FlatMap):
     """`(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
 
     name = "all_gather"
@@ -92,7 +98,7 @@ class AllGather(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return ReduceScatter(self.comm, self.dim, self.sizes)
+        return ReduceScatter(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
@@ -102,7 +108,7 @@ class AllGather(LibraryMap):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(LibraryMap):
+class ReduceScatter(FlatMap):
     """`(sum(sizes), *)` on every rank to the sum of everybody's rows of rank r, `(sizes[r], *)`, along `dim`."""
 
     name = "reduce_scatter"
@@ -111,7 +117,7 @@ class ReduceScatter(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return AllGather(self.comm, self.dim, self.sizes)
+        return AllGather(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
@@ -121,7 +127,7 @@ class ReduceScatter(LibraryMap):
 
 
 @dataclass(frozen=True)
-class AllReduce(LibraryMap):
+class AllReduce(FlatMap):
     """The sum (or max, min) of everybody's tensor, on every rank."""
 
     name = "all_reduce"
@@ -132,7 +138,8 @@ class AllReduce(LibraryMap):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        if self.reduction != "sum" and x.is_floating_point():
+        library = choice.chosen(self.comm, self.name, self.algorithm) == "mpi"
+        if library and self.reduction != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Prepared(tr.all_reduce(x.numel(), self.reduction), _flat(x), recv.view(-1), lambda: recv)
@@ -148,7 +155,7 @@ class AllReduce(LibraryMap):
 
 
 @dataclass(frozen=True)
-class AllToAll(LibraryMap):
+class AllToAll(FlatMap):
     """Rank r keeps part r of `split_dim` of everybody's tensor, put together along `concat_dim`.
 
     Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and `split_sizes[r]` of `split_dim` and all of
@@ -163,7 +170,7 @@ class AllToAll(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return AllToAll(self.comm, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)
+        return AllToAll(self.comm, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         rank = self.comm.rank
@@ -181,7 +188,7 @@ class AllToAll(LibraryMap):
 
 
 @dataclass(frozen=True)
-class Broadcast(LibraryMap):
+class Broadcast(FlatMap):
     """The root's tensor on every rank. The others pass a tensor of the same shape, whose values are not read."""
 
     name = "broadcast"
@@ -189,7 +196,7 @@ class Broadcast(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return Reduce(self.comm, self.root)
+        return Reduce(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         transfer = tr.broadcast(x.numel(), self.comm.rank, self.root)
@@ -200,7 +207,7 @@ class Broadcast(LibraryMap):
 
 
 @dataclass(frozen=True)
-class Reduce(LibraryMap):
+class Reduce(FlatMap):
     """The sum of everybody's tensor on the root; zeros on the others."""
 
     name = "reduce"
@@ -208,7 +215,7 @@ class Reduce(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return Broadcast(self.comm, self.root)
+        return Broadcast(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         transfer = tr.reduce(x.numel(), self.comm.rank, self.root)

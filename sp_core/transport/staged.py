@@ -13,6 +13,7 @@ bring chunk k+1 down and chunk k-1 up, through two sets of page-locked buffers t
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sp_core.transport.base import Done, Handle, Messages, wait
+from sp_core.transport.base import Bound, Done, Handle, Messages, wait
 from sp_core.transport.device import Event, Streams
 from sp_core.transport.host import HostTransport
 from sp_core.transport.transfer import Transfer, pieces
@@ -67,14 +68,33 @@ class StagedTransport:
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
+        return self._messages(sends, recvs, self._host.exchange)
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted."""
+        self._host.announce(sends, recvs)
+
+    def bind(self, messages: Messages) -> Bound:
+        """The messages themselves: host memory is made when they are posted."""
+        return messages
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages."""
+        return self._messages(sends, recvs, functools.partial(_post, self._host, tag))
+
+    def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Handle:
         host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
-        handle = self._host.exchange([(peer, x.cpu()) for peer, x in sends], host_recvs)
+        handle = on_host([(peer, x.cpu()) for peer, x in sends], host_recvs)
 
         def finish() -> None:
             for (_, x), (_, host) in zip(recvs, host_recvs, strict=True):
                 x.copy_(host)
 
         return _Finishing(handle, finish)
+
+
+def _post(host: HostTransport, tag: int, sends: Messages, recvs: Messages) -> Handle:
+    return host.post(host.bind(sends), host.bind(recvs), tag)
 
 
 def _to_host(x: Tensor | None) -> Tensor | None:
@@ -144,7 +164,23 @@ class PipelinedTransport:
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, after the collectives that were started before them."""
-        handle = self._enqueue(self._messages(sends, recvs))
+        handle = self._enqueue(self._messages(sends, recvs, self._host.exchange))
+        handle.test()
+        return handle
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted."""
+        self._host.announce(sends, recvs)
+
+    def bind(self, messages: Messages) -> Bound:
+        """The messages themselves: host memory is made when they are posted."""
+        return messages
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages, beside all others: their tag keeps them apart, and ranks may be ready for them at any time."""
+        alone: deque[_Steps] = deque()
+        handle = _Steps(self._messages(sends, recvs, functools.partial(_post, self._host, tag)), alone, self._streams)
+        alone.append(handle)
         handle.test()
         return handle
 
@@ -202,13 +238,13 @@ class PipelinedTransport:
             self._streams.upload(piece[offset : offset + part.numel()], part)
         slot.uploaded = self._streams.uploaded()
 
-    def _messages(self, sends: Messages, recvs: Messages) -> Iterator[None]:
+    def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Iterator[None]:
         host_sends = [(peer, self._pinned_like(x)) for peer, x in sends]
         host_recvs = [(peer, self._pinned_like(x)) for peer, x in recvs]
         for (_, host), (_, x) in zip(host_sends, sends, strict=True):
             self._streams.download(host, x)
         yield from _until(self._streams.downloaded())
-        yield from _until(self._host.exchange(host_sends, host_recvs))
+        yield from _until(on_host(host_sends, host_recvs))
         for (_, host), (_, x) in zip(host_recvs, recvs, strict=True):
             self._streams.upload(x, host)
         yield from _until(self._streams.uploaded())  # the host buffers are released on return
