@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         shift,
         shift_start,
     )
+    from sp_core.collectives.plans import Plan, all_reduce_, plan
     from sp_core.communicator import Communicator
     from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
     from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
@@ -54,6 +55,7 @@ __all__ = [
     "Mesh",
     "PeerFailed",
     "Pending",
+    "Plan",
     "RMSNorm",
     "RankError",
     "Rope",
@@ -65,6 +67,7 @@ __all__ = [
     "all_gather",
     "all_gather_start",
     "all_reduce",
+    "all_reduce_",
     "all_reduce_start",
     "all_to_all",
     "all_to_all_start",
@@ -77,6 +80,7 @@ __all__ = [
     "hybrid_attention",
     "local_attention",
     "merge",
+    "plan",
     "reduce",
     "reduce_from_group",
     "reduce_scatter",
@@ -112,6 +116,11 @@ _HOMES = {
         "reduce_scatter_start",
         "shift",
         "shift_start",
+    ),
+    "sp_core.collectives.plans": (
+        "Plan",
+        "all_reduce_",
+        "plan",
     ),
     "sp_core.communicator": ("Communicator",),
     "sp_core.errors": (

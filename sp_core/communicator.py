@@ -130,6 +130,20 @@ class Communicator:
         self.transport.run(transfer, send, recv)
         count.seconds += time.perf_counter() - start
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
+        """A collective over the same flat contiguous buffers that can be carried out many times, by calling what is returned."""
+        call, bytes_sent = self.transport.prepare(transfer, send, recv), self._bytes_sent(transfer, send)
+
+        def run() -> None:
+            self.ensure_open()
+            count = self.counters[transfer.op.value]
+            count.add(bytes_sent=bytes_sent)
+            start = time.perf_counter()
+            call()
+            count.seconds += time.perf_counter() - start
+
+        return run
+
     def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective; finish it with `wait`."""
         self.ensure_open()
@@ -230,8 +244,11 @@ class Communicator:
 
     def _count(self, transfer: Transfer, send: Tensor | None) -> Count:
         count = self.counters[transfer.op.value]
-        count.add(bytes_sent=_payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize))
+        count.add(bytes_sent=self._bytes_sent(transfer, send))
         return count
+
+    def _bytes_sent(self, transfer: Transfer, send: Tensor | None) -> int:
+        return _payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize)
 
 
 def _payload(transfer: Transfer, rank: int, size: int) -> int:

@@ -35,7 +35,9 @@ MOVABLE = (*SUMMABLE, torch.bool)
 Sizes = Sequence[int] | None
 
 
-def all_gather(name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.AllGather:
+def all_gather(
+    name: str, x: Tensor, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
+) -> maps.AllGather:
     """The map of an all-gather; without `sizes` every rank says how much it has."""
     dim = _normal(x, dim)
     call = partial(_call, name, x, comm, free_dims=(dim,), dim=dim, sizes=sizes, algorithm=algorithm)
@@ -50,7 +52,13 @@ def all_gather(name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes,
 
 
 def reduce_scatter(
-    name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str, *, deterministic: bool = False
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    dim: int = 0,
+    sizes: Sizes = None,
+    algorithm: str = "auto",
+    deterministic: bool = False,
 ) -> maps.ReduceScatter:
     """The map of a reduce-scatter; without `sizes` the rows are dealt out evenly."""
     dim = _normal(x, dim)
@@ -67,26 +75,37 @@ def reduce_scatter(
     return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm), algorithm=chosen)
 
 
-def all_reduce(name: str, x: Tensor, comm: Communicator, op: str, algorithm: str, *, deterministic: bool = False) -> maps.AllReduce:
+def all_reduce(
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    deterministic: bool = False,
+    *,
+    in_place: bool = False,
+) -> maps.AllReduce:
     """The map of an all-reduce."""
     call = partial(_call, name, x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
     def check() -> int:
         _check_deterministic(algorithm, deterministic)
+        if in_place:
+            _check_writable(x)
         return _check_reduction(x, comm, op, algorithm)
 
     comm.agree_on(call, check, always=False)
     return maps.AllReduce(comm, op, algorithm=IN_RANK_ORDER if deterministic else algorithm)
 
 
-def reduce(name: str, x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Reduce:
+def reduce(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Reduce:
     """The map of a reduction to one rank."""
     call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
     comm.agree_on(call, lambda: _check_root(x, comm, SUMMABLE, root, "reduce", algorithm), always=False)
     return maps.Reduce(comm, root, algorithm=algorithm)
 
 
-def broadcast(name: str, x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Broadcast:
+def broadcast(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Broadcast:
     """The map of a broadcast."""
     call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
     comm.agree_on(call, lambda: _check_root(x, comm, MOVABLE, root, "broadcast", algorithm), always=False)
@@ -94,7 +113,13 @@ def broadcast(name: str, x: Tensor, comm: Communicator, root: int, algorithm: st
 
 
 def all_to_all(
-    name: str, x: Tensor, comm: Communicator, dims: tuple[int, int], split_sizes: Sizes, concat_sizes: Sizes, algorithm: str
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    dims: tuple[int, int],
+    split_sizes: Sizes = None,
+    concat_sizes: Sizes = None,
+    algorithm: str = "auto",
 ) -> maps.AllToAll:
     """The map of an all-to-all over `dims` = (split, concat)."""
     split, concat = (_normal(x, dim) for dim in dims)
@@ -180,6 +205,19 @@ def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims:
                 f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
             )
     check_algorithm(op, algorithm)
+
+
+def _check_writable(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        return
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "a tensor that requires a gradient was given to a sum in place, which has none. Use all_reduce, or torch.no_grad()."
+        )
+    if any(length > 1 and stride == 0 for length, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ShapeError(
+            f"elements of the tensor share memory (strides {x.stride()}); a sum in place needs room for each. Clone it."
+        )
 
 
 def _check_deterministic(algorithm: str, deterministic: bool) -> None:

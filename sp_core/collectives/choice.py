@@ -7,6 +7,7 @@ from torch import Tensor
 from sp_core.collectives.execution import BoundProgram, Once
 from sp_core.communicator import Communicator
 from sp_core.schedules import ALGORITHMS, Program, Task, program_of
+from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Transfer
 
 SEGMENT_BYTES = 1 << 18
@@ -37,7 +38,7 @@ def start(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Ten
     name = chosen(comm, transfer.op.value, algorithm)
     if name == "mpi":
         return comm.start(transfer, send, recv)
-    return comm.track(Once(bind(comm, transfer, send, recv, name)))
+    return comm.track(Once(bind(comm, transfer, send, recv, name, comm.scratch)))
 
 
 def run(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
@@ -48,10 +49,12 @@ def run(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tenso
         comm.wait(start(comm, transfer, send, recv, algorithm), transfer.op.value)
 
 
-def bind(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str) -> BoundProgram:
-    """The program of a transfer on its memory."""
+def bind(
+    comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str, scratch: Scratch
+) -> BoundProgram:
+    """The program of a transfer on its memory, with scratch taken from `scratch`."""
     comm.ensure_open()
     like = send if send is not None else recv
     assert like is not None
     program = program_for(comm, transfer, algorithm, like.itemsize)
-    return BoundProgram(comm, transfer.op.value, program, send, recv, transfer.reduction)
+    return BoundProgram(comm, transfer.op.value, program, send, recv, transfer.reduction, scratch)

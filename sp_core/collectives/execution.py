@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sp_core.communicator import Communicator
 from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Buffer, Combine, Message, Program, cost, wide_length
+from sp_core.scratch import Scratch
 from sp_core.transport import Bound, Done, Handle, Messages
 
 Work = Callable[[], object]
@@ -59,16 +60,25 @@ class BoundProgram:
         program: what this rank does.
         send, recv: flat contiguous IN and OUT; None where this rank has none.
         reduction: "sum", "max" or "min".
+        scratch: where scratch memory comes from.
     """
 
     def __init__(
-        self, comm: Communicator, name: str, program: Program, send: Tensor | None, recv: Tensor | None, reduction: str = "sum"
+        self,
+        comm: Communicator,
+        name: str,
+        program: Program,
+        send: Tensor | None,
+        recv: Tensor | None,
+        reduction: str,
+        scratch: Scratch,
     ) -> None:
         like = send if send is not None else recv
         assert like is not None
         self.comm, self.name, self.depth, self.device = comm, name, program.depth, like.device
         self._scratch_bytes = cost(program, like.dtype).scratch
-        self._block = comm.scratch.take(self._scratch_bytes)
+        self._scratch = scratch
+        self._block = scratch.take(self._scratch_bytes)
         memory = _memory(self._block, program, like, send, recv)
         self._sends, self._recvs = _all_messages(program, memory)
         self.steps = list(_bound(comm, program, memory, reduction))
@@ -81,7 +91,7 @@ class BoundProgram:
 
     def release(self) -> None:
         """Give the scratch back, after the last run."""
-        self.comm.scratch.give(self._block)
+        self._scratch.give(self._block)
 
 
 class Running:

@@ -13,12 +13,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sp_core.collectives import choice
+from sp_core.collectives.flat import back, elements, flat, flattened, packed, unmarked
 from sp_core.communicator import Communicator
 from sp_core.transport import Handle
 from sp_core.transport import transfer as tr
@@ -27,12 +29,16 @@ from sp_core.transport.transfer import Transfer
 
 @dataclass(frozen=True)
 class Prepared:
-    """A collective ready to run: what moves, the flat buffers, and how the result is seen in them."""
+    """A collective ready to run: what moves, the flat buffers, and how the result is seen in them.
+
+    `refresh` brings the input into `send` again, where that is not the memory of the input itself.
+    """
 
     transfer: Transfer
     send: Tensor | None
     recv: Tensor | None
     result: Callable[[], Tensor]
+    refresh: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,10 @@ class AllGather(FlatMap):
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
-        transfer = tr.all_gather(_elements(self.sizes, rows), self.comm.rank)
+        transfer = tr.all_gather(elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((sum(self.sizes), *rows.shape[1:]))
-        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: _back(recv, self.dim))
+        send, refresh = flattened(rows)
+        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
 
 
 @dataclass(frozen=True)
@@ -121,9 +128,10 @@ class ReduceScatter(FlatMap):
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
-        transfer = tr.reduce_scatter(_elements(self.sizes, rows), self.comm.rank)
+        transfer = tr.reduce_scatter(elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((self.sizes[self.comm.rank], *rows.shape[1:]))
-        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: _back(recv, self.dim))
+        send, refresh = flattened(rows)
+        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
 
 
 @dataclass(frozen=True)
@@ -142,16 +150,22 @@ class AllReduce(FlatMap):
         if library and self.reduction != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return Prepared(tr.all_reduce(x.numel(), self.reduction), _flat(x), recv.view(-1), lambda: recv)
+        send, refresh = flattened(x)
+        return Prepared(tr.all_reduce(x.numel(), self.reduction), send, recv.view(-1), lambda: recv, refresh)
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
-        least = -torch.inf if self.reduction == "max" else torch.inf
-        marks = x.isnan().to(x.dtype) * (1 if self.reduction == "max" else -1)
-        send = torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
+        send = self._marked(x)
         recv = torch.empty_like(send)
         transfer = tr.all_reduce(send.numel(), self.reduction)
-        return Prepared(transfer, send.view(-1), recv.view(-1), lambda: recv[0].masked_fill(recv[1] != 0, torch.nan))
+        result = partial(unmarked, recv)
+        return Prepared(transfer, send.view(-1), recv.view(-1), result, lambda: send.copy_(self._marked(x)))
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """The numbers, and where there are none."""
+        least = -torch.inf if self.reduction == "max" else torch.inf
+        marks = x.isnan().to(x.dtype) * (1 if self.reduction == "max" else -1)
+        return torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
 
 
 @dataclass(frozen=True)
@@ -182,9 +196,9 @@ class AllToAll(FlatMap):
             tuple(part * kept * rest for part in self.concat_sizes),
             max(self.split_sizes) * max(self.concat_sizes) * rest,
         )
-        send = torch.cat([part.reshape(-1) for part in rows.split(list(self.split_sizes), 1)])
+        send, refresh = packed(rows.detach().split(list(self.split_sizes), 1))
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
-        return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)))
+        return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)), refresh)
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,8 @@ class Broadcast(FlatMap):
     def prepare(self, x: Tensor) -> Prepared:
         transfer = tr.broadcast(x.numel(), self.comm.rank, self.root)
         if self.comm.rank == self.root:
-            return Prepared(transfer, _flat(x), None, x.clone)
+            send, refresh = flattened(x)
+            return Prepared(transfer, send, None, x.clone, refresh)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Prepared(transfer, None, recv.view(-1), lambda: recv)
 
@@ -220,7 +235,8 @@ class Reduce(FlatMap):
     def prepare(self, x: Tensor) -> Prepared:
         transfer = tr.reduce(x.numel(), self.comm.rank, self.root)
         recv = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        return Prepared(transfer, _flat(x), recv.view(-1) if self.comm.rank == self.root else None, lambda: recv)
+        send, refresh = flattened(x)
+        return Prepared(transfer, send, recv.view(-1) if self.comm.rank == self.root else None, lambda: recv, refresh)
 
 
 @dataclass(frozen=True)
@@ -251,20 +267,5 @@ class Shift(Map):
             recv.copy_(rows)
             handle = self.comm.exchange([], [], "shift")
         else:
-            handle = self.comm.exchange([(dest, _flat(rows))], [(source, recv.view(-1))], "shift")
-        return Started(handle, lambda: _back(recv, self.dim))
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The elements in logical order, as a contiguous vector outside autograd; a view where the tensor is contiguous."""
-    return x.detach().contiguous().view(-1)
-
-
-def _back(rows: Tensor, dim: int) -> Tensor:
-    """The rows along `dim`; the tensor itself, not a view of it, where they are there already."""
-    return rows.movedim(0, dim) if dim else rows
-
-
-def _elements(sizes: tuple[int, ...], rows: Tensor) -> tuple[int, ...]:
-    width = math.prod(rows.shape[1:])
-    return tuple(size * width for size in sizes)
+            handle = self.comm.exchange([(dest, flat(rows))], [(source, recv.view(-1))], "shift")
+        return Started(handle, lambda: back(recv, self.dim))

@@ -43,6 +43,10 @@ class Transport(Protocol):
         """Begin a collective and return without waiting for the other ranks."""
         ...
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory that can be carried out many times, by calling what is returned."""
+        ...
+
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
         ...

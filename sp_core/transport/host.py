@@ -7,6 +7,7 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -85,6 +86,14 @@ class HostTransport:
             return self._call(transfer, send, recv, blocking=False)
         self._run_in_chunks(transfer, send, recv)
         return Done()
+
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """The library's call with its arguments, unless there is more to do than to call it."""
+        given = send if send is not None else recv
+        if not self._fits(transfer) or (transfer.op.reduces and given is not None and given.dtype not in _SUMMABLE):
+            return partial(self.run, transfer, send, recv)
+        arguments = _arguments(transfer, self._comm.rank, as_numpy(send), as_numpy(recv))
+        return partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages; empty ones and those above the limit of one call included."""

@@ -66,6 +66,10 @@ class StagedTransport:
         handle = self._host.start(transfer, host_send, host_recv)
         return _Finishing(handle, lambda: _to_device(recv, host_recv))
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory."""
+        return functools.partial(self.run, transfer, send, recv)
+
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
         return self._messages(sends, recvs, self._host.exchange)
@@ -161,6 +165,10 @@ class PipelinedTransport:
         handle = self._enqueue(self._collective(transfer, send, recv, self._host.start))
         handle.test()
         return handle
+
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory."""
+        return functools.partial(self.run, transfer, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, after the collectives that were started before them."""
