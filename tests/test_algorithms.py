@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 import sp_core as sp
 from sp_core.collectives import choice
-from sp_core.schedules import ALGORITHMS, HALF, LIBRARY, cost, replay
-from sp_core.testing import given, run_threads, spmd
+from sp_core.schedules import ALGORITHMS, HALF, cost, replay
+from sp_core.testing import given
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
 from sp_core.testing.fake_device import DelayedStreams
-from sp_core.testing.live_bytes import LiveBytes
 from sp_core.testing.schedule_cases import NAMES, SUMS, Vectors, pieces, vectors
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
@@ -186,11 +184,8 @@ def test_a_plan_runs_on_what_its_input_holds(comm: Any, case: Case, transport: s
         x = case.inputs(comm.size)[comm.rank].clone()
         plan = sp.plan(case.op, x, comm=group, **case.arguments(comm.size))
         for seed in (case.seed, case.seed + 1):
-            inputs = [
-                other._tensor(rank, x.shape[case.dim])
-                for rank, x in enumerate(case.inputs(comm.size))
-                for other in [replace(case, seed=seed)]
-            ]
+            other = replace(case, seed=seed)
+            inputs = [other._tensor(rank, mine.shape[case.dim]) for rank, mine in enumerate(case.inputs(comm.size))]
             x.copy_(inputs[comm.rank])
             result = plan.finish(plan.start()) if started else plan.run()
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sp_core.schedules import (
     ALGORITHMS,
-    LIBRARY,
     Buffer,
     Combine,
     Message,
@@ -24,46 +23,16 @@ from sp_core.schedules import (
     cost,
     defaults,
     replay,
-    schedule_of,
     show,
     verify,
 )
-from sp_core.segments import split_sizes
-
-NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
-
-
-def schedule(op: str, algorithm: str, counts: list[int], root: int = 0, segment: int | None = None) -> Schedule:
-    """With pieces of `counts`, or, where ranks do not have pieces, vectors of their sum."""
-    size, ranks = len(counts), range(len(counts))
-    whole = ((sum(counts),),) * size
-    square = [tuple(counts[a] * counts[b] % 5 for b in ranks) for a in ranks]
-    every = (tuple(counts),) * size
-    own = tuple((count,) for count in counts)
-    at_root = tuple((sum(counts),) if rank == root else () for rank in ranks)
-    elsewhere = tuple(() if rank == root else (sum(counts),) for rank in ranks)
-    send, recv = {
-        "all_gather": (own, every),
-        "reduce_scatter": (every, own),
-        "all_reduce": (whole, whole),
-        "all_to_all": (tuple(square), tuple(tuple(row[rank] for row in square) for rank in ranks)),
-        "broadcast": (at_root, elsewhere),
-        "reduce": (whole, at_root),
-    }[op]
-    return schedule_of(op, algorithm, send, recv, root, segment)
-
-
-def counts_of(size: int) -> st.SearchStrategy[list[int]]:
-    """Uneven pieces, empty ones among them; 0, 1, P - 1, P + 1 elements dealt out evenly."""
-    totals = st.sampled_from([0, 1, size - 1, size, size + 1, 3 * size])
-    uneven = st.lists(st.integers(0, 7), min_size=size, max_size=size)
-    return totals.map(lambda total: list(split_sizes(total, size))) | uneven
+from sp_core.testing.schedule_cases import NAMES, pieces, schedule
 
 
 @st.composite
 def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Schedule:
     size = draw(st.integers(1, max_size))
-    counts = draw(counts_of(size))
+    counts = pieces(size, draw(st.integers(0, 30)))
     return schedule(op, algorithm, counts, draw(st.integers(0, size - 1)), draw(st.none() | st.integers(1, 4)))
 
 
@@ -76,7 +45,7 @@ def test_every_contribution_is_counted_once(op: str, algorithm: str, data: st.Da
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_many_ranks(op: str, algorithm: str) -> None:
     for size in (13, 16, 31):
-        verify(schedule(op, algorithm, [rank % 3 for rank in range(size)], size // 2, 1))
+        verify(schedule(op, algorithm, tuple(rank % 3 for rank in range(size)), size // 2, 1))
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
@@ -155,19 +124,19 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
     }
     assert set(expected) == set(NAMES)
     for (op, algorithm), (messages, sent, steps) in expected.items():
-        costs = [cost(program, torch.float32) for program in schedule(op, algorithm, [m] * size, segment=4).programs]
+        costs = [cost(program, torch.float32) for program in schedule(op, algorithm, (m,) * size, segment=4).programs]
         assert max(c.messages for c in costs) == messages, (op, algorithm)
         assert sent in (-1, max(c.bytes_sent for c in costs)), (op, algorithm)
         assert max(c.steps for c in costs) == steps, (op, algorithm)
     if not folds:
-        costs = [cost(program, torch.float32) for program in schedule("all_reduce", "rabenseifner", [m] * size).programs]
+        costs = [cost(program, torch.float32) for program in schedule("all_reduce", "rabenseifner", (m,) * size).programs]
         assert {c.bytes_sent for c in costs} == {2 * gathered}
         assert {c.scratch for c in costs} == {n // 2}
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_scratch_is_small_where_there_are_segments(size: int) -> None:
-    segment, counts = 1 << 10, [1 << 14] * size
+    segment, counts = 1 << 10, (1 << 14,) * size
     for op, algorithm, segments in (
         ("all_reduce", "segmented_ring", 2),
         ("reduce_scatter", "segmented_ring", 2 if size == 2 else 4),
@@ -181,7 +150,7 @@ def test_scratch_is_small_where_there_are_segments(size: int) -> None:
 
 
 def test_a_picture() -> None:
-    assert show(schedule("all_reduce", "recursive_doubling", [1, 1])).splitlines() == [
+    assert show(schedule("all_reduce", "recursive_doubling", (1, 1))).splitlines() == [
         "all_reduce of 2 ranks",
         "step   0  rank   0  -> 1 in[0:2]   <- 1 tmp[0:2]   out[0:2] = in[0:2] + tmp[0:2]",
         "step   0  rank   1  -> 0 in[0:2]   <- 0 tmp[0:2]   out[0:2] = tmp[0:2] + in[0:2]",
@@ -204,8 +173,8 @@ def later(region: Region) -> Region:
     return Region(region.buffer, region.start + 1, region.stop + 1)
 
 
-RING = schedule("all_reduce", "ring", [2, 2, 2])
-LONG_RING = schedule("all_reduce", "segmented_ring", [8, 8, 8], segment=2)
+RING = schedule("all_reduce", "ring", (2, 2, 2))
+LONG_RING = schedule("all_reduce", "segmented_ring", (8, 8, 8), segment=2)
 FAULTS: dict[str, tuple[str, Schedule]] = {
     "a sum counted twice": (
         "should be",
@@ -230,7 +199,7 @@ FAULTS: dict[str, tuple[str, Schedule]] = {
     "nobody sends it": ("nobody can go on: rank 0 in step 3", changed(RING, 2, 3, lambda s: replace(s, sends=()))),
     "a rank that was folded gets nothing back": (
         "nobody can go on",
-        with_programs(schedule("all_reduce", "recursive_doubling", [1, 1, 1]), lambda p: replace(p, steps=p.steps[:2])),
+        with_programs(schedule("all_reduce", "recursive_doubling", (1, 1, 1)), lambda p: replace(p, steps=p.steps[:2])),
     ),
     "a step too early": ("under way", with_programs(LONG_RING, lambda p: replace(p, depth=3))),
     "one receive for two messages": (

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-
 Refresh = Callable[[], object] | None
 """How to bring an input into a flat vector again; None where the vector is the memory of the input."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -91,7 +92,7 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     if op not in _BUILDERS:
         comm.agree_on(lambda: f"plan of {op}", lambda: _refuse(op))
     mapping = _BUILDERS[op](f"plan of {op}", x, comm, **arguments)
-    return Plan(mapping, x, mapping.prepare(x.detach()))
+    return Plan(mapping, x, mapping.prepare(x if op == "all_reduce_" else x.detach()))
 
 
 def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
@@ -110,7 +111,7 @@ def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: st
     Raises:
         As `all_reduce`; ValueError for a tensor that requires a gradient, ShapeError for one whose elements share memory.
     """
-    return _in_place("all_reduce_", x, comm, op, algorithm, deterministic).run(x.detach())
+    return _in_place("all_reduce_", x, comm, op, algorithm, deterministic).run(x)
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,15 @@ class _InPlace(AllReduce):
 
     def prepare(self, x: Tensor) -> Prepared:
         if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
-            flat = x.view(-1)
+            flat = x.detach().view(-1)
             return Prepared(tr.all_reduce(x.numel(), self.reduction), flat, flat, lambda: x)
-        prepared = super().prepare(x)
-        return replace(prepared, result=lambda: x.copy_(prepared.result()))
+        prepared = super().prepare(x.detach())
+        return replace(prepared, result=partial(_put_back, x, prepared.result))
+
+
+def _put_back(x: Tensor, result: Callable[[], Tensor]) -> Tensor:
+    x.detach().copy_(result())
+    return x
 
 
 def _in_place(name: str, x: Tensor, comm: Communicator, *arguments: Any, **named: Any) -> _InPlace:

@@ -18,11 +18,10 @@ NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if nam
 
 SUMS = ("all_reduce", "reduce_scatter", "reduce")
 FLOATS = ("float32", "float64", "bfloat16", "float16")
-EVEN_TOTALS = 6
 
 
 def schedule(op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, segment: int | None = None) -> Schedule:
-    """With pieces of `counts`, or, where ranks do not have pieces, vectors of their sum; an all-to-all has pieces of their products."""
+    """With pieces of `counts`; of their products in an all-to-all; vectors of their sum where ranks have no pieces."""
     size, ranks = len(counts), range(len(counts))
     whole = ((sum(counts),),) * size
     square = tuple(tuple(counts[a] * counts[b] for b in ranks) for a in ranks)
@@ -42,7 +41,7 @@ def schedule(op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, se
 
 
 def pieces(size: int, shape: int) -> tuple[int, ...]:
-    """Sizes of the pieces of `size` ranks: 0, 1, P - 1, P, P + 1 or 3 P elements dealt out evenly, or uneven ones, some of them empty."""
+    """Sizes of the pieces of `size` ranks: 0, 1, P - 1, P, P + 1 or 3 P elements dealt out evenly, else uneven, some empty."""
     totals = (0, 1, size - 1, size, size + 1, 3 * size)
     if shape < len(totals):
         return split_sizes(totals[shape], size)

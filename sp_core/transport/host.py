@@ -6,6 +6,7 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -147,6 +148,32 @@ class HostTransport:
         if blocking:
             handle.test()
         return handle
+
+
+class OverHost(ABC):
+    """What transports that bring tensors to the host and let it move them have in common."""
+
+    _host: HostTransport
+
+    @abstractmethod
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective."""
+
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory."""
+        return partial(self.run, transfer, send, recv)
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted."""
+        self._host.announce(sends, recvs)
+
+    def bind(self, messages: Messages) -> Bound:
+        """The messages themselves: host memory is made when they are posted."""
+        return messages
+
+    def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:
+        """Post messages of host memory."""
+        return self._host.post(self._host.bind(sends), self._host.bind(recvs), tag)
 
 
 def _widened(send: Tensor | None, recv: Tensor | None) -> tuple[Tensor | None, Tensor | None, Callable[[], object] | None]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sp_core.transport.base import Bound, Done, Handle, Messages, wait
 from sp_core.transport.device import Event, Streams
-from sp_core.transport.host import HostTransport
+from sp_core.transport.host import HostTransport, OverHost
 from sp_core.transport.transfer import Transfer, pieces
 
 CHUNK_BYTES = 1 << 20
@@ -46,7 +46,7 @@ class _Finishing:
         return True
 
 
-class StagedTransport:
+class StagedTransport(OverHost):
     """The plain staged path: whole vectors, synchronous copies, new pageable host memory in every call."""
 
     name = "staged"
@@ -66,25 +66,13 @@ class StagedTransport:
         handle = self._host.start(transfer, host_send, host_recv)
         return _Finishing(handle, lambda: _to_device(recv, host_recv))
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """A collective on the same memory."""
-        return functools.partial(self.run, transfer, send, recv)
-
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
         return self._messages(sends, recvs, self._host.exchange)
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages will be posted."""
-        self._host.announce(sends, recvs)
-
-    def bind(self, messages: Messages) -> Bound:
-        """The messages themselves: host memory is made when they are posted."""
-        return messages
-
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages."""
-        return self._messages(sends, recvs, functools.partial(_post, self._host, tag))
+        return self._messages(sends, recvs, functools.partial(self.on_host, tag))
 
     def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Handle:
         host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
@@ -95,10 +83,6 @@ class StagedTransport:
                 x.copy_(host)
 
         return _Finishing(handle, finish)
-
-
-def _post(host: HostTransport, tag: int, sends: Messages, recvs: Messages) -> Handle:
-    return host.post(host.bind(sends), host.bind(recvs), tag)
 
 
 def _to_host(x: Tensor | None) -> Tensor | None:
@@ -124,7 +108,7 @@ class _Slot:
     uploaded: Event = field(default_factory=Done)
 
 
-class PipelinedTransport:
+class PipelinedTransport(OverHost):
     """The staged path in chunks through two sets of page-locked buffers, with copies and communication at the same time.
 
     Point-to-point messages go through page-locked memory whole, without chunks.
@@ -166,28 +150,16 @@ class PipelinedTransport:
         handle.test()
         return handle
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """A collective on the same memory."""
-        return functools.partial(self.run, transfer, send, recv)
-
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, after the collectives that were started before them."""
         handle = self._enqueue(self._messages(sends, recvs, self._host.exchange))
         handle.test()
         return handle
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages will be posted."""
-        self._host.announce(sends, recvs)
-
-    def bind(self, messages: Messages) -> Bound:
-        """The messages themselves: host memory is made when they are posted."""
-        return messages
-
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages, beside all others: their tag keeps them apart, and ranks may be ready for them at any time."""
         alone: deque[_Steps] = deque()
-        handle = _Steps(self._messages(sends, recvs, functools.partial(_post, self._host, tag)), alone, self._streams)
+        handle = _Steps(self._messages(sends, recvs, functools.partial(self.on_host, tag)), alone, self._streams)
         alone.append(handle)
         handle.test()
         return handle
