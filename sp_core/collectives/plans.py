@@ -14,7 +14,7 @@ from sp_core.collectives.execution import BoundProgram
 from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared
 from sp_core.communicator import Communicator
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, wait
+from sp_core.transport import Handle
 from sp_core.transport import transfer as tr
 
 
@@ -68,7 +68,7 @@ class Plan:
     def _run(self) -> None:
         assert self._bound is not None
         self._comm.ensure_open()
-        wait(self._bound.start(), self._comm.poll)
+        self._comm.wait(self._bound.start(), self._name)
 
 
 def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan:
