@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import sp_core as sp
 from sp_core.collectives import choice
 from sp_core.schedules import ALGORITHMS, HALF, cost, replay
-from sp_core.testing import given
+from sp_core.testing import device, given, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
 from sp_core.testing.fake_device import DelayedStreams
 from sp_core.testing.schedule_cases import NAMES, SUMS, Vectors, pieces, vectors
@@ -42,7 +42,7 @@ def poison(comm: sp.Communicator) -> None:
     """Leave scratch full of NaN for the calls that follow."""
     comm.scratch.clear()
     for _ in range(3):
-        comm.scratch.give(torch.full((1 << 14,), 0xFF, dtype=torch.uint8))
+        comm.scratch.give(torch.full((1 << 14,), 0xFF, dtype=torch.uint8, device=comm.device))
 
 
 @st.composite
@@ -71,9 +71,9 @@ def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Cas
 def test_an_execution_is_bitwise_a_replay_of_its_schedule(comm: Any, problem: Vectors) -> None:
     inputs = problem.inputs(comm.size)
     segment = SEGMENT_BYTES // inputs[0].itemsize
-    with sp.Mesh(comm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
         poison(mesh["sp"])
-        result = problem.call(inputs[comm.rank], mesh["sp"])
+        result = problem.call(inputs[comm.rank].to(mesh["sp"].device), mesh["sp"]).cpu()
     wanted = replay(problem.schedule(comm.size, segment), inputs)[comm.rank]
     if problem.op == "reduce" and comm.rank != problem.place % comm.size:
         wanted = torch.zeros_like(inputs[0])
@@ -153,6 +153,15 @@ def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str, op: 
     assert torch.equal(result.isnan(), stacked.isnan().any(0))
     wanted = stacked.nan_to_num().amax(0) if op == "max" else stacked.nan_to_num().amin(0)
     assert torch.equal(result[~result.isnan()], wanted[~result.isnan()])
+
+
+@spmd(2, 3, 5)
+def test_in_place_by_every_algorithm(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for algorithm in ALGORITHMS["all_reduce"]:
+            x = Vectors("all_reduce", algorithm, 5, 0, "float32", 1).inputs(comm.size)[comm.rank]
+            wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
+            assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"], algorithm=algorithm), wanted), algorithm
 
 
 @given(problem=vectors(("all_reduce",)), library=st.booleans(), transposed=st.booleans())

@@ -73,14 +73,17 @@ class Vectors:
         return schedule(self.op, self.algorithm, pieces(size, self.shape), self.place % size, segment)
 
     def inputs(self, size: int) -> list[Tensor]:
-        """By rank, numbers of very different magnitude, so that the order of addition shows."""
+        """By rank, small numbers and large ones that cancel out, so that the order of addition shows in every dtype."""
         random = torch.Generator().manual_seed(self.seed)
         counts = pieces(size, self.shape)
+        large = torch.randn(sum(counts), generator=random) * (1e3 if self.dtype == "float16" else 1e6)
         found = []
         for rank in range(size):
             length = counts[rank] if self.op == "all_gather" else sum(counts)
             shape = (length, counts[rank]) if self.op == "all_to_all" else (length,)
-            found.append((torch.randn(shape, generator=random) * 10 ** (rank % 3)).to(getattr(torch, self.dtype)))
+            small = torch.randn(shape, generator=random, dtype=torch.float64)
+            x = small + large * (0, 1, -1)[rank % 3] if self.op in SUMS else small
+            found.append(x.to(getattr(torch, self.dtype)))
         return found
 
     def call(self, x: Tensor, comm: sp.Communicator) -> Tensor:
