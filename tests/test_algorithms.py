@@ -127,10 +127,7 @@ def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, probl
 def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, problem: Vectors, start: bool) -> None:
     """Also where the mesh was made with another algorithm; a half type is added in float32."""
     inputs = problem.inputs(comm.size)
-    total = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
-    for x in inputs[1:]:
-        total = total + x
-    total = total.to(inputs[0].dtype)
+    total = in_order(inputs)
     name = f"{problem.op}_start" if start else problem.op
     with sp.Mesh(comm, algorithm={problem.op: problem.algorithm}, sp=comm.size) as mesh:
         counts = pieces(comm.size, problem.shape)
@@ -138,6 +135,27 @@ def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, p
         result = getattr(sp, name)(inputs[comm.rank], comm=mesh["sp"], deterministic=True, **arguments)
         result = result.wait() if start else result
     assert torch.equal(result, part_of(total, counts, 0, comm.rank) if arguments else total)
+
+
+def in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The sum by a loop over the ranks; half types in float32, rounded once."""
+    total = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
+    for x in inputs[1:]:
+        total = total + x
+    return total.to(inputs[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@spmd(4)
+def test_another_order_of_the_ranks_would_give_other_bits(comm: Any, dtype: str) -> None:
+    """So that the law above can fail: these numbers tell every order from the one that is promised."""
+    inputs = Vectors("all_reduce", "pairwise", 5, 0, dtype, 3).inputs(comm.size)
+    wanted = in_order(inputs)
+    for first in range(1, comm.size):
+        assert not torch.equal(in_order([*inputs[first:], *inputs[:first]]), wanted)
+    assert not torch.equal(in_order(inputs[:1] + inputs[:0:-1]), wanted)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert torch.equal(sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], deterministic=True), wanted)
 
 
 @given(case=cases(DTYPES, ["all_reduce"]), algorithm=st.sampled_from(ALGORITHMS["all_reduce"]), op=st.sampled_from(["max", "min"]))
