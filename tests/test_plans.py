@@ -14,19 +14,31 @@ import sp_core as sp
 from sp_core.collectives import choice
 from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.testing import given, run_threads, spmd
+from sp_core.testing.fake_device import DelayedStreams
 from sp_core.testing.live_bytes import LiveBytes
 from sp_core.testing.schedule_cases import vectors
+from sp_core.transport.host import HostTransport
+from sp_core.transport.staged import PipelinedTransport
 
 Wrong = Any
 
 
-@given(problems=st.lists(vectors(), min_size=2, max_size=4), order=st.integers(0, 99), split=st.booleans())
-def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[Any], order: int, split: bool) -> None:
+@given(
+    max_examples=30,
+    problems=st.lists(vectors(), min_size=2, max_size=4),
+    order=st.integers(0, 99),
+    split=st.booleans(),
+    staged=st.booleans(),
+)
+def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[Any], order: int, split: bool, staged: bool) -> None:
     """Started one after the other, polled by each rank as often as it likes, finished in any order."""
     problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
     half = 2 if split and comm.size % 2 == 0 else 1
     random = Random(order * 31 + comm.rank)
     with sp.Mesh(comm, one=half, two=comm.size // half) as mesh:
+        for axes in ("one", "two", ("one", "two")) if staged else ():
+            host = HostTransport(mesh[axes]._comm)
+            mesh[axes].transport = PipelinedTransport(host, DelayedStreams(polls=comm.rank % 3), mesh[axes].size)
         under_way = []
         for place, problem in enumerate(problems):
             group = mesh[("two", "one")[place % 2]] if split else mesh["one", "two"]
