@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_core.schedules import (
@@ -49,6 +49,7 @@ def test_many_ranks(op: str, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: str, data: st.DataObject) -> None:
     made = data.draw(schedules(op, algorithm, 5))
@@ -86,6 +87,7 @@ def test_pairwise_sums_are_those_of_a_loop_over_the_ranks(data: st.DataObject, d
 
 
 @pytest.mark.parametrize("algorithm", [name for op, name in NAMES if op == "all_reduce"])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_all_ranks_get_the_same_bits(algorithm: str, data: st.DataObject) -> None:
     made = data.draw(schedules("all_reduce", algorithm))
