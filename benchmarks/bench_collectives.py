@@ -8,7 +8,7 @@ the input of a reduce-scatter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.harness.case import AXIS, Case, Work
 from sp_core.autograd import sharded
-from sp_core.collectives import build as collectives
 from sp_core.mesh import Mesh
+from sp_core.schedules import ALGORITHMS
 from sp_core.sharding import split_sizes
 from sp_core.transport import NAMES
 
@@ -36,9 +36,7 @@ def operations() -> list[str]:
 
 def algorithms(operation: str) -> list[str]:
     """The algorithms that the library offers for it; "auto" is one of these."""
-    offered: Any = collectives.ALGORITHMS
-    names = offered[operation] if isinstance(offered, Mapping) else offered
-    return [name for name in names if name != "auto"]
+    return [name for name in ALGORITHMS[operation] if name != "auto"]
 
 
 def cases(ranks: int, device: str = "cpu") -> list[Case]:

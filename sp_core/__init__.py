@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         shift,
         shift_start,
     )
+    from sp_core.collectives.plans import Plan, all_reduce_, plan
     from sp_core.communicator import Communicator
     from sp_core.counter_dropout import dropout
     from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
@@ -55,6 +56,7 @@ __all__ = [
     "Mesh",
     "PeerFailed",
     "Pending",
+    "Plan",
     "RMSNorm",
     "RankError",
     "Rope",
@@ -66,6 +68,7 @@ __all__ = [
     "all_gather",
     "all_gather_start",
     "all_reduce",
+    "all_reduce_",
     "all_reduce_start",
     "all_to_all",
     "all_to_all_start",
@@ -79,6 +82,7 @@ __all__ = [
     "hybrid_attention",
     "local_attention",
     "merge",
+    "plan",
     "reduce",
     "reduce_from_group",
     "reduce_scatter",
@@ -114,6 +118,11 @@ _HOMES = {
         "reduce_scatter_start",
         "shift",
         "shift_start",
+    ),
+    "sp_core.collectives.plans": (
+        "Plan",
+        "all_reduce_",
+        "plan",
     ),
     "sp_core.communicator": ("Communicator",),
     "sp_core.errors": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -13,12 +13,16 @@ from torch import Tensor
 
 from sp_core import agreement
 from sp_core.errors import RankError
+from sp_core.schedules import defaults
+from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Messages, Op, Transfer, make_transport, wait
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 Check = Literal["agree", "off"]
+MAX_TAG = 32767
+"""The largest tag that every MPI library must offer."""
 
 
 @dataclass
@@ -27,19 +31,30 @@ class Count:
 
     `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
     payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
-    by one.
+    by one. `scratch` is the most bytes of scratch memory that one call has used, outside the MPI library.
     """
 
     calls: int = 0
     messages: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
+    scratch: int = 0
 
-    def add(self, *, messages: int = 0, bytes_sent: int = 0) -> None:
+    def add(self, *, messages: int = 0, bytes_sent: int = 0, scratch: int = 0) -> None:
         """Count one more call."""
         self.calls += 1
         self.messages += messages
         self.bytes_sent += bytes_sent
+        self.scratch = max(self.scratch, scratch)
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.calls + other.calls,
+            self.messages + other.messages,
+            self.bytes_sent + other.bytes_sent,
+            self.seconds + other.seconds,
+            max(self.scratch, other.scratch),
+        )
 
 
 class Counters:
@@ -63,7 +78,7 @@ class Counters:
     def total(self, *, control: bool = False) -> Count:
         """The sum over all operations, without those of `control` unless asked for."""
         chosen = [count for name, count in self._counts.items() if control or name != "control"]
-        return Count(*(sum(getattr(count, f.name) for count in chosen) for f in fields(Count)))
+        return sum(chosen, Count())
 
 
 class Communicator:
@@ -75,6 +90,7 @@ class Communicator:
         transport: "auto", or a name of `sp_core.transport.NAMES`.
         check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
         name: what error messages call it.
+        algorithm: what each collective uses where a call says "auto"; as in `sp_core.schedules.defaults`.
     """
 
     def __init__(
@@ -85,7 +101,9 @@ class Communicator:
         transport: str = "auto",
         check: Check = "agree",
         name: str = "communicator",
+        algorithm: str | Mapping[str, str] = "auto",
     ) -> None:
+        self.algorithms = defaults(algorithm)
         self._comm = comm
         self._control = comm.Dup()  # apart from transfers under way, whose calls have an order of their own
         self._pending: list[Handle] = []
@@ -96,6 +114,8 @@ class Communicator:
         self.check = check
         self.name = name
         self.counters = Counters()
+        self.scratch = Scratch(self.device)
+        self._tags = 0
         self.transport = make_transport(transport, comm, self.device, self.poll)
 
     def __repr__(self) -> str:
@@ -110,17 +130,41 @@ class Communicator:
         self.transport.run(transfer, send, recv)
         count.seconds += time.perf_counter() - start
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
+        """A collective over the same flat contiguous buffers that can be carried out many times, by calling what is returned."""
+        call, bytes_sent = self.transport.prepare(transfer, send, recv), self._bytes_sent(transfer, send)
+
+        def run() -> None:
+            self.ensure_open()
+            count = self.counters[transfer.op.value]
+            count.add(bytes_sent=bytes_sent)
+            start = time.perf_counter()
+            call()
+            count.seconds += time.perf_counter() - start
+
+        return run
+
     def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective; finish it with `wait`."""
         self.ensure_open()
         self._count(transfer, send)
-        return self._track(self.transport.start(transfer, send, recv))
+        return self.track(self.transport.start(transfer, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
         """Begin point-to-point messages; every rank calls this, with empty lists where it has none."""
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
-        return self._track(self.transport.exchange(sends, recvs))
+        return self.track(self.transport.exchange(sends, recvs))
+
+    def track(self, handle: Handle) -> Handle:
+        """Let `poll` and `wait` keep a handle going."""
+        self._pending.append(handle)
+        return handle
+
+    def next_tag(self) -> int:
+        """A tag for the messages of one collective; all ranks begin collectives in the same order, so they get the same tags."""
+        self._tags = self._tags % (MAX_TAG - 1) + 1
+        return self._tags
 
     def wait(self, handle: Handle, name: str) -> None:
         """Wait for a handle of the operation `name`, and keep the others going meanwhile."""
@@ -184,6 +228,7 @@ class Communicator:
         """Stop using this communicator without a word to the other ranks: what an error leaves behind is never waited for."""
         self._freed = True
         self._pending.clear()
+        self.scratch.clear()
 
     def __enter__(self) -> Communicator:
         return self
@@ -197,14 +242,13 @@ class Communicator:
     def _closed(self) -> RankError:
         return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
 
-    def _track(self, handle: Handle) -> Handle:
-        self._pending.append(handle)
-        return handle
-
     def _count(self, transfer: Transfer, send: Tensor | None) -> Count:
         count = self.counters[transfer.op.value]
-        count.add(bytes_sent=_payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize))
+        count.add(bytes_sent=self._bytes_sent(transfer, send))
         return count
+
+    def _bytes_sent(self, transfer: Transfer, send: Tensor | None) -> int:
+        return _payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize)
 
 
 def _payload(transfer: Transfer, rank: int, size: int) -> int:

@@ -8,6 +8,8 @@ With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-m
     hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in the parts
     tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B * (S/P) * E * e
 
+This is what the payload is; a mesh that was made with an algorithm sends what `sp_core.schedules.cost` says of its schedule.
+
 The functions sum over the actual shards, the head split, the mask and the ring's schedule instead. Letters: B batch, S
 sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R ranks of the two axes of a hybrid, e bytes per
 element.

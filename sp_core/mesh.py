@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from itertools import combinations
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
@@ -12,6 +14,7 @@ import torch
 from sp_core import agreement
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
+from sp_core.schedules import defaults
 from sp_core.transport import NAMES
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ class Mesh:
         device: where tensors live; default "cpu".
         transport: "auto", or a name of `sp_core.transport.NAMES`.
         check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
+        algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
+            collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
+            Default: the environment's SP_ALGORITHM, else "auto".
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
@@ -36,6 +42,7 @@ class Mesh:
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
         DeviceError: a device or transport that is not there.
+        ValueError: an unknown collective or algorithm.
         CollectiveMismatch: ranks that ask for different meshes.
 
     All of these on every rank.
@@ -48,6 +55,7 @@ class Mesh:
         device: torch.device | str | None = None,
         transport: str = "auto",
         check: Check = "agree",
+        algorithm: str | Mapping[str, str] | None = None,
         **axes: int,
     ) -> None:
         self.axes = dict(axes)
@@ -55,11 +63,13 @@ class Mesh:
         self.size: int = comm.size
         self._transport = transport
         self._check: Check = check
+        self._algorithm = os.environ.get("SP_ALGORITHM", "auto") if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._freed = False
         self.device, error = _resolved(device)
         error = error or self._problem()
-        agreement.agree(comm, f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=})", error=error)
+        call = f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=}, algorithm={self._algorithm!r})"
+        agreement.agree(comm, call, error=error)
         self._comm = comm.Dup()
         for number in range(1, len(self.axes) + 1):
             for names in combinations(self.axes, number):
@@ -119,6 +129,7 @@ class Mesh:
             transport=self._transport,
             check=self._check,
             name="mesh[" + ", ".join(map(repr, names)) + "]",
+            algorithm=self._algorithm,
         )
 
     def _coordinates(self) -> dict[str, int]:
@@ -138,6 +149,10 @@ class Mesh:
             )
         if self._check not in ("agree", "off"):
             return ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")
+        try:
+            defaults(self._algorithm)
+        except ValueError as error:
+            return error
         return self._device_problem()
 
     def _device_problem(self) -> Exception | None:

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 SIZES = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 
 
-def announce(comm: Any, sends: list[tuple[int, int]], recvs: list[tuple[int, int]]) -> None:
+def announce(comm: Any, sends: list[tuple[int, int]], recvs: list[tuple[int, int]], **later: bool) -> None:
     """As the library's transport does: a raw communicator is not told."""
     if hasattr(comm, "announce_exchange"):
-        comm.announce_exchange(sends=sends, recvs=recvs)
+        comm.announce_exchange(sends=sends, recvs=recvs, **later)
 
 
 def finish(request: Any) -> None:
@@ -230,6 +230,36 @@ def test_messages_must_be_those_announced() -> None:
     if leads():
         assert "Isend of 8 bytes with rank 1 was not announced" in unannounced
         assert "missing: Isend of 8 bytes with rank 1" in forgotten
+
+
+@spmd(2, 3)
+def test_messages_for_later_may_be_posted_after_other_calls(comm: Any) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = zeros(2)
+    announce(comm, [(right, 8), (right, 16)], [(left, 8), (left, 16)], later=True)
+    comm.Barrier()
+    sent = np.full(2, float(comm.rank))
+    requests = [comm.Irecv(zeros(1), left), comm.Isend(sent[:1], right)]
+    comm.Barrier()
+    requests += [comm.Irecv(received, left), comm.Isend(sent, right)]
+    for request in requests:
+        finish(request)
+    assert received.tolist() == [float(left)] * 2
+
+
+@pytest.mark.parametrize("end", ["body", "Free"])
+def test_messages_for_later_must_be_posted_before_the_end(end: str) -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        twin = comm.Dup()
+        announce(twin, [(1 - comm.rank, 8)], [(1 - comm.rank, 8)], later=True)
+        if end == "Free":
+            twin.Free()
+
+    text = failure_of(body)
+    assert "CollectiveMismatch" in text
+    if leads():
+        assert "missing: Isend of 8 bytes with rank" in text
 
 
 def test_waiting_for_each_other_on_different_communicators_is_found() -> None:

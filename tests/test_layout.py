@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "machine", "segments"),
-    ("sharding", "mask"),
+    ("sharding", "mask", "schedules"),
     ("attention", "rope", "counter_dropout"),
     ("transport",),
-    ("agreement",),
+    ("agreement", "scratch"),
     ("communicator",),
     ("mesh",),
     ("collectives",),

@@ -17,7 +17,7 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, features, given, session, spmd
 from sp_core.testing.attention_check import Shards, check_attention
-from sp_core.testing.strategies import AttentionProblem, attention_problems
+from sp_core.testing.strategies import AttentionProblem, algorithms, attention_problems
 
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
 PLAIN = AttentionProblem(
@@ -50,9 +50,9 @@ def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
 
 @pytest.mark.explore
 @EVERY_SCHEME
-@given(problem=attention_problems())
-def test_a_scheme_gives_what_one_device_gives(comm: Any, name: str, problem: AttentionProblem) -> None:
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+@given(problem=attention_problems(), algorithm=algorithms())
+def test_a_scheme_gives_what_one_device_gives(comm: Any, name: str, problem: AttentionProblem, algorithm: str) -> None:
+    with sp.Mesh(comm, device=device(), algorithm=algorithm, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
 
 

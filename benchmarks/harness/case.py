@@ -131,4 +131,5 @@ class Training:
 
 def meshes(case: Case, world: Any, device: torch.device) -> Mesh:
     """The mesh of a case, in which only schemes and layers compare their arguments."""
-    return Mesh(world, device=device, transport=case.transport, check="off", **case.mesh)
+    axes: dict[str, Any] = dict(case.mesh)  # of numbers, which mypy takes for any of the options
+    return Mesh(world, device=device, transport=case.transport, check="off", **axes)

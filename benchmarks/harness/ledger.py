@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from sp_core.communicator import Communicator
-from sp_core.transport import Handle, Messages, Transfer
+from sp_core.transport import Bound, Handle, Messages, Transfer
 
 CONTROL = "control"
 
@@ -50,11 +50,28 @@ class Watched:
         self._note(send)
         return self._inner.start(transfer, send, recv)
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective for many runs."""
+        self._note(send)
+        return self._inner.prepare(transfer, send, recv)
+
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
-        for _, x in sends:
-            self._note(x)
+        self._note(*(x for _, x in sends))
         return self._inner.exchange(sends, recvs)
 
-    def _note(self, send: Tensor | None) -> None:
-        self.largest = max(self.largest, 0 if send is None else send.nbytes)
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted."""
+        self._note(*(x for _, x in sends))
+        self._inner.announce(sends, recvs)
+
+    def bind(self, messages: Messages) -> Bound:
+        """Bring messages into the form that `post` takes."""
+        return self._inner.bind(messages)
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages."""
+        return self._inner.post(sends, recvs, tag)
+
+    def _note(self, *sent: Tensor | None) -> None:
+        self.largest = max(self.largest, *(0 if x is None else x.nbytes for x in sent), 0)

@@ -23,7 +23,7 @@ class _Identity(Map):
 
     @property
     def transpose(self) -> Map:
-        return _ReduceFromGroup(self.comm)
+        return _ReduceFromGroup(self.comm, algorithm=self.algorithm)
 
     def run(self, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -38,7 +38,7 @@ class _ReduceFromGroup(AllReduce):
 
     @property
     def transpose(self) -> Map:
-        return _Identity(self.comm)
+        return _Identity(self.comm, algorithm=self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _GatherReplicated(AllGather):
 
     @property
     def transpose(self) -> Map:
-        return _Slice(self.comm, self.dim, self.sizes)
+        return _Slice(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Slice(Map):
 
     @property
     def transpose(self) -> Map:
-        return _GatherReplicated(self.comm, self.dim, self.sizes)
+        return _GatherReplicated(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
     def run(self, x: Tensor) -> Tensor:
         rank = self.comm.rank
@@ -110,7 +110,8 @@ def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto")
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator g.
     """
-    return apply(x, _ReduceFromGroup(build.all_reduce("reduce_from_group", x, comm, "sum", algorithm).comm))
+    mapping = build.all_reduce("reduce_from_group", x, comm, "sum", algorithm)
+    return apply(x, _ReduceFromGroup(comm, algorithm=mapping.algorithm))
 
 
 def gather_replicated(
@@ -131,7 +132,7 @@ def gather_replicated(
         As `all_gather`.
     """
     mapping = build.all_gather("gather_replicated", x, comm, dim, sizes, algorithm)
-    return apply(x, _GatherReplicated(comm, mapping.dim, mapping.sizes))
+    return apply(x, _GatherReplicated(comm, mapping.dim, mapping.sizes, algorithm=algorithm))
 
 
 class _CopyAllToGroup(torch.autograd.Function):

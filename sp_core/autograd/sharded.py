@@ -21,7 +21,7 @@ def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = No
         comm: the ranks.
         dim: along which the shards are put together.
         sizes: length of each rank's shard along `dim`; found out by agreement where not given.
-        algorithm: "auto" or "mpi".
+        algorithm: one of `sp_core.schedules.ALGORITHMS[name of the function]`; "auto" is what the mesh was made with.
 
     Returns:
         `(sum(sizes), *)` with `dim` in its place.
@@ -36,16 +36,20 @@ def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = No
     return apply(x, build.all_gather("all_gather", x, comm, dim, sizes, algorithm))
 
 
-def reduce_scatter(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
+def reduce_scatter(
+    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto", deterministic: bool = False
+) -> Tensor:
     """Sum the tensors of all ranks, and deal the sum out along `dim`.
 
-    Half types are summed in float32 and rounded once.
+    "mpi" and "pairwise" sum half types in float32 and round once; the other algorithms round at every addition, as their
+    modules in `sp_core.schedules` say.
 
     Args:
         x: the same shape on every rank.
         comm, algorithm: as in `all_gather`.
         dim: along which the sum is dealt out.
         sizes: what each rank receives along `dim`; even where not given, the first ranks one more.
+        deterministic: add in the order of the ranks, so that the bits depend neither on the place in the tensor nor on the library.
 
     Returns:
         `(sizes[rank], *)` with `dim` in its place.
@@ -56,15 +60,15 @@ def reduce_scatter(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes 
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.reduce_scatter("reduce_scatter", x, comm, dim, sizes, algorithm))
+    return apply(x, build.reduce_scatter("reduce_scatter", x, comm, dim, sizes, algorithm, deterministic=deterministic))
 
 
-def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Tensor:
-    """The sum of the tensors of all ranks, on every rank. Half types are summed in float32 and rounded once.
+def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
+    """The sum of the tensors of all ranks, on every rank. Half types are summed as in `reduce_scatter`.
 
     Args:
         x: the same shape on every rank.
-        comm, algorithm: as in `all_gather`.
+        comm, algorithm, deterministic: as in `reduce_scatter`.
         op: "sum", or "max" and "min", which have no gradient.
 
     Returns:
@@ -74,9 +78,9 @@ def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str
         One all-reduce of x forward, one of its gradient backward.
 
     Raises:
-        As `all_gather`; ValueError for another `op`.
+        As `all_gather`; ValueError for another `op`, and for `deterministic` with an algorithm that is not.
     """
-    return apply(x, build.all_reduce("all_reduce", x, comm, op, algorithm))
+    return apply(x, build.all_reduce("all_reduce", x, comm, op, algorithm, deterministic=deterministic))
 
 
 def all_to_all(
@@ -163,14 +167,18 @@ def all_gather_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Size
     return Pending(x, build.all_gather("all_gather_start", x, comm, dim, sizes, algorithm))
 
 
-def reduce_scatter_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
+def reduce_scatter_start(
+    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto", deterministic: bool = False
+) -> Pending:
     """Begin a `reduce_scatter`."""
-    return Pending(x, build.reduce_scatter("reduce_scatter_start", x, comm, dim, sizes, algorithm))
+    return Pending(x, build.reduce_scatter("reduce_scatter_start", x, comm, dim, sizes, algorithm, deterministic=deterministic))
 
 
-def all_reduce_start(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto") -> Pending:
+def all_reduce_start(
+    x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False
+) -> Pending:
     """Begin an `all_reduce`."""
-    return Pending(x, build.all_reduce("all_reduce_start", x, comm, op, algorithm))
+    return Pending(x, build.all_reduce("all_reduce_start", x, comm, op, algorithm, deterministic=deterministic))
 
 
 def all_to_all_start(

@@ -1,1 +1,5 @@
-"""Collectives over a transport: `maps` carries them out, `build` checks their arguments, `sp_core.autograd` differentiates."""
+"""Collectives over a transport.
+
+`build` checks their arguments and makes a map, `maps` brings tensors into flat buffers, `choice` takes an algorithm, `execution`
+carries out its schedule (or the MPI library does it), `plans` prepares one for many runs; `sp_core.autograd` differentiates them.
+"""

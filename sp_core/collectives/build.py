@@ -15,10 +15,8 @@ from torch import Tensor
 from sp_core.collectives import maps
 from sp_core.communicator import Communicator
 from sp_core.errors import DeviceError, DtypeError, ShapeError
+from sp_core.schedules import IN_RANK_ORDER, check_algorithm
 from sp_core.sharding import split_sizes as even_sizes
-
-ALGORITHMS = ("auto", "mpi")
-"""What `algorithm=` may say: "mpi" is the MPI library's own choice, and so far "auto" takes it everywhere."""
 
 REDUCTIONS = ("sum", "max", "min")
 SUMMABLE = (
@@ -37,57 +35,91 @@ MOVABLE = (*SUMMABLE, torch.bool)
 Sizes = Sequence[int] | None
 
 
-def all_gather(name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.AllGather:
+def all_gather(
+    name: str, x: Tensor, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
+) -> maps.AllGather:
     """The map of an all-gather; without `sizes` every rank says how much it has."""
     dim = _normal(x, dim)
     call = partial(_call, name, x, comm, free_dims=(dim,), dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
-        _check(x, comm, MOVABLE, (dim,), algorithm)
+        _check(x, comm, MOVABLE, (dim,), "all_gather", algorithm)
         _check_sizes("sizes", sizes, comm, own=x.shape[dim])
         return x.shape[dim]
 
     lengths = comm.agree_on(call, check, always=sizes is None)
-    return maps.AllGather(comm, dim, tuple(lengths if sizes is None else sizes))
+    return maps.AllGather(comm, dim, tuple(lengths if sizes is None else sizes), algorithm=algorithm)
 
 
-def reduce_scatter(name: str, x: Tensor, comm: Communicator, dim: int, sizes: Sizes, algorithm: str) -> maps.ReduceScatter:
+def reduce_scatter(
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    dim: int = 0,
+    sizes: Sizes = None,
+    algorithm: str = "auto",
+    deterministic: bool = False,
+) -> maps.ReduceScatter:
     """The map of a reduce-scatter; without `sizes` the rows are dealt out evenly."""
     dim = _normal(x, dim)
-    call = partial(_call, name, x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
+    call = partial(_call, name, x, comm, dim=dim, sizes=sizes, algorithm=algorithm, deterministic=deterministic)
 
     def check() -> int:
-        _check(x, comm, SUMMABLE, (dim,), algorithm)
+        _check(x, comm, SUMMABLE, (dim,), "reduce_scatter", algorithm)
+        _check_deterministic(algorithm, deterministic)
         _check_sizes("sizes", sizes, comm, total=x.shape[dim])
         return 0
 
     comm.agree_on(call, check, always=False)
-    return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm))
+    chosen = IN_RANK_ORDER if deterministic else algorithm
+    return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm), algorithm=chosen)
 
 
-def all_reduce(name: str, x: Tensor, comm: Communicator, op: str, algorithm: str) -> maps.AllReduce:
+def all_reduce(
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    deterministic: bool = False,
+    *,
+    in_place: bool = False,
+) -> maps.AllReduce:
     """The map of an all-reduce."""
-    call = partial(_call, name, x, comm, op=op, algorithm=algorithm)
-    comm.agree_on(call, lambda: _check_reduction(x, comm, op, algorithm), always=False)
-    return maps.AllReduce(comm, op)
+    call = partial(_call, name, x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
+
+    def check() -> int:
+        _check_deterministic(algorithm, deterministic)
+        if in_place:
+            _check_writable(x)
+        return _check_reduction(x, comm, op, algorithm)
+
+    comm.agree_on(call, check, always=False)
+    return maps.AllReduce(comm, op, algorithm=IN_RANK_ORDER if deterministic else algorithm)
 
 
-def reduce(name: str, x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Reduce:
+def reduce(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Reduce:
     """The map of a reduction to one rank."""
     call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
-    comm.agree_on(call, lambda: _check_root(x, comm, SUMMABLE, root, algorithm), always=False)
-    return maps.Reduce(comm, root)
+    comm.agree_on(call, lambda: _check_root(x, comm, SUMMABLE, root, "reduce", algorithm), always=False)
+    return maps.Reduce(comm, root, algorithm=algorithm)
 
 
-def broadcast(name: str, x: Tensor, comm: Communicator, root: int, algorithm: str) -> maps.Broadcast:
+def broadcast(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Broadcast:
     """The map of a broadcast."""
     call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
-    comm.agree_on(call, lambda: _check_root(x, comm, MOVABLE, root, algorithm), always=False)
-    return maps.Broadcast(comm, root)
+    comm.agree_on(call, lambda: _check_root(x, comm, MOVABLE, root, "broadcast", algorithm), always=False)
+    return maps.Broadcast(comm, root, algorithm=algorithm)
 
 
 def all_to_all(
-    name: str, x: Tensor, comm: Communicator, dims: tuple[int, int], split_sizes: Sizes, concat_sizes: Sizes, algorithm: str
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    dims: tuple[int, int],
+    split_sizes: Sizes = None,
+    concat_sizes: Sizes = None,
+    algorithm: str = "auto",
 ) -> maps.AllToAll:
     """The map of an all-to-all over `dims` = (split, concat)."""
     split, concat = (_normal(x, dim) for dim in dims)
@@ -105,7 +137,7 @@ def all_to_all(
     )
 
     def check() -> int:
-        _check(x, comm, MOVABLE, (split, concat), algorithm)
+        _check(x, comm, MOVABLE, (split, concat), "all_to_all", algorithm)
         if split == concat:
             raise ShapeError(f"all_to_all was asked to split and concatenate dim {split}. Pass two different dims.")
         _check_sizes("split_sizes", split_sizes, comm, total=x.shape[split])
@@ -114,7 +146,8 @@ def all_to_all(
 
     lengths = comm.agree_on(call, check, always=concat_sizes is None)
     parts = _or_even(split_sizes, x.shape[split], comm)
-    return maps.AllToAll(comm, split, concat, parts, tuple(lengths if concat_sizes is None else concat_sizes))
+    whole = tuple(lengths if concat_sizes is None else concat_sizes)
+    return maps.AllToAll(comm, split, concat, parts, whole, algorithm=algorithm)
 
 
 def shift(name: str, x: Tensor, comm: Communicator, offset: int, dim: int, sizes: Sizes, algorithm: str) -> maps.Shift:
@@ -123,7 +156,7 @@ def shift(name: str, x: Tensor, comm: Communicator, offset: int, dim: int, sizes
     call = partial(_call, name, x, comm, free_dims=(dim,), offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
-        _check(x, comm, MOVABLE, (dim,), algorithm)
+        _check(x, comm, MOVABLE, (dim,), "shift", algorithm)
         _check_sizes("sizes", sizes, comm, own=x.shape[dim])
         return x.shape[dim]
 
@@ -158,7 +191,7 @@ def check_device(x: Tensor, comm: Communicator) -> None:
         )
 
 
-def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...], algorithm: str) -> None:
+def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...], op: str, algorithm: str) -> None:
     comm.ensure_open()
     if not isinstance(x, Tensor):
         raise DtypeError(f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
@@ -171,14 +204,34 @@ def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims:
             raise ShapeError(
                 f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
             )
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} was given; there are {ALGORITHMS}. Pass one of them.")
+    check_algorithm(op, algorithm)
+
+
+def _check_writable(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        return
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "a tensor that requires a gradient was given to a sum in place, which has none. Use all_reduce, or torch.no_grad()."
+        )
+    if any(length > 1 and stride == 0 for length, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ShapeError(
+            f"elements of the tensor share memory (strides {x.stride()}); a sum in place needs room for each. Clone it."
+        )
+
+
+def _check_deterministic(algorithm: str, deterministic: bool) -> None:
+    if deterministic and algorithm not in ("auto", IN_RANK_ORDER):
+        raise ValueError(
+            f"algorithm={algorithm!r} was given with deterministic=True, which only {IN_RANK_ORDER!r} can do: it adds in the order "
+            "of the ranks. Pass one of the two."
+        )
 
 
 def check_all(tensors: Sequence[Tensor], comm: Communicator) -> int:
     """Refuse tensors that an all-reduce could not take."""
     for x in tensors:
-        _check(x, comm, SUMMABLE, (), "auto")
+        _check(x, comm, SUMMABLE, (), "all_reduce", "auto")
     return 0
 
 
@@ -195,7 +248,7 @@ def _check_sizes(name: str, sizes: Sizes, comm: Communicator, *, own: int | None
 
 
 def _check_reduction(x: Tensor, comm: Communicator, op: str, algorithm: str) -> int:
-    _check(x, comm, SUMMABLE, (), algorithm)
+    _check(x, comm, SUMMABLE, (), "all_reduce", algorithm)
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {REDUCTIONS}. Pass one of them.")
     if op != "sum" and x.requires_grad and torch.is_grad_enabled():
@@ -203,8 +256,8 @@ def _check_reduction(x: Tensor, comm: Communicator, op: str, algorithm: str) -> 
     return 0
 
 
-def _check_root(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], root: int, algorithm: str) -> int:
-    _check(x, comm, dtypes, (), algorithm)
+def _check_root(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], root: int, op: str, algorithm: str) -> int:
+    _check(x, comm, dtypes, (), op, algorithm)
     if not 0 <= root < comm.size:
         raise ShapeError(f"root={root} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}.")
     return 0

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from sp_core.collectives import choice
+from sp_core.collectives.flat import back, elements, flat, flattened, packed, unmarked
 from sp_core.communicator import Communicator
 from sp_core.transport import Handle
 from sp_core.transport import transfer as tr
@@ -26,12 +29,16 @@ from sp_core.transport.transfer import Transfer
 
 @dataclass(frozen=True)
 class Prepared:
-    """A collective ready to run: what moves, the flat buffers, and how the result is seen in them."""
+    """A collective ready to run: what moves, the flat buffers, and how the result is seen in them.
+
+    `refresh` brings the input into `send` again, where that is not the memory of the input itself.
+    """
 
     transfer: Transfer
     send: Tensor | None
     recv: Tensor | None
     result: Callable[[], Tensor]
+    refresh: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,14 @@ class Started:
 
 @dataclass(frozen=True)
 class Map(ABC):
-    """A collective over `comm` with all its sizes known; `name` is what it is counted under."""
+    """A collective over `comm` with all its sizes known; `name` is what it is counted under.
+
+    `algorithm` goes over to the map of the gradients, which uses it if it has one of that name.
+    """
 
     name: ClassVar[str]
     comm: Communicator
+    algorithm: str = field(default="auto", kw_only=True)
 
     @property
     @abstractmethod
@@ -63,8 +74,8 @@ class Map(ABC):
         """Begin it. The buffers live as long as the handle."""
 
 
-class LibraryMap(Map):
-    """A collective that the MPI library carries out."""
+class FlatMap(Map):
+    """A collective over flat buffers, which an algorithm or the MPI library carries out."""
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
@@ -73,17 +84,18 @@ class LibraryMap(Map):
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        self.comm.run(prepared.transfer, prepared.send, prepared.recv)
+        choice.run(self.comm, prepared.transfer, prepared.send, prepared.recv, self.algorithm)
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        return Started(self.comm.start(prepared.transfer, prepared.send, prepared.recv), prepared.result)
+        handle = choice.start(self.comm, prepared.transfer, prepared.send, prepared.recv, self.algorithm)
+        return Started(handle, prepared.result)
 
 
 @dataclass(frozen=True)
-class AllGather(LibraryMap):
+class AllGather(FlatMap):
     """`(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
 
     name = "all_gather"
@@ -92,17 +104,18 @@ class AllGather(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return ReduceScatter(self.comm, self.dim, self.sizes)
+        return ReduceScatter(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
-        transfer = tr.all_gather(_elements(self.sizes, rows), self.comm.rank)
+        transfer = tr.all_gather(elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((sum(self.sizes), *rows.shape[1:]))
-        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: _back(recv, self.dim))
+        send, refresh = flattened(rows)
+        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
 
 
 @dataclass(frozen=True)
-class ReduceScatter(LibraryMap):
+class ReduceScatter(FlatMap):
     """`(sum(sizes), *)` on every rank to the sum of everybody's rows of rank r, `(sizes[r], *)`, along `dim`."""
 
     name = "reduce_scatter"
@@ -111,17 +124,18 @@ class ReduceScatter(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return AllGather(self.comm, self.dim, self.sizes)
+        return AllGather(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
-        transfer = tr.reduce_scatter(_elements(self.sizes, rows), self.comm.rank)
+        transfer = tr.reduce_scatter(elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((self.sizes[self.comm.rank], *rows.shape[1:]))
-        return Prepared(transfer, _flat(rows), recv.view(-1), lambda: _back(recv, self.dim))
+        send, refresh = flattened(rows)
+        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
 
 
 @dataclass(frozen=True)
-class AllReduce(LibraryMap):
+class AllReduce(FlatMap):
     """The sum (or max, min) of everybody's tensor, on every rank."""
 
     name = "all_reduce"
@@ -132,23 +146,30 @@ class AllReduce(LibraryMap):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        if self.reduction != "sum" and x.is_floating_point():
+        library = choice.chosen(self.comm, self.name, self.algorithm) == "mpi"
+        if library and self.reduction != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return Prepared(tr.all_reduce(x.numel(), self.reduction), _flat(x), recv.view(-1), lambda: recv)
+        send, refresh = flattened(x)
+        return Prepared(tr.all_reduce(x.numel(), self.reduction), send, recv.view(-1), lambda: recv, refresh)
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
-        least = -torch.inf if self.reduction == "max" else torch.inf
-        marks = x.isnan().to(x.dtype) * (1 if self.reduction == "max" else -1)
-        send = torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
+        send = self._marked(x)
         recv = torch.empty_like(send)
         transfer = tr.all_reduce(send.numel(), self.reduction)
-        return Prepared(transfer, send.view(-1), recv.view(-1), lambda: recv[0].masked_fill(recv[1] != 0, torch.nan))
+        result = partial(unmarked, recv)
+        return Prepared(transfer, send.view(-1), recv.view(-1), result, lambda: send.copy_(self._marked(x)))
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """The numbers, and where there are none."""
+        least = -torch.inf if self.reduction == "max" else torch.inf
+        marks = x.isnan().to(x.dtype) * (1 if self.reduction == "max" else -1)
+        return torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
 
 
 @dataclass(frozen=True)
-class AllToAll(LibraryMap):
+class AllToAll(FlatMap):
     """Rank r keeps part r of `split_dim` of everybody's tensor, put together along `concat_dim`.
 
     Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and `split_sizes[r]` of `split_dim` and all of
@@ -163,7 +184,7 @@ class AllToAll(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return AllToAll(self.comm, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes)
+        return AllToAll(self.comm, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         rank = self.comm.rank
@@ -175,15 +196,13 @@ class AllToAll(LibraryMap):
             tuple(part * kept * rest for part in self.concat_sizes),
             max(self.split_sizes) * max(self.concat_sizes) * rest,
         )
-        send = torch.empty(rows.numel(), dtype=x.dtype, device=x.device)
-        for piece, part in zip(tr.pieces(send, transfer.send), rows.detach().split(list(self.split_sizes), 1), strict=True):
-            piece.view(part.shape).copy_(part)
+        send, refresh = packed(rows.detach().split(list(self.split_sizes), 1))
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
-        return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)))
+        return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)), refresh)
 
 
 @dataclass(frozen=True)
-class Broadcast(LibraryMap):
+class Broadcast(FlatMap):
     """The root's tensor on every rank. The others pass a tensor of the same shape, whose values are not read."""
 
     name = "broadcast"
@@ -191,18 +210,19 @@ class Broadcast(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return Reduce(self.comm, self.root)
+        return Reduce(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         transfer = tr.broadcast(x.numel(), self.comm.rank, self.root)
         if self.comm.rank == self.root:
-            return Prepared(transfer, _flat(x), None, x.clone)
+            send, refresh = flattened(x)
+            return Prepared(transfer, send, None, x.clone, refresh)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Prepared(transfer, None, recv.view(-1), lambda: recv)
 
 
 @dataclass(frozen=True)
-class Reduce(LibraryMap):
+class Reduce(FlatMap):
     """The sum of everybody's tensor on the root; zeros on the others."""
 
     name = "reduce"
@@ -210,12 +230,13 @@ class Reduce(LibraryMap):
 
     @property
     def transpose(self) -> Map:
-        return Broadcast(self.comm, self.root)
+        return Broadcast(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
         transfer = tr.reduce(x.numel(), self.comm.rank, self.root)
         recv = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        return Prepared(transfer, _flat(x), recv.view(-1) if self.comm.rank == self.root else None, lambda: recv)
+        send, refresh = flattened(x)
+        return Prepared(transfer, send, recv.view(-1) if self.comm.rank == self.root else None, lambda: recv, refresh)
 
 
 @dataclass(frozen=True)
@@ -246,20 +267,5 @@ class Shift(Map):
             recv.copy_(rows)
             handle = self.comm.exchange([], [], "shift")
         else:
-            handle = self.comm.exchange([(dest, _flat(rows))], [(source, recv.view(-1))], "shift")
-        return Started(handle, lambda: _back(recv, self.dim))
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The elements in logical order, as a contiguous vector outside autograd; a view where the tensor is contiguous."""
-    return x.detach().contiguous().view(-1)
-
-
-def _back(rows: Tensor, dim: int) -> Tensor:
-    """The rows along `dim`; the tensor itself, not a view of it, where they are there already."""
-    return rows.movedim(0, dim) if dim else rows
-
-
-def _elements(sizes: tuple[int, ...], rows: Tensor) -> tuple[int, ...]:
-    width = math.prod(rows.shape[1:])
-    return tuple(size * width for size in sizes)
+            handle = self.comm.exchange([(dest, flat(rows))], [(source, recv.view(-1))], "shift")
+        return Started(handle, lambda: back(recv, self.dim))

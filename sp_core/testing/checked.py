@@ -144,6 +144,7 @@ class CheckedComm(LockstepComm):
             wait(request.raw)
         self._requests.clear()
         self._announced.clear()
+        self._announced_for_later.clear()
         self._exchanges = 0
 
     def _clear_messages(self) -> None:

@@ -30,6 +30,7 @@ class Case:
     given_sizes: bool
     non_blocking: bool
     seed: int
+    algorithm: str = "auto"
 
     def lengths(self, size: int) -> tuple[int, ...]:
         random = Random(self.seed)
@@ -58,6 +59,10 @@ class Case:
         return self.offset % size
 
     def arguments(self, size: int) -> dict[str, Any]:
+        chosen = {} if self.algorithm == "auto" else {"algorithm": self.algorithm}
+        return self._own_arguments(size) | chosen
+
+    def _own_arguments(self, size: int) -> dict[str, Any]:
         sizes = self.lengths(size) if self.given_sizes else None
         match self.op:
             case "all_gather" | "gather_replicated":
@@ -113,7 +118,7 @@ SUMS = ("reduce_scatter", "all_reduce", "reduce", "copy_to_group", "reduce_from_
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: list[str] = DTYPES, ops: list[str] = OPS) -> Case:
+def cases(draw: st.DrawFn, dtypes: list[str] = DTYPES, ops: list[str] = OPS, algorithm: str = "auto") -> Case:
     op = draw(st.sampled_from(ops))
     dims = draw(st.permutations([0, 1, 2]))
     dtype = draw(st.sampled_from([name for name in dtypes if name != "bool" or op not in SUMS]))
@@ -127,6 +132,7 @@ def cases(draw: st.DrawFn, dtypes: list[str] = DTYPES, ops: list[str] = OPS) -> 
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.integers(0, 999)),
+        algorithm,
     )
 
 

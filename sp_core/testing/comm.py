@@ -49,6 +49,7 @@ class LockstepComm(ABC):
         self.rank: int = lockstep.carrier.rank
         self.size: int = lockstep.carrier.size
         self._announced: Counter[tuple[str, int, int]] = Counter()
+        self._announced_for_later: Counter[tuple[str, int, int]] = Counter()
         self._exchanges = 0  # since the last clean-up; the same on all ranks
         self.children = itertools.count()
         self._freed = False
@@ -167,21 +168,25 @@ class LockstepComm(ABC):
         self._enter(call("allreduce", self.rank, self.size, None, op))
         return functools.reduce(_ON_OBJECTS[op_name(op)], self._objects(sendobj))
 
-    def announce_exchange(self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = ()) -> None:
+    def announce_exchange(
+        self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = (), *, later: bool = False
+    ) -> None:
         """Declare the point-to-point messages that follow; every rank of the communicator calls this.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
             recvs: (source, bytes) of each message that this rank will `Irecv`.
+            later: other calls may come before these messages are posted; the end of the body and `Free` may not.
 
         Raises:
             CollectiveMismatch: the messages sent are not the messages received.
         """
         sends, recvs = list(sends), list(recvs)
-        self._enter(call("announce_exchange", self.rank, self.size, sends, recvs))
+        self._enter(call("announce_exchange", self.rank, self.size, sends, recvs, later))
         self._exchanges += 1
-        self._announced.update(("Isend", peer, nbytes) for peer, nbytes in sends)
-        self._announced.update(("Irecv", peer, nbytes) for peer, nbytes in recvs)
+        announced = self._announced_for_later if later else self._announced
+        announced.update(("Isend", peer, nbytes) for peer, nbytes in sends)
+        announced.update(("Irecv", peer, nbytes) for peer, nbytes in recvs)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """mpi4py's `Isend` of an announced message."""
@@ -208,14 +213,15 @@ class LockstepComm(ABC):
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
+        self.ensure_posted("Free", later=True)
         self._enter(call("Free", self.rank, self.size))
         self._complete()
         self._free()
         self.family.members.remove(self)
 
-    def ensure_posted(self, before: str) -> None:
-        """Raise `CollectiveMismatch` where this rank has announced a message and not posted it."""
-        if missing := +self._announced:
+    def ensure_posted(self, before: str, *, later: bool = False) -> None:
+        """Raise `CollectiveMismatch` where this rank has announced a message (`later`: or one for later) and not posted it."""
+        if missing := self._announced + (self._announced_for_later if later else Counter()):
             raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
 
     def _run(self, op: str, *args: Any) -> None:
@@ -237,12 +243,13 @@ class LockstepComm(ABC):
         self.lockstep.call(what)
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
-        if not self._announced[op, peer, nbytes]:
-            left = _listed(+self._announced) or "nothing"
+        announced = self._announced if self._announced[op, peer, nbytes] else self._announced_for_later
+        if not announced[op, peer, nbytes]:
+            left = _listed(self._announced + self._announced_for_later) or "nothing"
             raise CollectiveMismatch(
                 f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; announced and not yet posted: {left}"
             )
-        self._announced[op, peer, nbytes] -= 1
+        announced[op, peer, nbytes] -= 1
 
     @abstractmethod
     def _do(self, op: str, *args: Any) -> None:

@@ -102,7 +102,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
     with Catch() as caught:
         result = body()
         for member in family.members:
-            member.ensure_posted("the end of the body")
+            member.ensure_posted("the end of the body", later=True)
     if isinstance(caught.error, Stopped):
         raise caught.error
     return result, caught.outcome

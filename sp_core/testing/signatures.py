@@ -155,10 +155,12 @@ def _sendrecv(op: str, rank: int, size: int, send: Any, dest: int, sendtag: int,
     )
 
 
-def _exchange(op: str, rank: int, size: int, sends: Iterable[tuple[int, int]], recvs: Iterable[tuple[int, int]]) -> Call:
+def _exchange(
+    op: str, rank: int, size: int, sends: Iterable[tuple[int, int]], recvs: Iterable[tuple[int, int]], later: bool = False
+) -> Call:
     going, coming = messages(rank, size, sends, recvs)
     text = f"sends={[(m.dest, m.nbytes) for m in going]}, recvs={[(m.source, m.nbytes) for m in coming]}"
-    return Call(op, (), going, coming, text)
+    return Call(op, (later,), going, coming, text)
 
 
 def _object(op: str, rank: int, size: int, root: int | None = None, reduction: Any = None) -> Call:

@@ -236,6 +236,7 @@ class ThreadComm(LockstepComm):
 
     def _complete(self) -> None:
         self._announced.clear()
+        self._announced_for_later.clear()
 
     def _free(self) -> None:
         self._freed = True

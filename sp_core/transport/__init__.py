@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sp_core.errors import DeviceError
-from sp_core.transport.base import Done, Handle, Messages, Transport, wait
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
 from sp_core.transport.device import CudaStreams
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
@@ -17,7 +17,7 @@ from sp_core.transport.transfer import Op, Transfer
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NAMES", "Done", "Handle", "HostTransport", "Messages", "Op", "Transfer", "Transport", "make_transport", "wait"]
+__all__ = ["NAMES", "Bound", "Done", "Handle", "HostTransport", "Messages", "Op", "Transfer", "Transport", "make_transport", "wait"]
 
 NAMES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
 """Transports by kind of device, the one that "auto" takes first."""

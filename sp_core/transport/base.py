@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from sp_core.transport.transfer import Transfer
 
 Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: (rank of the other side, flat contiguous tensor)."""
+
+Bound = Sequence[tuple[int, Any]]
+"""Messages in a transport's own form, made once for memory that is sent or received into many times."""
 
 
 class Handle(Protocol):
@@ -40,8 +43,24 @@ class Transport(Protocol):
         """Begin a collective and return without waiting for the other ranks."""
         ...
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory that can be carried out many times, by calling what is returned."""
+        ...
+
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
+        ...
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages this rank will post, in this order for each peer. All ranks call this, before any of them posts."""
+        ...
+
+    def bind(self, messages: Messages) -> Bound:
+        """Bring messages into the form that `post` takes."""
+        ...
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages, whenever this rank is ready for them. They meet messages of the same tag only."""
         ...
 
 

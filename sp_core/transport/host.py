@@ -6,7 +6,9 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_core.transport import transfer as tr
-from sp_core.transport.base import Done, Handle, Messages
+from sp_core.transport.base import Bound, Done, Handle, Messages
 from sp_core.transport.transfer import Op, Transfer
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 MAX_COUNT = 2**30
 """Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int as well."""
 
-TAG = 0  # one tag is enough: the communicator is the transport's own, and MPI keeps the order between two ranks
+TAG = 0  # of messages that all ranks post in the same order: the communicator is the transport's own, and MPI keeps their order
 _EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8}
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -86,16 +88,42 @@ class HostTransport:
         self._run_in_chunks(transfer, send, recv)
         return Done()
 
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """The library's call with its arguments, unless there is more to do than to call it."""
+        given = send if send is not None else recv
+        if not self._fits(transfer) or (transfer.op.reduces and given is not None and given.dtype not in _SUMMABLE):
+            return partial(self.run, transfer, send, recv)
+        arguments = _arguments(transfer, self._comm.rank, as_numpy(send), as_numpy(recv))
+        return partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
+
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages; empty ones and those above the limit of one call included."""
-        sends = [(peer, part) for peer, x in sends for part in x.split(self._max_count)]
-        recvs = [(peer, part) for peer, x in recvs for part in x.split(self._max_count)]
-        announce = getattr(self._comm, "announce_exchange", None)
-        if announce is not None:  # a checked communicator wants to know who sends what to whom before anybody waits
-            announce(sends=[(p, x.nbytes) for p, x in sends], recvs=[(p, x.nbytes) for p, x in recvs])
-        requests = [self._comm.Irecv(as_numpy(x), peer, TAG) for peer, x in recvs]
-        requests += [self._comm.Isend(as_numpy(x), peer, TAG) for peer, x in sends]
+        self._say(sends, recvs, later=False)
+        return self.post(self.bind(sends), self.bind(recvs), TAG)
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted."""
+        self._say(sends, recvs, later=True)
+
+    def bind(self, messages: Messages) -> Bound:
+        """The memory of the tensors, in parts that one call can move."""
+        return [(peer, as_numpy(part)) for peer, part in self._parts(messages)]
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin messages."""
+        requests = [self._comm.Irecv(x, peer, tag) for peer, x in recvs]
+        requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
         return _Request(requests, (sends, recvs))
+
+    def _parts(self, messages: Messages) -> list[tuple[int, Tensor]]:
+        return [(peer, part) for peer, x in messages for part in x.split(self._max_count)]
+
+    def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
+        """A checked communicator wants to know who sends what to whom before anybody waits."""
+        announce = getattr(self._comm, "announce_exchange", None)
+        if announce is not None:
+            sent, received = ([(peer, x.nbytes) for peer, x in self._parts(messages)] for messages in (sends, recvs))
+            announce(sends=sent, recvs=received, later=later)
 
     def _fits(self, transfer: Transfer) -> bool:
         """Whether one call will do; the answer is the same on all ranks, because `steps` is."""
@@ -120,6 +148,32 @@ class HostTransport:
         if blocking:
             handle.test()
         return handle
+
+
+class OverHost(ABC):
+    """What transports that bring tensors to the host and let it move them have in common."""
+
+    _host: HostTransport
+
+    @abstractmethod
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective."""
+
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory."""
+        return partial(self.run, transfer, send, recv)
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted."""
+        self._host.announce(sends, recvs)
+
+    def bind(self, messages: Messages) -> Bound:
+        """The messages themselves: host memory is made when they are posted."""
+        return messages
+
+    def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:
+        """Post messages of host memory."""
+        return self._host.post(self._host.bind(sends), self._host.bind(recvs), tag)
 
 
 def _widened(send: Tensor | None, recv: Tensor | None) -> tuple[Tensor | None, Tensor | None, Callable[[], object] | None]:

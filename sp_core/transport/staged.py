@@ -13,6 +13,7 @@ bring chunk k+1 down and chunk k-1 up, through two sets of page-locked buffers t
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sp_core.transport.base import Done, Handle, Messages, wait
+from sp_core.transport.base import Bound, Done, Handle, Messages, wait
 from sp_core.transport.device import Event, Streams
-from sp_core.transport.host import HostTransport
+from sp_core.transport.host import HostTransport, OverHost
 from sp_core.transport.transfer import Transfer, pieces
 
 CHUNK_BYTES = 1 << 20
@@ -45,7 +46,7 @@ class _Finishing:
         return True
 
 
-class StagedTransport:
+class StagedTransport(OverHost):
     """The plain staged path: whole vectors, synchronous copies, new pageable host memory in every call."""
 
     name = "staged"
@@ -67,8 +68,15 @@ class StagedTransport:
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
+        return self._messages(sends, recvs, self._host.exchange)
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages."""
+        return self._messages(sends, recvs, functools.partial(self.on_host, tag))
+
+    def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Handle:
         host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
-        handle = self._host.exchange([(peer, x.cpu()) for peer, x in sends], host_recvs)
+        handle = on_host([(peer, x.cpu()) for peer, x in sends], host_recvs)
 
         def finish() -> None:
             for (_, x), (_, host) in zip(recvs, host_recvs, strict=True):
@@ -100,7 +108,7 @@ class _Slot:
     uploaded: Event = field(default_factory=Done)
 
 
-class PipelinedTransport:
+class PipelinedTransport(OverHost):
     """The staged path in chunks through two sets of page-locked buffers, with copies and communication at the same time.
 
     Point-to-point messages go through page-locked memory whole, without chunks.
@@ -144,7 +152,15 @@ class PipelinedTransport:
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, after the collectives that were started before them."""
-        handle = self._enqueue(self._messages(sends, recvs))
+        handle = self._enqueue(self._messages(sends, recvs, self._host.exchange))
+        handle.test()
+        return handle
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages, beside all others: their tag keeps them apart, and ranks may be ready for them at any time."""
+        alone: deque[_Steps] = deque()
+        handle = _Steps(self._messages(sends, recvs, functools.partial(self.on_host, tag)), alone, self._streams)
+        alone.append(handle)
         handle.test()
         return handle
 
@@ -202,13 +218,13 @@ class PipelinedTransport:
             self._streams.upload(piece[offset : offset + part.numel()], part)
         slot.uploaded = self._streams.uploaded()
 
-    def _messages(self, sends: Messages, recvs: Messages) -> Iterator[None]:
+    def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Iterator[None]:
         host_sends = [(peer, self._pinned_like(x)) for peer, x in sends]
         host_recvs = [(peer, self._pinned_like(x)) for peer, x in recvs]
         for (_, host), (_, x) in zip(host_sends, sends, strict=True):
             self._streams.download(host, x)
         yield from _until(self._streams.downloaded())
-        yield from _until(self._host.exchange(host_sends, host_recvs))
+        yield from _until(on_host(host_sends, host_recvs))
         for (_, host), (_, x) in zip(host_recvs, recvs, strict=True):
             self._streams.upload(x, host)
         yield from _until(self._streams.uploaded())  # the host buffers are released on return

@@ -1,0 +1,60 @@
+"""Which algorithm a collective uses, and its program."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sp_core.collectives.execution import BoundProgram, Once
+from sp_core.communicator import Communicator
+from sp_core.schedules import ALGORITHMS, Program, Task, program_of
+from sp_core.scratch import Scratch
+from sp_core.transport import Handle, Transfer
+
+SEGMENT_BYTES = 1 << 18
+"""Bytes per segment: a few segments stay in a core's cache while one of them is added and another travels."""
+
+
+def chosen(comm: Communicator, op: str, algorithm: str) -> str:
+    """The algorithm of a call.
+
+    A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are.
+    """
+    for name in (algorithm, comm.algorithms[op]):
+        if name != "auto" and name in ALGORITHMS[op]:
+            return name
+    return "mpi"
+
+
+def program_for(comm: Communicator, transfer: Transfer, algorithm: str, itemsize: int) -> Program:
+    """What this rank does in a transfer."""
+    task = Task(
+        transfer.op.value, comm.rank, comm.size, transfer.send, transfer.recv, transfer.root, max(SEGMENT_BYTES // itemsize, 1)
+    )
+    return program_of(task, algorithm)
+
+
+def start(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str) -> Handle:
+    """Begin a collective over flat contiguous buffers by an algorithm, or by the MPI library."""
+    name = chosen(comm, transfer.op.value, algorithm)
+    if name == "mpi":
+        return comm.start(transfer, send, recv)
+    return comm.track(Once(bind(comm, transfer, send, recv, name, comm.scratch)))
+
+
+def run(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
+    """Carry out a collective over flat contiguous buffers by an algorithm, or by the MPI library."""
+    if chosen(comm, transfer.op.value, algorithm) == "mpi":
+        comm.run(transfer, send, recv)
+    else:
+        comm.wait(start(comm, transfer, send, recv, algorithm), transfer.op.value)
+
+
+def bind(
+    comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str, scratch: Scratch
+) -> BoundProgram:
+    """The program of a transfer on its memory, with scratch taken from `scratch`."""
+    comm.ensure_open()
+    like = send if send is not None else recv
+    assert like is not None
+    program = program_for(comm, transfer, algorithm, like.itemsize)
+    return BoundProgram(comm, transfer.op.value, program, send, recv, transfer.reduction, scratch)

@@ -1,0 +1,156 @@
+"""Collectives for the hot path: prepared once for one tensor and run many times, and the sum in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from sp_core.collectives import build, choice
+from sp_core.collectives.execution import BoundProgram
+from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared
+from sp_core.communicator import Communicator
+from sp_core.scratch import Scratch
+from sp_core.transport import Handle
+from sp_core.transport import transfer as tr
+
+
+class Plan:
+    """A collective on one tensor, whose buffers and messages are made once. `plan` makes it.
+
+    Attributes:
+        input: the tensor that every run reads.
+        algorithm: what carries it out; "mpi" is the MPI library.
+    """
+
+    def __init__(self, mapping: FlatMap, x: Tensor, prepared: Prepared) -> None:
+        comm, transfer = mapping.comm, prepared.transfer
+        self.input = x
+        self.algorithm = choice.chosen(comm, mapping.name, mapping.algorithm)
+        self._comm, self._name, self._prepared = comm, mapping.name, prepared
+        self._bound: BoundProgram | None = None
+        if self.algorithm == "mpi":
+            self._call = comm.prepare(transfer, prepared.send, prepared.recv)
+        else:
+            own = Scratch(comm.device)
+            self._bound = choice.bind(comm, transfer, prepared.send, prepared.recv, self.algorithm, own)
+            self._call = self._run
+
+    def run(self) -> Tensor:
+        """Carry it out on what the input holds now.
+
+        Returns:
+            As the function that the plan is for, without a gradient. The next run overwrites it.
+        """
+        if self._prepared.refresh is not None:
+            self._prepared.refresh()
+        self._call()
+        return self._prepared.result()
+
+    def start(self) -> Handle:
+        """Begin a run; `finish` waits for it. Until then the input must not be changed, nor another run begun."""
+        prepared = self._prepared
+        if prepared.refresh is not None:
+            prepared.refresh()
+        if self._bound is None:
+            return self._comm.start(prepared.transfer, prepared.send, prepared.recv)
+        self._comm.ensure_open()
+        return self._comm.track(self._bound.start())
+
+    def finish(self, handle: Handle) -> Tensor:
+        """Wait for a run and return its result, as `run` does."""
+        self._comm.wait(handle, self._name)
+        return self._prepared.result()
+
+    def _run(self) -> None:
+        assert self._bound is not None
+        self._comm.ensure_open()
+        self._comm.wait(self._bound.start(), self._name)
+
+
+def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan:
+    """Prepare a collective on one tensor, to be run many times.
+
+    Args:
+        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "reduce"; or "all_reduce_", in place.
+        x: what every run reads. Contiguous memory is read where it is, anything else is copied first in every run.
+        comm: the ranks.
+        arguments: those of the function of that name.
+
+    Returns:
+        A plan; its `run` makes no tensor and agrees on nothing, because that is done here.
+
+    Communication:
+        One agreement. Each run: as the function of that name.
+
+    Raises:
+        As the function of that name; ValueError for another `op`.
+    """
+    if op not in _BUILDERS:
+        comm.agree_on(lambda: f"plan of {op}", lambda: _refuse(op))
+    mapping = _BUILDERS[op](f"plan of {op}", x, comm, **arguments)
+    return Plan(mapping, x, mapping.prepare(x if op == "all_reduce_" else x.detach()))
+
+
+def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
+    """Replace x by the sum of the tensors of all ranks.
+
+    Args:
+        x: the same shape on every rank; without a gradient.
+        comm, op, algorithm, deterministic: as in `all_reduce`.
+
+    Returns:
+        x.
+
+    Communication:
+        One all-reduce. The algorithms of `sp_core.schedules` need their scratch, the MPI library a copy of x.
+
+    Raises:
+        As `all_reduce`; ValueError for a tensor that requires a gradient, ShapeError for one whose elements share memory.
+    """
+    return _in_place("all_reduce_", x, comm, op, algorithm, deterministic).run(x)
+
+
+@dataclass(frozen=True)
+class _InPlace(AllReduce):
+    """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
+
+    def prepare(self, x: Tensor) -> Prepared:
+        if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
+            flat = x.detach().view(-1)
+            return Prepared(tr.all_reduce(x.numel(), self.reduction), flat, flat, lambda: x)
+        prepared = super().prepare(x.detach())
+        return replace(prepared, result=partial(_put_back, x, prepared.result))
+
+
+def _put_back(x: Tensor, result: Callable[[], Tensor]) -> Tensor:
+    x.detach().copy_(result())
+    return x
+
+
+def _in_place(name: str, x: Tensor, comm: Communicator, *arguments: Any, **named: Any) -> _InPlace:
+    mapping = build.all_reduce(name, x, comm, *arguments, in_place=True, **named)
+    return _InPlace(comm, mapping.reduction, algorithm=mapping.algorithm)
+
+
+def _all_to_all(name: str, x: Tensor, comm: Communicator, *, split_dim: int, concat_dim: int, **named: Any) -> AllToAll:
+    sizes = named.pop("split_sizes", None), named.pop("concat_sizes", None)
+    return build.all_to_all(name, x, comm, (split_dim, concat_dim), *sizes, **named)
+
+
+_BUILDERS: dict[str, Callable[..., FlatMap]] = {
+    "all_gather": build.all_gather,
+    "reduce_scatter": build.reduce_scatter,
+    "all_reduce": build.all_reduce,
+    "all_reduce_": _in_place,
+    "all_to_all": _all_to_all,
+    "broadcast": build.broadcast,
+    "reduce": build.reduce,
+}
+
+
+def _refuse(op: str) -> int:
+    raise ValueError(f"a plan of {op!r} was asked for; there are {tuple(_BUILDERS)}. Pass one of them.")

@@ -1,0 +1,35 @@
+"""Collectives as plain data: who sends what to whom in which step. Computed, printed, costed and proven without MPI."""
+
+from sp_core.schedules.checking import ScheduleError, verify
+from sp_core.schedules.definition import Buffer, Combine, Message, Program, Region, Schedule, Step
+from sp_core.schedules.figures import WIDE_BLOCK, Cost, cost, show, wide_length
+from sp_core.schedules.replay import HALF, REDUCTIONS, replay
+from sp_core.schedules.table import ALGORITHMS, IN_RANK_ORDER, LIBRARY, Task, check_algorithm, defaults, program_of, schedule_of
+
+__all__ = [
+    "ALGORITHMS",
+    "HALF",
+    "IN_RANK_ORDER",
+    "LIBRARY",
+    "REDUCTIONS",
+    "WIDE_BLOCK",
+    "Buffer",
+    "Combine",
+    "Cost",
+    "Message",
+    "Program",
+    "Region",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Task",
+    "check_algorithm",
+    "cost",
+    "defaults",
+    "program_of",
+    "replay",
+    "schedule_of",
+    "show",
+    "verify",
+    "wide_length",
+]

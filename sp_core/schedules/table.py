@@ -1,0 +1,125 @@
+"""Which algorithms there are for which collective, and the program of a rank by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sp_core.schedules import binomial, bruck, pairwise, rabenseifner, recursive_doubling, ring
+from sp_core.schedules.definition import Program, Schedule
+
+
+@dataclass(frozen=True)
+class Task:
+    """A collective as one rank sees it: the sizes of the pieces that it contributes and gets, in elements.
+
+    Args:
+        op: the collective.
+        rank, size: of the caller, and number of ranks.
+        send, recv: sizes of its pieces, one per rank where they differ by rank, empty where it sends or receives nothing.
+        root: of a broadcast or a reduction.
+        segment: elements per segment, for algorithms that cut pieces.
+    """
+
+    op: str
+    rank: int
+    size: int
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+    root: int = 0
+    segment: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Elements of the whole vector, where all ranks have the same."""
+        return sum(self.send) or sum(self.recv)
+
+
+_BUILDERS: dict[str, dict[str, Callable[[Task], Program]]] = {
+    "all_gather": {
+        "ring": lambda t: ring.all_gather(t.rank, t.recv),
+        "bruck": lambda t: bruck.all_gather(t.rank, t.recv),
+        "recursive_doubling": lambda t: recursive_doubling.all_gather(t.rank, t.recv),
+    },
+    "reduce_scatter": {
+        "ring": lambda t: ring.reduce_scatter(t.rank, t.send, None),
+        "segmented_ring": lambda t: ring.reduce_scatter(t.rank, t.send, t.segment),
+        "pairwise": lambda t: pairwise.reduce_scatter(t.rank, t.send, t.segment),
+    },
+    "all_reduce": {
+        "ring": lambda t: ring.all_reduce(t.rank, t.size, t.count, None),
+        "segmented_ring": lambda t: ring.all_reduce(t.rank, t.size, t.count, t.segment),
+        "recursive_doubling": lambda t: recursive_doubling.all_reduce(t.rank, t.size, t.count),
+        "rabenseifner": lambda t: rabenseifner.all_reduce(t.rank, t.size, t.count),
+        "pairwise": lambda t: pairwise.all_reduce(t.rank, t.size, t.count, t.segment),
+    },
+    "all_to_all": {"pairwise": lambda t: pairwise.all_to_all(t.rank, t.send, t.recv)},
+    "broadcast": {"binomial": lambda t: binomial.broadcast(t.rank, t.size, t.count, t.root)},
+    "reduce": {"binomial": lambda t: binomial.reduce(t.rank, t.size, t.count, t.root)},
+    "shift": {},
+}
+
+LIBRARY = ("auto", "mpi")
+"""What every collective offers beside its schedules: "mpi" is the MPI library's own choice, and "auto" takes it so far."""
+
+ALGORITHMS = {op: (*LIBRARY, *builders) for op, builders in _BUILDERS.items()}
+"""What `algorithm=` may say, by collective."""
+
+IN_RANK_ORDER = "pairwise"
+"""The algorithm whose sums are bitwise those of a loop over the ranks."""
+
+
+@lru_cache(maxsize=64)
+def program_of(task: Task, algorithm: str) -> Program:
+    """What a rank does. A program depends on its task alone, so it is computed once."""
+    return _BUILDERS[task.op][algorithm](task)
+
+
+def schedule_of(
+    op: str,
+    algorithm: str,
+    send: tuple[tuple[int, ...], ...],
+    recv: tuple[tuple[int, ...], ...],
+    root: int = 0,
+    segment: int | None = None,
+) -> Schedule:
+    """What all ranks do, given the sizes of the pieces of each."""
+    size = len(send)
+    tasks = [Task(op, rank, size, send[rank], recv[rank], root, segment) for rank in range(size)]
+    return Schedule(op, send, recv, root, tuple(program_of(task, algorithm) for task in tasks))
+
+
+def check_algorithm(op: str, algorithm: str) -> None:
+    """Raise `ValueError` where a collective does not have that algorithm."""
+    if algorithm not in ALGORITHMS[op]:
+        raise ValueError(f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. Pass one of them.")
+
+
+def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
+    """The algorithm of each collective where a call names none.
+
+    Args:
+        choice: a name, for every collective that has it (the others stay with "auto"); or names by collective, as a mapping or as
+            text, `"all_reduce=ring,all_gather=bruck"`.
+
+    Raises:
+        ValueError: an unknown collective or algorithm.
+    """
+    if isinstance(choice, str) and "=" not in choice:
+        if not any(choice in names for names in ALGORITHMS.values()):
+            known = sorted({name for names in ALGORITHMS.values() for name in names})
+            raise ValueError(f"algorithm={choice!r} was given; there are {known}. Pass one of them, or names by collective.")
+        return {op: choice if choice in names else "auto" for op, names in ALGORITHMS.items()}
+    if isinstance(choice, str):
+        choice = dict(_pair(part) for part in choice.split(","))
+    for op, algorithm in choice.items():
+        if op not in ALGORITHMS:
+            raise ValueError(f"an algorithm was given for {op!r}; there are {tuple(ALGORITHMS)}. Name one of them.")
+        check_algorithm(op, algorithm)
+    return dict.fromkeys(ALGORITHMS, "auto") | dict(choice)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    op, _, algorithm = text.partition("=")
+    return op.strip(), algorithm.strip()

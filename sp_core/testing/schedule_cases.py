@@ -1,0 +1,114 @@
+"""Collectives by a named algorithm on vectors cut into pieces of any sizes, with the schedule that each must follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.schedules import ALGORITHMS, LIBRARY, Schedule, schedule_of
+from sp_core.segments import split_sizes
+
+NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
+"""Every collective with each of its algorithms."""
+
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+
+
+def schedule(op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, segment: int | None = None) -> Schedule:
+    """With pieces of `counts`; of their products in an all-to-all; vectors of their sum where ranks have no pieces."""
+    size, ranks = len(counts), range(len(counts))
+    whole = ((sum(counts),),) * size
+    square = tuple(tuple(counts[a] * counts[b] for b in ranks) for a in ranks)
+    every = (counts,) * size
+    own = tuple((count,) for count in counts)
+    at_root = tuple((sum(counts),) if rank == root else () for rank in ranks)
+    elsewhere = tuple(() if rank == root else (sum(counts),) for rank in ranks)
+    send, recv = {
+        "all_gather": (own, every),
+        "reduce_scatter": (every, own),
+        "all_reduce": (whole, whole),
+        "all_to_all": (square, square),
+        "broadcast": (at_root, elsewhere),
+        "reduce": (whole, at_root),
+    }[op]
+    return schedule_of(op, algorithm, send, recv, root, segment)
+
+
+def pieces(size: int, shape: int) -> tuple[int, ...]:
+    """Sizes of the pieces of `size` ranks: 0, 1, P - 1, P, P + 1 or 3 P elements dealt out evenly, else uneven, some empty."""
+    totals = (0, 1, size - 1, size, size + 1, 3 * size)
+    if shape < len(totals):
+        return split_sizes(totals[shape], size)
+    random = Random(shape)
+    return tuple(random.randrange(8) for _ in range(size))
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """A collective on random vectors.
+
+    Args:
+        op, algorithm: what is called.
+        shape: which `pieces`.
+        place: of the root, modulo the number of ranks.
+        dtype: name of a torch dtype.
+        seed: of the vectors.
+    """
+
+    op: str
+    algorithm: str
+    shape: int
+    place: int
+    dtype: str
+    seed: int
+
+    def schedule(self, size: int, segment: int | None) -> Schedule:
+        """What the ranks must do."""
+        return schedule(self.op, self.algorithm, pieces(size, self.shape), self.place % size, segment)
+
+    def inputs(self, size: int) -> list[Tensor]:
+        """By rank, small numbers and large ones that cancel out, so that the order of addition shows in every dtype."""
+        random = torch.Generator().manual_seed(self.seed)
+        counts = pieces(size, self.shape)
+        large = torch.randn(sum(counts), generator=random) * (1e3 if self.dtype == "float16" else 1e6)
+        found = []
+        for rank in range(size):
+            length = counts[rank] if self.op == "all_gather" else sum(counts)
+            shape = (length, counts[rank]) if self.op == "all_to_all" else (length,)
+            small = torch.randn(shape, generator=random, dtype=torch.float64)
+            cancels = rank % 3 == 2 or rank + 1 < size
+            x = small + large * (0, 1, -1)[rank % 3] * cancels if self.op in SUMS else small
+            found.append(x.to(getattr(torch, self.dtype)))
+        return found
+
+    def call(self, x: Tensor, comm: sp.Communicator) -> Tensor:
+        """Carry it out."""
+        counts, algorithm = pieces(comm.size, self.shape), self.algorithm
+        match self.op:
+            case "all_to_all":
+                sizes = {"split_sizes": counts, "concat_sizes": counts}
+                return sp.all_to_all(x, comm=comm, split_dim=0, concat_dim=1, algorithm=algorithm, **sizes)
+            case "all_gather":
+                return sp.all_gather(x, comm=comm, sizes=counts, algorithm=algorithm)
+            case "reduce_scatter":
+                return sp.reduce_scatter(x, comm=comm, sizes=counts, algorithm=algorithm)
+            case "all_reduce":
+                return sp.all_reduce(x, comm=comm, algorithm=algorithm)
+            case "broadcast":
+                return sp.broadcast(x, comm=comm, root=self.place % comm.size, algorithm=algorithm)
+            case _:
+                return sp.reduce(x, comm=comm, root=self.place % comm.size, algorithm=algorithm)
+
+
+@st.composite
+def vectors(draw: st.DrawFn, ops: tuple[str, ...] = tuple(ALGORITHMS), dtypes: tuple[str, ...] = FLOATS) -> Vectors:
+    """Any collective among `ops` by any algorithm of ours."""
+    op, algorithm = draw(st.sampled_from([name for name in NAMES if name[0] in ops]))
+    dtype = draw(st.sampled_from(dtypes))
+    return Vectors(op, algorithm, draw(st.integers(0, 30)), draw(st.integers(0, 7)), dtype, draw(st.integers(0, 999)))

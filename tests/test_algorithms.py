@@ -1,0 +1,222 @@
+"""Algorithms carried out: right for every collective, bit by bit what their schedule says, and counted as it is costed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core.collectives import choice
+from sp_core.schedules import ALGORITHMS, HALF, cost, replay
+from sp_core.testing import device, given, spmd
+from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
+from sp_core.testing.fake_device import DelayedStreams
+from sp_core.testing.schedule_cases import NAMES, SUMS, Vectors, pieces, vectors
+from sp_core.transport.host import HostTransport
+from sp_core.transport.staged import PipelinedTransport, StagedTransport
+
+SEGMENT_BYTES = 24
+TRANSPORTS: dict[str, Callable[[sp.Communicator], Any]] = {
+    "host": lambda comm: HostTransport(comm._comm),
+    "host in parts": lambda comm: HostTransport(comm._comm, max_count=3),
+    "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
+    "pipelined": lambda comm: PipelinedTransport(HostTransport(comm._comm), DelayedStreams(), comm.size, chunk_bytes=64),
+}
+BINARY = ("recursive_doubling", "rabenseifner", "binomial")
+"""Algorithms whose sums are trees, at most ceil(log2 P) + 1 additions deep."""
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments so short that the vectors here have several."""
+    monkeypatch.setattr(choice, "SEGMENT_BYTES", SEGMENT_BYTES)
+
+
+def poison(comm: sp.Communicator) -> None:
+    """Leave scratch full of NaN for the calls that follow."""
+    comm.scratch.clear()
+    for _ in range(3):
+        comm.scratch.give(torch.full((1 << 14,), 0xFF, dtype=torch.uint8, device=comm.device))
+
+
+@st.composite
+def cases_by_algorithm(draw: st.DrawFn) -> Case:
+    op, algorithm = draw(st.sampled_from(NAMES))
+    return draw(cases(DTYPES, [op], algorithm))
+
+
+@given(case=cases_by_algorithm(), transport=st.sampled_from(sorted(TRANSPORTS)), late=st.integers(0, 8))
+def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Case, late: int) -> None:
+    """Any dtype, uneven and empty pieces, views, ranks that come late, scratch with anything in it; twice, on the same scratch."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        group.transport = TRANSPORTS[transport](group)
+        poison(group)
+        inputs = case.inputs(comm.size)
+        time.sleep(0.002 if comm.rank == late else 0)
+        for _ in range(2):
+            result = case.call(inputs[comm.rank], group)
+            assert torch.equal(result, case.expected(case.inputs(comm.size), comm.rank, comm.size))
+            assert torch.equal(inputs[comm.rank], case.inputs(comm.size)[comm.rank])
+
+
+@given(problem=vectors(SUMS))
+def test_an_execution_is_bitwise_a_replay_of_its_schedule(comm: Any, problem: Vectors) -> None:
+    inputs = problem.inputs(comm.size)
+    segment = SEGMENT_BYTES // inputs[0].itemsize
+    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+        poison(mesh["sp"])
+        result = problem.call(inputs[comm.rank].to(mesh["sp"].device), mesh["sp"]).cpu()
+    wanted = replay(problem.schedule(comm.size, segment), inputs)[comm.rank]
+    if problem.op == "reduce" and comm.rank != problem.place % comm.size:
+        wanted = torch.zeros_like(inputs[0])
+    assert torch.equal(result, wanted)
+
+
+@given(max_examples=40, problem=vectors(SUMS))
+def test_the_error_is_that_of_so_many_additions(comm: Any, problem: Vectors) -> None:
+    """Against the sum in float64: as many roundings as the sum is deep; for half types one, where they are added in float32.
+
+    Source: Higham, "Accuracy and stability of numerical algorithms", 2002, section 4.2: |error| <= gamma_d * sum |x_i|.
+    """
+    inputs = problem.inputs(comm.size)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        result = problem.call(inputs[comm.rank], mesh["sp"]).double()
+    exact, scale = (torch.stack([f(x.double()) for x in inputs]).sum(0) for f in (torch.clone, torch.abs))
+    depth = comm.size - 1
+    if problem.algorithm in BINARY:
+        depth = min(depth, (comm.size - 1).bit_length() + 1)
+    bound = gamma(depth, inputs[0].dtype) * scale
+    if inputs[0].dtype in HALF and problem.algorithm == "pairwise":
+        bound = exact.abs() * unit(inputs[0].dtype) + 2 * gamma(depth, torch.float32) * scale
+    bound += gamma(depth, torch.float64) * scale + torch.finfo(inputs[0].dtype).tiny  # of `exact` itself, and of underflow
+    if problem.op == "reduce_scatter":
+        exact, bound = (part_of(x, pieces(comm.size, problem.shape), 0, comm.rank) for x in (exact, bound))
+    if problem.op == "reduce" and comm.rank != problem.place % comm.size:
+        exact = torch.zeros_like(exact)
+    assert ((result - exact).abs() <= bound).all()
+
+
+def unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def gamma(depth: int, dtype: torch.dtype) -> float:
+    return depth * unit(dtype) / (1 - depth * unit(dtype))
+
+
+@given(max_examples=40, problem=vectors(dtypes=("float32", "bfloat16")))
+def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, problem: Vectors) -> None:
+    inputs = problem.inputs(comm.size)
+    programs = problem.schedule(comm.size, SEGMENT_BYTES // inputs[0].itemsize).programs
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        problem.call(inputs[comm.rank], mesh["sp"])
+        found, expected = mesh["sp"].counters.total(), cost(programs[comm.rank], inputs[0].dtype)
+    assert (found.calls, found.messages, found.bytes_sent) == (1, expected.messages, expected.bytes_sent)
+    assert found.scratch == expected.scratch
+
+
+@given(max_examples=40, problem=vectors(("all_reduce", "reduce_scatter")), start=st.booleans())
+def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, problem: Vectors, start: bool) -> None:
+    """Also where the mesh was made with another algorithm; a half type is added in float32."""
+    inputs = problem.inputs(comm.size)
+    total = in_order(inputs)
+    name = f"{problem.op}_start" if start else problem.op
+    with sp.Mesh(comm, algorithm={problem.op: problem.algorithm}, sp=comm.size) as mesh:
+        counts = pieces(comm.size, problem.shape)
+        arguments: dict[str, Any] = {"sizes": counts} if problem.op == "reduce_scatter" else {}
+        result = getattr(sp, name)(inputs[comm.rank], comm=mesh["sp"], deterministic=True, **arguments)
+        result = result.wait() if start else result
+    assert torch.equal(result, part_of(total, counts, 0, comm.rank) if arguments else total)
+
+
+def in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The sum by a loop over the ranks; half types in float32, rounded once."""
+    total = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
+    for x in inputs[1:]:
+        total = total + x
+    return total.to(inputs[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@spmd(4)
+def test_another_order_of_the_ranks_would_give_other_bits(comm: Any, dtype: str) -> None:
+    """So that the law above can fail: these numbers tell every order from the one that is promised."""
+    inputs = Vectors("all_reduce", "pairwise", 5, 0, dtype, 3).inputs(comm.size)
+    wanted = in_order(inputs)
+    for first in range(1, comm.size):
+        assert not torch.equal(in_order([*inputs[first:], *inputs[:first]]), wanted)
+    assert not torch.equal(in_order(inputs[:1] + inputs[:0:-1]), wanted)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert torch.equal(sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], deterministic=True), wanted)
+
+
+@given(
+    max_examples=20,
+    case=cases(DTYPES, ["all_reduce"]),
+    algorithm=st.sampled_from(ALGORITHMS["all_reduce"]),
+    op=st.sampled_from(["max", "min"]),
+)
+def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str, op: str) -> None:
+    case = replace(case, dtype="float32" if case.dtype == "bool" else case.dtype)
+    inputs = case.inputs(comm.size)
+    if inputs[0].is_floating_point() and inputs[0].numel():
+        inputs = [x.clone() for x in inputs]
+        inputs[case.seed % comm.size].view(-1)[case.seed % inputs[0].numel()] = torch.nan
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        result = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], op=op, algorithm=algorithm)
+    stacked = torch.stack(inputs)
+    assert torch.equal(result.isnan(), stacked.isnan().any(0))
+    wanted = stacked.nan_to_num().amax(0) if op == "max" else stacked.nan_to_num().amin(0)
+    assert torch.equal(result[~result.isnan()], wanted[~result.isnan()])
+
+
+@spmd(2, 3, 5)
+def test_in_place_by_every_algorithm(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for algorithm in ALGORITHMS["all_reduce"]:
+            x = Vectors("all_reduce", algorithm, 5, 0, "float32", 1).inputs(comm.size)[comm.rank]
+            wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
+            assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"], algorithm=algorithm), wanted), algorithm
+
+
+@given(max_examples=20, problem=vectors(("all_reduce",)), library=st.booleans(), transposed=st.booleans())
+def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, library: bool, transposed: bool) -> None:
+    algorithm = "mpi" if library else problem.algorithm
+    x = problem.inputs(comm.size)[comm.rank]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        poison(mesh["sp"])
+        wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
+        mine = torch.stack([x, x], 1)[:, 0] if transposed else x
+        address = mine.data_ptr()
+        result = sp.all_reduce_(mine, comm=mesh["sp"], algorithm=algorithm)
+        assert torch.equal(mine, wanted)
+        assert torch.equal(result, wanted)
+        assert result.data_ptr() == address
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> Case:
+    op = draw(st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]))
+    return draw(cases(DTYPES, [op], draw(st.sampled_from(ALGORITHMS[op]))))
+
+
+@given(max_examples=40, case=planned(), transport=st.sampled_from(sorted(TRANSPORTS)), started=st.booleans())
+def test_a_plan_runs_on_what_its_input_holds(comm: Any, case: Case, transport: str, started: bool) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        group.transport = TRANSPORTS[transport](group)
+        x = case.inputs(comm.size)[comm.rank].clone()
+        plan = sp.plan(case.op, x, comm=group, **case.arguments(comm.size))
+        for seed in (case.seed, case.seed + 1):
+            other = replace(case, seed=seed)
+            inputs = [other._tensor(rank, mine.shape[case.dim]) for rank, mine in enumerate(case.inputs(comm.size))]
+            x.copy_(inputs[comm.rank])
+            result = plan.finish(plan.start()) if started else plan.run()
+            assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))

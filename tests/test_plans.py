@@ -1,0 +1,168 @@
+"""Life of algorithms on a communicator: how one is chosen, many under way at once, progress by polling, memory of a plan."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core.collectives import choice
+from sp_core.schedules import ALGORITHMS, LIBRARY
+from sp_core.testing import given, run_threads, spmd
+from sp_core.testing.fake_device import DelayedStreams
+from sp_core.testing.live_bytes import LiveBytes
+from sp_core.testing.schedule_cases import vectors
+from sp_core.transport.host import HostTransport
+from sp_core.transport.staged import PipelinedTransport
+
+Wrong = Any
+
+
+@given(
+    max_examples=30,
+    problems=st.lists(vectors(), min_size=2, max_size=4),
+    order=st.integers(0, 99),
+    split=st.booleans(),
+    staged=st.booleans(),
+)
+def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[Any], order: int, split: bool, staged: bool) -> None:
+    """Started one after the other, polled by each rank as often as it likes, finished in any order."""
+    problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
+    half = 2 if split and comm.size % 2 == 0 else 1
+    random = Random(order * 31 + comm.rank)
+    with sp.Mesh(comm, one=half, two=comm.size // half) as mesh:
+        for axes in ("one", "two", ("one", "two")) if staged else ():
+            host = HostTransport(mesh[axes]._comm)
+            mesh[axes].transport = PipelinedTransport(host, DelayedStreams(polls=comm.rank % 3), mesh[axes].size)
+        under_way = []
+        for place, problem in enumerate(problems):
+            group = mesh[("two", "one")[place % 2]] if split else mesh["one", "two"]
+            x = problem.inputs(group.size)[group.rank]
+            start = getattr(sp, f"{problem.op}_start")
+            under_way.append((start(x, comm=group, algorithm=problem.algorithm), problem, group, x))
+            for _ in range(random.randrange(4)):
+                mesh["one"].poll()
+                mesh["one", "two"].poll()
+        Random(order).shuffle(under_way)
+        for pending, problem, group, x in under_way:
+            wanted = getattr(sp, problem.op)(x, comm=group, algorithm=problem.algorithm)
+            assert torch.equal(pending.wait(), wanted)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name != "auto"], ids="by {}".format)
+@spmd(2, 3)
+def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        pending = sp.all_reduce_start(torch.ones(40), comm=group, algorithm=algorithm)
+        deadline = time.monotonic() + 60  # not a measurement: without progress this would never end
+        while group._pending and time.monotonic() < deadline:
+            group.poll()
+            time.sleep(1e-4)
+        assert not group._pending
+        assert torch.equal(pending.wait(), torch.full((40,), float(comm.size)))
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY])
+def test_a_plan_makes_no_tensor(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "SEGMENT_BYTES", 256)
+
+    def body(comm: Any) -> tuple[int, int]:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            x = torch.ones(1000, dtype=torch.bfloat16)
+            plan = sp.plan("all_reduce_", x, comm=mesh["sp"], algorithm=algorithm)
+            assert plan._bound is not None
+            scratch = plan._bound._block
+            with LiveBytes([x, scratch]) as live:
+                plan.run()
+                assert plan.run() is x
+            return live.peak - x.nbytes, scratch.nbytes
+
+    found = run_threads(3, body)
+    assert all(beside == scratch for beside, scratch in found)
+    assert any(scratch for _, scratch in found)
+
+
+def test_the_default_of_a_mesh_is_used_where_a_call_says_auto() -> None:
+    def body(comm: Any) -> list[int]:
+        with sp.Mesh(comm, algorithm="all_gather=bruck, all_reduce=mpi", sp=comm.size) as mesh:
+            group = mesh["sp"]
+            sent = []
+            for algorithm in ("auto", "ring", "mpi"):
+                group.counters.reset()
+                sp.all_gather(torch.ones(3), comm=group, algorithm=algorithm)
+                sp.all_reduce(torch.ones(3), comm=group)
+                sent.append(group.counters.total().messages)
+            return sent
+
+    assert run_threads(5, body) == [[3, 4, 0]] * 5
+
+
+def test_the_environment_says_what_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_ALGORITHM", "recursive_doubling")
+
+    def body(comm: Any) -> tuple[str, str]:
+        with sp.Mesh(comm, sp=comm.size) as mesh, sp.Mesh(comm, algorithm="ring", sp=comm.size) as other:
+            return mesh["sp"].algorithms["all_reduce"], other["sp"].algorithms["all_reduce"]
+
+    assert run_threads(2, body) == [("recursive_doubling", "ring")] * 2
+
+
+def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default() -> None:
+    def body(comm: Any) -> tuple[int, int]:
+        with sp.Mesh(comm, algorithm={"reduce_scatter": "pairwise"}, sp=comm.size) as mesh:
+            x = torch.ones(3, requires_grad=True)
+            seen = []
+            for algorithm in ("ring", "bruck"):
+                sp.all_gather(x, comm=mesh["sp"], algorithm=algorithm).sum().backward()
+                seen.append(mesh["sp"].counters["reduce_scatter"].scratch)
+            return seen[0], seen[1]
+
+    piece = 3 * 4
+    assert run_threads(4, body) == [(2 * piece, 3 * piece)] * 4  # the ring needs two pieces of scratch, pairwise P - 1
+
+
+WRONG: dict[str, tuple[str, Wrong]] = {
+    "an unknown algorithm": ("bruck", lambda c: sp.all_gather(torch.ones(2), comm=c, algorithm="rabenseifner")),
+    "no algorithm for a shift": ("there are", lambda c: sp.shift(torch.ones(2), comm=c, algorithm="ring")),
+    "an order that is not of the ranks": (
+        "deterministic",
+        lambda c: sp.all_reduce(torch.ones(2), comm=c, algorithm="ring", deterministic=True),
+    ),
+    "the library is not deterministic": (
+        "deterministic",
+        lambda c: sp.reduce_scatter(torch.ones(2), comm=c, algorithm="mpi", deterministic=True),
+    ),
+    "a gradient in place": ("gradient", lambda c: sp.all_reduce_(torch.ones(2, requires_grad=True), comm=c)),
+    "shared elements in place": ("share memory", lambda c: sp.all_reduce_(torch.ones(1).expand(3), comm=c)),
+    "no such plan": ("all_swap", lambda c: sp.plan("all_swap", torch.ones(1), comm=c)),
+    "only here": (
+        "disagree",
+        lambda c: sp.all_reduce(torch.ones(2), comm=c, algorithm="ring" if c.rank else "rabenseifner"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(WRONG))
+@spmd(2, 3)
+def test_what_is_wrong_is_raised_on_all_ranks(comm: Any, case: str) -> None:
+    text, wrong = WRONG[case]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        with pytest.raises((ValueError, sp.CollectiveMismatch), match=text):
+            wrong(mesh["sp"])
+        assert mesh["sp"].counters.total().calls == 0
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"], algorithm="ring").item() == comm.size
+
+
+@spmd(2)
+def test_a_mesh_with_a_wrong_default_is_refused_on_all_ranks(comm: Any) -> None:
+    for wrong in ("magic", {"all_reduce": "bruck"}, "all_swap=ring"):
+        with pytest.raises(ValueError, match="there are"):
+            sp.Mesh(comm, algorithm=wrong, sp=comm.size)
+    with pytest.raises(sp.CollectiveMismatch, match="algorithm"):
+        sp.Mesh(comm, algorithm="ring" if comm.rank else "auto", sp=comm.size)

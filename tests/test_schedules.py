@@ -1,0 +1,233 @@
+"""Laws of schedules, without MPI: each contribution is counted exactly once, nothing conflicts, nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_core.schedules import (
+    ALGORITHMS,
+    Buffer,
+    Combine,
+    Message,
+    Program,
+    Region,
+    Schedule,
+    ScheduleError,
+    Step,
+    cost,
+    defaults,
+    replay,
+    show,
+    verify,
+)
+from sp_core.testing.schedule_cases import NAMES, pieces, schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Schedule:
+    size = draw(st.integers(1, max_size))
+    counts = pieces(size, draw(st.integers(0, 30)))
+    return schedule(op, algorithm, counts, draw(st.integers(0, size - 1)), draw(st.none() | st.integers(1, 4)))
+
+
+@pytest.mark.parametrize(("op", "algorithm"), NAMES)
+@given(data=st.data())
+def test_every_contribution_is_counted_once(op: str, algorithm: str, data: st.DataObject) -> None:
+    verify(data.draw(schedules(op, algorithm)))
+
+
+@pytest.mark.parametrize(("op", "algorithm"), NAMES)
+def test_many_ranks(op: str, algorithm: str) -> None:
+    for size in (13, 16, 31):
+        verify(schedule(op, algorithm, tuple(rank % 3 for rank in range(size)), size // 2, 1))
+
+
+@pytest.mark.parametrize(("op", "algorithm"), NAMES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: str, data: st.DataObject) -> None:
+    made = data.draw(schedules(op, algorithm, 5))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    inputs = [torch.randint(-9, 9, (sum(send),), generator=random) for send in made.send]
+    for rank, result in enumerate(replay(made, inputs)):
+        assert torch.equal(result, definition(made, inputs, rank))
+
+
+def definition(made: Schedule, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """What a rank must get."""
+    if made.op in ("all_gather", "all_to_all"):
+        pieces = [x.split(list(send)) for x, send in zip(inputs, made.send, strict=True)]
+        return torch.cat([piece[rank if made.op == "all_to_all" else 0] for piece in pieces])
+    if made.op == "broadcast":
+        return inputs[made.root][: sum(made.recv[rank])]
+    total = torch.stack(inputs).sum(0)
+    if made.op == "reduce_scatter":
+        return total.split(list(made.send[rank]))[rank]
+    return total[: sum(made.recv[rank])]
+
+
+@given(st.data(), st.sampled_from(["float32", "bfloat16"]))
+def test_pairwise_sums_are_those_of_a_loop_over_the_ranks(data: st.DataObject, dtype: str) -> None:
+    for op in ("all_reduce", "reduce_scatter"):
+        made = data.draw(schedules(op, "pairwise"))
+        random = torch.Generator().manual_seed(1)
+        inputs = [torch.randn(sum(send), generator=random).to(getattr(torch, dtype)) for send in made.send]
+        total = inputs[0].float()
+        for x in inputs[1:]:
+            total = total + x.float()
+        for rank, result in enumerate(replay(made, inputs)):
+            wanted = total.to(result.dtype)
+            assert torch.equal(result, wanted if op == "all_reduce" else wanted.split(list(made.send[rank]))[rank])
+
+
+@pytest.mark.parametrize("algorithm", [name for op, name in NAMES if op == "all_reduce"])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_all_ranks_get_the_same_bits(algorithm: str, data: st.DataObject) -> None:
+    made = data.draw(schedules("all_reduce", algorithm))
+    random = torch.Generator().manual_seed(2)
+    results = replay(made, [torch.randn(sum(send), generator=random) for send in made.send])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def ceil_log2(size: int) -> int:
+    return (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_costs_are_those_of_the_papers(size: int) -> None:
+    """Even pieces of m elements of 4 bytes, n = P m in all: messages, bytes and steps of the rank that has most."""
+    m = 16
+    n, logs, floor = size * m * 4, ceil_log2(size), size.bit_length() - 1
+    core = 1 << floor
+    folds = size != core
+    gathered = (size - 1) * m * 4
+    expected: dict[tuple[str, str], tuple[int, int, int]] = {
+        ("all_gather", "ring"): (size - 1, gathered, size - 1),
+        ("all_gather", "bruck"): (logs, gathered, logs),
+        ("all_gather", "recursive_doubling"): (floor + folds, -1, floor + 2 * folds),
+        ("reduce_scatter", "ring"): (size - 1, gathered, size - 1),
+        ("reduce_scatter", "segmented_ring"): (4 * (size - 1), gathered, 4 * (size - 1)),
+        ("reduce_scatter", "pairwise"): (4 * (size - 1), gathered, 4 * (size - 1)),
+        ("all_reduce", "ring"): (2 * (size - 1), 2 * gathered, 2 * (size - 1)),
+        ("all_reduce", "segmented_ring"): (8 * (size - 1), 2 * gathered, 8 * (size - 1)),
+        ("all_reduce", "pairwise"): (8 * (size - 1), 2 * gathered, 8 * (size - 1)),
+        ("all_reduce", "recursive_doubling"): (floor + folds, (floor + folds) * n, floor + 2 * folds),
+        ("all_reduce", "rabenseifner"): (2 * floor + folds, -1, 2 * floor + 2 * folds),
+        ("all_to_all", "pairwise"): (size - 1, -1, size - 1),
+        ("broadcast", "binomial"): (logs, logs * n, logs),
+        ("reduce", "binomial"): (1, n, logs),
+    }
+    assert set(expected) == set(NAMES)
+    for (op, algorithm), (messages, sent, steps) in expected.items():
+        costs = [cost(program, torch.float32) for program in schedule(op, algorithm, (m,) * size, segment=4).programs]
+        assert max(c.messages for c in costs) == messages, (op, algorithm)
+        assert sent in (-1, max(c.bytes_sent for c in costs)), (op, algorithm)
+        assert max(c.steps for c in costs) == steps, (op, algorithm)
+    if not folds:
+        costs = [cost(program, torch.float32) for program in schedule("all_reduce", "rabenseifner", (m,) * size).programs]
+        assert {c.bytes_sent for c in costs} == {2 * gathered}
+        assert {c.scratch for c in costs} == {n // 2}
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_scratch_is_small_where_there_are_segments(size: int) -> None:
+    segment, counts = 1 << 10, (1 << 14,) * size
+    for op, algorithm, segments in (
+        ("all_reduce", "segmented_ring", 2),
+        ("reduce_scatter", "segmented_ring", 2 if size == 2 else 4),
+        ("all_reduce", "pairwise", 2 * (size - 1)),
+        ("reduce_scatter", "pairwise", 2 * (size - 1)),
+    ):
+        for program in schedule(op, algorithm, counts, segment=segment).programs:
+            found = cost(program, torch.float32)
+            assert found.scratch == segments * segment * 4, (op, algorithm)
+            assert found.largest <= segment * 4
+
+
+def test_a_picture() -> None:
+    assert show(schedule("all_reduce", "recursive_doubling", (1, 1))).splitlines() == [
+        "all_reduce of 2 ranks",
+        "step   0  rank   0  -> 1 in[0:2]   <- 1 tmp[0:2]   out[0:2] = in[0:2] + tmp[0:2]",
+        "step   0  rank   1  -> 0 in[0:2]   <- 0 tmp[0:2]   out[0:2] = tmp[0:2] + in[0:2]",
+    ]
+
+
+def changed(made: Schedule, rank: int, number: int, change: Callable[[Step], Step]) -> Schedule:
+    programs = list(made.programs)
+    steps = list(programs[rank].steps)
+    steps[number] = change(steps[number])
+    programs[rank] = replace(programs[rank], steps=tuple(steps))
+    return replace(made, programs=tuple(programs))
+
+
+def with_programs(made: Schedule, change: Callable[[Program], Program]) -> Schedule:
+    return replace(made, programs=tuple(map(change, made.programs)))
+
+
+def later(region: Region) -> Region:
+    return Region(region.buffer, region.start + 1, region.stop + 1)
+
+
+RING = schedule("all_reduce", "ring", (2, 2, 2))
+LONG_RING = schedule("all_reduce", "segmented_ring", (8, 8, 8), segment=2)
+FAULTS: dict[str, tuple[str, Schedule]] = {
+    "a sum counted twice": (
+        "should be",
+        changed(RING, 1, 0, lambda s: replace(s, then=(*s.then, Combine(s.then[0].into, (s.then[0].into, s.then[0].parts[1]))))),
+    ),
+    "an addend forgotten": (
+        "should be",
+        changed(RING, 2, 1, lambda s: replace(s, then=(Combine(s.then[0].into, s.then[0].parts[:1]),))),
+    ),
+    "a piece off by one": (
+        "should be",
+        changed(RING, 1, 0, lambda s: replace(s, sends=(Message(2, later(s.sends[0].region)),))),
+    ),
+    "a message too short": (
+        "do not fit",
+        changed(RING, 0, 0, lambda s: replace(s, sends=(Message(1, Region(Buffer.IN, 0, 1)),))),
+    ),
+    "sent before it was received": (
+        "not defined",
+        changed(RING, 0, 0, lambda s: replace(s, sends=(Message(1, Region(Buffer.OUT, 0, 2)),))),
+    ),
+    "nobody sends it": ("nobody can go on: rank 0 in step 3", changed(RING, 2, 3, lambda s: replace(s, sends=()))),
+    "a rank that was folded gets nothing back": (
+        "nobody can go on",
+        with_programs(schedule("all_reduce", "recursive_doubling", (1, 1, 1)), lambda p: replace(p, steps=p.steps[:2])),
+    ),
+    "a step too early": ("under way", with_programs(LONG_RING, lambda p: replace(p, depth=3))),
+    "one receive for two messages": (
+        "under way",
+        changed(RING, 0, 0, lambda s: replace(s, receives=(*s.receives, *s.receives))),
+    ),
+    "result over a part": (
+        "lies across",
+        changed(RING, 0, 0, lambda s: replace(s, then=(Combine(later(s.then[0].into), s.then[0].parts),))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_what_is_wrong_is_found(fault: str) -> None:
+    text, made = FAULTS[fault]
+    with pytest.raises(ScheduleError, match=text):
+        verify(made)
+
+
+def test_defaults() -> None:
+    assert defaults("auto") == dict.fromkeys(ALGORITHMS, "auto")
+    rings = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), "ring")
+    assert defaults("ring") == dict.fromkeys(ALGORITHMS, "auto") | rings
+    assert defaults("all_gather=bruck, reduce = mpi")["all_gather"] == "bruck"
+    assert defaults({"all_reduce": "rabenseifner"})["all_reduce"] == "rabenseifner"
+    for wrong in ("magic", "all_gather=rabenseifner", {"all_swap": "ring"}, "all_reduce="):
+        with pytest.raises(ValueError, match="there are"):
+            defaults(wrong)
