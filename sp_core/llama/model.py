@@ -39,7 +39,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, grid: Grid, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        _check_ranks(config, grid.tensor.size)
+        check_ranks(config, grid.tensor.size)
         self.config = config
         self.grid = grid
         self.dtype = dtype
@@ -142,8 +142,12 @@ def document_positions(positions: Tensor, mask: Mask) -> Tensor:
     return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
 
 
-def _check_ranks(config: LlamaConfig, size: int) -> None:
-    """Refuse ranks that would have nothing to do."""
+def check_ranks(config: LlamaConfig, size: int) -> None:
+    """Refuse tensor ranks that would have nothing to do.
+
+    Raises:
+        ShapeError: there are more of them than heads, feed-forward features or tokens in the vocabulary.
+    """
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) < size:
             raise ShapeError(
