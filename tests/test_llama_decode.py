@@ -76,9 +76,10 @@ def alone(case: Case, prompt: list[int], count: int) -> list[int]:
 def answers(comm: Any, prompts: list[list[int]], **options: Any) -> list[list[list[int]]]:
     """Of every mesh of this many ranks."""
     found = []
-    for number in range(len(MESHES[comm.size])):
-        with mesh_of(comm, number, check="off") as mesh:
-            found.append(generate(GREEDY.model(mesh), prompts, **options))
+    for number, axes in enumerate(MESHES[comm.size]):
+        if axes["dp"] <= len(prompts):  # a replica without a prompt does nothing
+            with mesh_of(comm, number, check="off") as mesh:
+                found.append(generate(GREEDY.model(mesh), prompts, **options))
     return found
 
 

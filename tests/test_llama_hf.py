@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ CASES = {
     ),
     "5/1": Case((5, 1), hidden=20, ffn=30, vocab=23, dtype="float32", seed=3),
 }
-GRIDS = ({"tp": 1}, {"tp": 2}, {"ring": 2}, {"tp": 3}, {"ulysses": 2, "tp": 2})
+GRIDS = dict(zip(CASES, [({"tp": 1}, {"tp": 3}), ({"tp": 2}, {"ulysses": 2, "tp": 2}), ({"tp": 4}, {"ring": 3})], strict=True))
 SEQ_LEN = 33
 
 
@@ -42,7 +43,7 @@ def save(case: Case, folder: Path) -> Any:
         max_position_embeddings=128,
         tie_word_embeddings=case.tied,
         rope_parameters={"rope_theta": 100.0, **scaling},
-        attn_implementation="eager",
+        attn_implementation="sdpa",  # the eager one takes its softmax in float32, too
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -81,7 +82,7 @@ def ours(comm: Any, folder: Path, grid: dict[str, int], tokens: Tensor, dtype: t
         sharding = sp.Sharding.zigzag(SEQ_LEN, sequence.size)
         local = model(sharding.shard(tokens, sequence.rank, 1), sharding=sharding)
         rows = sp.all_gather(sp.all_gather(local, comm=tensor, dim=2), comm=sequence, dim=1, sizes=sharding.lengths)
-        return sharding.restore(rows, 1), generate(model, [tokens[0, :5].tolist()], max_tokens=16)
+        return sharding.restore(rows, 1), generate(model, [tokens[0, :5].tolist()], max_tokens=8)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -94,7 +95,10 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
         single = model(tokens).logits
         without_casts(monkeypatch, case)
         double = model.double()(tokens).logits
-        greedy = model.generate(tokens[:, :5], max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 5:].tolist()
+        seen = torch.ones(1, 5, dtype=torch.int64)
+        greedy = model.generate(tokens[:, :5], attention_mask=seen, max_new_tokens=8, do_sample=False, pad_token_id=0)[
+            0, 5:
+        ].tolist()
     weights = case.weights()
 
     def run(rounding: Any, *values: Tensor) -> tuple[Tensor]:
@@ -102,13 +106,13 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
 
     (want,), (scale,) = reference.sensitivity(run, list(weights.values()))
     check_close("transformers", double, want, bound(scale, torch.float64))
-    for grid in GRIDS:
-        size = torch.tensor(list(grid.values())).prod().item()
+    for grid in GRIDS[name]:
+        size = math.prod(grid.values())
         for dtype in (torch.float64, torch.float32):
-            logits, tokens_of_ranks = run_threads(int(size), lambda comm, g=grid, d=dtype: ours(comm, tmp_path, g, tokens, d))[0]
+            logits, tokens_of_ranks = run_threads(size, lambda comm, g=grid, d=dtype: ours(comm, tmp_path, g, tokens, d))[0]
             record_ratio("llama transformers", check_close("logits", logits, want, bound(scale, dtype)))
             if dtype == torch.float64:
                 assert tokens_of_ranks == [greedy]
             else:
-                error, theirs = ((x.double() - want).square().mean().sqrt() for x in (logits, single))
-                print(name, grid, error, theirs, (logits - want).abs().max(), (single - want).abs().max())
+                error, theirs = (float((x - want).square().mean().sqrt()) for x in (logits, single))
+                assert error <= 2 * theirs  # two draws of one size: which is the smaller one is chance
