@@ -97,7 +97,8 @@ class Case:
         return {"model.embed_tokens.weight": (self.vocab, e), **shapes, "model.norm.weight": (e,), **head}
 
     def model(self, mesh: sp.Mesh, scheme: str | None = None) -> Llama:
-        grid, weights = Grid.of(mesh, scheme), self.weights()
+        hybrid = scheme == "hybrid" and not {"ring", "ulysses"} <= set(mesh.axes)
+        grid, weights = Grid.of(mesh, None if hybrid else scheme), self.weights()
         model = Llama(self.config, grid, dtype=getattr(torch, self.dtype))
         model.fill(lambda name, placement: placement.take(weights[name], grid.tensor.rank))
         return model
@@ -131,9 +132,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def mesh_of(comm: Any, number: int, **options: Any) -> sp.Mesh:
-    """One of the meshes of this many ranks."""
+    """One of the meshes of this many ranks, without the axes that have one."""
     shapes = MESHES[comm.size]
-    return sp.Mesh(comm, device=device(), **options, **shapes[number % len(shapes)])
+    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1}
+    return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))
 
 
 def meshes() -> st.SearchStrategy[int]:

@@ -39,7 +39,7 @@ def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tupl
 
 @given(
     max_ranks=4,
-    max_examples=24,
+    max_examples=16,
     case=cases(),
     seq_len=st.integers(2, 11),
     layout=st.sampled_from(sorted(LAYOUTS)),

@@ -103,7 +103,7 @@ def expected(logits: Tensor, labels: Tensor) -> Expected:
     return Expected(loss, loss_scale, (p - target) * w, (p + target + floor) * w)
 
 
-@given(max_ranks=4, max_examples=60, problem=loss_problems())
+@given(max_ranks=4, max_examples=40, problem=loss_problems())
 def test_loss_and_gradient_are_those_of_one_device(comm: Any, problem: LossProblem) -> None:
     tokens, logits, hidden = problem.make()
     labels = problem.labels(tokens).masked_fill(hidden, IGNORED)
