@@ -61,6 +61,13 @@ def explore(session: nox.Session) -> None:
 
 
 @nox.session
+def llama(session: nox.Session) -> None:
+    """LLaMA against transformers, which is too large a dependency for every test run. Arguments go to pytest."""
+    _install(session, MPIS[0], "-e", ".[test,bench,hf]")
+    session.run("python", "-m", "pytest", "tests/hf", *session.posargs, env=_environment(MPIS[0]))
+
+
+@nox.session
 def scaling(session: nox.Session) -> None:
     """The scaling experiment. Arguments go to it (`-- --help` lists them), but `--mpi mpich` is read here; default is openmpi."""
     mpi, arguments = _choose_mpi(session)

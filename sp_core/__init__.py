@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sp_core.collectives.plans import Plan, all_reduce_, plan
     from sp_core.communicator import Communicator
     from sp_core.counter_dropout import dropout
-    from sp_core.errors import CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
+    from sp_core.errors import CheckpointError, CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
     from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
     from sp_core.mask import Mask
     from sp_core.mesh import Mesh
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from sp_core.sharding import Sharding
 
 __all__ = [
+    "CheckpointError",
     "CollectiveMismatch",
     "ColumnParallelLinear",
     "Communicator",
@@ -126,6 +127,7 @@ _HOMES = {
     ),
     "sp_core.communicator": ("Communicator",),
     "sp_core.errors": (
+        "CheckpointError",
         "CollectiveMismatch",
         "DeviceError",
         "DtypeError",

@@ -24,6 +24,7 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.ShapeError,
     errors.DtypeError,
     errors.DeviceError,
+    errors.CheckpointError,
     ValueError,  # after those above that are kinds of it
     errors.RankError,
 )

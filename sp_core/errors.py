@@ -13,6 +13,10 @@ class DeviceError(ValueError):
     """A tensor that lives on another device than its communicator, or a device that is not there."""
 
 
+class CheckpointError(ValueError):
+    """A model folder that cannot be used: something is missing, broken, or of a kind that is not supported."""
+
+
 class RankError(RuntimeError):
     """Something that concerns the ranks: a communicator that cannot be used, or an error on another rank."""
 

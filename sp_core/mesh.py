@@ -76,9 +76,9 @@ class Mesh:
                 self._made[names] = self._make(names)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        """The communicator along one axis, or along the product of several with the last one fastest.
+        """The communicator along one axis, or along the product of several with the last one fastest; of none, this rank alone.
 
-        Products in the order of the mesh are there from the beginning. The first use of another order makes it, so every rank of
+        Products in the order of the mesh are there from the beginning. The first use of another one makes it, so every rank of
         the mesh has to ask for it then.
 
         Raises:
@@ -89,7 +89,7 @@ class Mesh:
             raise RankError("this mesh has been freed. Use it inside its `with Mesh(...)` block.")
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         unknown = [name for name in names if name not in self.axes]
-        if unknown or len(set(names)) != len(names) or not names:
+        if unknown or len(set(names)) != len(names):
             raise ShapeError(f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once.")
         if names not in self._made:
             agreement.agree(self._comm, f"mesh[{names}] for the first time")

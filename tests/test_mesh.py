@@ -35,9 +35,16 @@ def test_ranks_are_numbered_with_the_last_axis_fastest(comm: Any, names: list[st
 @spmd()
 def test_unknown_and_repeated_axes_are_refused(comm: Any) -> None:
     with sp.Mesh(comm, a=comm.size, b=1) as mesh:
-        for axes in ("c", ("a", "a"), ()):
+        for axes in ("c", ("a", "a")):
             with pytest.raises(sp.ShapeError, match="axes"):
                 mesh[axes]
+
+
+@spmd()
+def test_the_product_of_no_axes_is_a_rank_alone(comm: Any) -> None:
+    with sp.Mesh(comm, a=comm.size, b=1) as mesh:
+        assert (mesh[()].rank, mesh[()].size) == (0, 1)
+        assert sp.all_gather(torch.tensor([comm.rank]), comm=mesh[()]).tolist() == [comm.rank]
 
 
 @spmd()

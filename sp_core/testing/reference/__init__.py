@@ -1,4 +1,4 @@
-"""The oracle: dense float64 attention and transformer block, written from global positions and definitions alone.
+"""The oracle: dense float64 attention, transformer block and LLaMA, written from global positions and definitions alone.
 
 It imports torch only and shares no code with the rest of the library. Beside each tensor it returns a scale, which is what
 rounding errors are proportional to (see `sp_core.testing.tolerance`).
@@ -21,6 +21,7 @@ from sp_core.testing.reference.dense import (
     attention_grads,
     visible,
 )
+from sp_core.testing.reference.llama import llama, llama_frequencies, next_token_loss
 
 __all__ = [
     "AttentionReference",
@@ -30,6 +31,9 @@ __all__ = [
     "attention_grads",
     "feed_forward",
     "layer_norm",
+    "llama",
+    "llama_frequencies",
+    "next_token_loss",
     "rms_norm",
     "rotate",
     "sensitivity",

@@ -38,12 +38,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x / ((x**2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float) -> Tensor:
-    """Rotary embedding of x (B, S, H, D), dim i with dim i + D/2, by position * base^(-2i/D) radians."""
+def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[float]) -> Tensor:
+    """Rotary embedding of x (B, S, H, D), dim i with dim i + D/2, by position * base^(-2i/D) radians, or by frequencies given."""
     half = x.shape[-1] // 2
     p = torch.as_tensor(positions, dtype=torch.float64, device=x.device)
     pairs = torch.complex(x[..., :half], x[..., half:])
-    angles = torch.stack([p * base ** (-i / half) for i in range(half)], dim=-1)[:, None, :]
+    frequencies = [base ** (-i / half) for i in range(half)] if isinstance(base, int | float) else base
+    angles = torch.stack([p * frequency for frequency in frequencies], dim=-1)[:, None, :]
     turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
@@ -65,7 +66,7 @@ def transformer_block(
     num_heads: int,
     norm: str = "layer",
     eps: float | None = None,
-    rope_base: float | None = None,
+    rope_base: float | Sequence[float] | None = None,
     positions: Sequence[int] | Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -82,7 +83,7 @@ def transformer_block(
         num_heads: H; K and D follow from the weights.
         norm: "layer" or "rms".
         eps: of the norms; 1e-5 for layer and 1e-6 for rms when None.
-        rope_base: base of the rotary embedding; none when None.
+        rope_base: base of the rotary embedding, or its D/2 frequencies; none when None.
         positions: S global positions; 0 .. S - 1 when None.
         causal, window, documents: as in `visible`.
         softmax_scale: 1 / sqrt(D) when None.
@@ -184,7 +185,7 @@ def _self_attention(
     weights: Mapping[str, Tensor],
     num_heads: int,
     positions: Tensor,
-    rope_base: float | None,
+    rope_base: float | Sequence[float] | None,
     seen: Tensor,
     softmax_scale: float | None,
     rounding: Rounding,

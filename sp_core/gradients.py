@@ -1,0 +1,164 @@
+"""Gradients over a mesh: each parameter's is summed over exactly the ranks that have a part of it, and counted once in the norm.
+
+A parameter carries as data what each rank along the tensor axis holds of it (`Placement`). Tokens differ along the data axes, so
+every gradient is summed over these. Along the tensor axis ranks see the same tokens: a slice that one rank holds is complete there,
+and so is the gradient of a parameter that all ranks use alike. What several ranks hold and each uses in its own way is `partial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from sp_core.autograd import all_reduce
+from sp_core.communicator import Communicator
+from sp_core.errors import ShapeError
+from sp_core.segments import split_ranges
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which slices of a whole parameter each rank along the tensor axis holds.
+
+    Args:
+        shape: of the whole parameter.
+        dim: along which it is cut.
+        held: for each rank the ranges of slices that it holds, in ascending order; ranks may hold the same ones.
+        partial: several ranks hold a slice, and the gradient of each is only a part of the sum.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    held: tuple[tuple[range, ...], ...]
+    partial: bool = False
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], size: int) -> Placement:
+        """Every one of `size` ranks holds all of it, and uses it alike."""
+        return cls(tuple(shape), 0, ((range(shape[0]),),) * size)
+
+    @classmethod
+    def split(cls, shape: Sequence[int], dim: int, size: int) -> Placement:
+        """Cut evenly along `dim`, the first ranks one slice more."""
+        return cls(tuple(shape), dim, tuple((part,) for part in split_ranges(shape[dim], size)))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what a rank holds."""
+        return (*self.shape[: self.dim], sum(map(len, self.held[rank])), *self.shape[self.dim + 1 :])
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """What a rank holds, from the whole parameter."""
+        return torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.held[rank]], self.dim)
+
+    def spread(self, part: Tensor, rank: int) -> Tensor:
+        """The whole parameter with what a rank holds in its place, and zeros elsewhere."""
+        whole = part.new_zeros(self.shape)
+        pieces = part.split([len(held) for held in self.held[rank]], self.dim)
+        for held, piece in zip(self.held[rank], pieces, strict=True):
+            whole.narrow(self.dim, held.start, len(held)).copy_(piece)
+        return whole
+
+    def counted(self, part: Tensor, rank: int) -> Tensor:
+        """The slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
+        first = torch.tensor([self._first_holder[index] == rank for index in self._indices[rank]], dtype=torch.bool)
+        return part if first.all() else part.index_select(self.dim, first.nonzero().squeeze(1).to(part.device))
+
+    @cached_property
+    def _indices(self) -> list[list[int]]:
+        return [[index for part in parts for index in part] for parts in self.held]
+
+    @cached_property
+    def _first_holder(self) -> dict[int, int]:
+        return {index: rank for rank in reversed(range(len(self.held))) for index in self._indices[rank]}
+
+
+def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    """Let a parameter carry its placement."""
+    vars(parameter)["placement"] = placement
+    return parameter
+
+
+def placement_of(parameter: nn.Parameter) -> Placement:
+    """The placement that a parameter carries.
+
+    Raises:
+        ShapeError: it carries none.
+    """
+    found = vars(parameter).get("placement")
+    if not isinstance(found, Placement):
+        raise ShapeError(f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one with `place`.")
+    return found
+
+
+@torch.no_grad()
+def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator) -> None:
+    """Turn the gradients that a backward has left on each rank into those of the sum of all ranks' losses, in place.
+
+    Args:
+        parameters: the same ones in the same order on every rank, each with a placement; one without a gradient counts as zero.
+        data: the ranks that hold the same slices and have other tokens.
+        tensor: the ranks along the tensor axis, which share their tokens.
+
+    Communication:
+        One all-reduce over `data` per dtype, of all gradients; one over `tensor` per dtype, of the partial ones, whole.
+
+    Raises:
+        ShapeError: a parameter without a placement; CollectiveMismatch: ranks with different parameters.
+    """
+    wanted = [(parameter, placement_of(parameter)) for parameter in parameters if parameter.requires_grad]
+    for parameter, _ in wanted:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter, _ in wanted if parameter.grad is not None]
+    _sum_in_place(gradients, data)
+    shared = [(x, placement) for x, (_, placement) in zip(gradients, wanted, strict=True) if placement.partial]
+    wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
+    _sum_in_place(wholes, tensor)
+    for (x, placement), whole in zip(shared, wholes, strict=True):
+        x.copy_(placement.take(whole, tensor.rank))
+
+
+@torch.no_grad()
+def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float, *, tensor: Communicator) -> float:
+    """Scale reduced gradients so that the norm of all of them together is at most `max_norm`.
+
+    Args:
+        parameters: as in `reduce_gradients`, which has to come first.
+        max_norm: greater than 0; infinity only measures.
+        tensor: the ranks along the tensor axis.
+
+    Returns:
+        The norm before, in float64: each slice of each whole parameter counted once.
+
+    Communication:
+        One all-reduce of one number over `tensor`.
+
+    Raises:
+        ValueError: max_norm is not above 0, or the norm is not finite. On every rank.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} was given; pass a number above 0, or infinity to only measure.")
+    wanted = [(p.grad, placement_of(p)) for p in parameters if p.grad is not None]
+    own = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for x, placement in wanted:
+        own += torch.linalg.vector_norm(placement.counted(x, tensor.rank), dtype=torch.float64).square()
+    norm = float(all_reduce(own, comm=tensor).sqrt())
+    if not norm < torch.inf:
+        raise ValueError(f"the norm of the gradients is {norm}; skip this step, or look for what overflows.")
+    if norm > max_norm:
+        for x, _ in wanted:
+            x.mul_(max_norm / norm)
+    return norm
+
+
+def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Sum many tensors over ranks, in one all-reduce per dtype."""
+    for dtype in sorted({x.dtype for x in tensors}, key=str):
+        chosen = [x for x in tensors if x.dtype == dtype]
+        flat = all_reduce(torch.cat([x.reshape(-1) for x in chosen]), comm=comm)
+        for x, part in zip(chosen, flat.split([x.numel() for x in chosen]), strict=True):
+            x.copy_(part.view_as(x))

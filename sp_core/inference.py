@@ -1,0 +1,163 @@
+"""The commands `sp-core generate` and `sp-core logits`: they start mpiexec themselves, or run inside a job that is under way."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sp_core.agreement import ERRORS
+from sp_core.doctor import JOB_VARIABLES
+from sp_core.errors import ShapeError
+from sp_core.llama.checkpoint import load
+from sp_core.llama.config import LlamaConfig
+from sp_core.llama.decode import Decoder
+from sp_core.llama.generate import Sampling, generate
+from sp_core.llama.model import check_ranks
+from sp_core.llama.text import Stream, Text
+from sp_core.mesh import Mesh
+from sp_core.testing import launch
+
+AXES = ("dp", "ring", "ulysses", "tp")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+REFUSED = 2
+"""The exit code where something is wrong with what was asked for."""
+
+
+def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Make the two commands known."""
+    writer = commands.add_parser("generate", help="continue prompts with a LLaMA, over several ranks")
+    _add_model(writer, AXES)
+    writer.add_argument("--max-tokens", type=int, default=64, help="how many tokens to add at most (default: 64)")
+    writer.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default)")
+    writer.add_argument("--top-k", type=int, help="only from so many of the most likely tokens")
+    writer.add_argument("--top-p", type=float, help="only from the most likely tokens that together have this probability")
+    writer.add_argument("--seed", type=int, default=0, help="of the random numbers (default: 0)")
+    reader = commands.add_parser("logits", help="show the most likely next tokens of prompts, with their log-probabilities")
+    _add_model(reader, AXES[1:])
+    reader.add_argument("--top", type=int, default=5, help="how many tokens to show (default: 5)")
+
+
+def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run a command.
+
+    Args:
+        options: as parsed.
+        arguments: from which they were parsed, for the ranks that are started.
+
+    Returns:
+        The exit code.
+    """
+    sizes = {axis: getattr(options, axis, 1) for axis in AXES}
+    if any(name in os.environ for name in JOB_VARIABLES):
+        return _run(options, sizes)
+    try:
+        if min(sizes.values()) < 1:
+            raise ShapeError(f"{sizes} ranks along the axes were asked for; each needs at least 1.")
+        check_ranks(LlamaConfig.from_folder(options.model), sizes["tp"])  # before any rank is started
+    except ERRORS as error:
+        return _refuse(error)
+    ranks = math.prod(sizes.values())
+    if ranks == 1:
+        return _run(options, sizes)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    try:
+        return launch.run(ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder with config.json, *.safetensors, tokenizer.json")
+    parser.add_argument("--prompt", required=True, action="append", help="text to continue; may be given several times")
+    helps = {
+        "dp": "replicas, which share the prompts",
+        "ring": "ranks of a ring, which share each prompt",
+        "ulysses": "ranks that share each prompt by heads",
+        "tp": "ranks that share the weights",
+    }
+    for axis in axes:
+        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{helps[axis]} (default: 1)")
+    parser.add_argument("--scheme", help="attention over the ranks that share a prompt; default: what they are named after")
+    parser.add_argument("--dtype", choices=DTYPES, help="in which to compute; default: that of the weights")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds for ranks that are started (default: a day)")
+
+
+def _run(options: argparse.Namespace, sizes: dict[str, int]) -> int:
+    """The part of one rank."""
+    from mpi4py import MPI
+
+    axes: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1} or {"tp": 1}
+    try:
+        with Mesh(MPI.COMM_WORLD, device=options.device, check="off", **axes) as mesh:
+            (_generate if options.command == "generate" else _logits)(options, mesh)
+    except ERRORS as error:
+        return _refuse(error) if MPI.COMM_WORLD.rank == 0 else REFUSED
+    except Exception:
+        if MPI.COMM_WORLD.size > 1:  # nobody foresaw it, so the other ranks may be waiting for this one
+            traceback.print_exc()
+            MPI.COMM_WORLD.Abort(1)
+        raise
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"sp-core: {error}", file=sys.stderr, flush=True)
+    return REFUSED
+
+
+def _read(options: argparse.Namespace, mesh: Mesh) -> tuple[Text, list[list[int]]]:
+    """The tokenizer and the tokens of the prompts, on every rank or on none."""
+    found: list[tuple[Text, list[list[int]]]] = []
+
+    def read() -> int:
+        text = Text(options.model)
+        found.append((text, [text.encode(prompt) for prompt in options.prompt]))
+        return 0
+
+    mesh[tuple(mesh.axes)].agree_on(lambda: f"prompts {found[0][1]}", read)
+    return found[0]
+
+
+def _dtype(options: argparse.Namespace) -> torch.dtype | None:
+    dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
+    return dtype
+
+
+def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    text, prompts = _read(options, mesh)
+    model = load(options.model, mesh, dtype=_dtype(options), scheme=options.scheme)
+    stream = Stream(text)
+    is_shown = mesh.rank == 0 and len(prompts) == 1
+
+    def show(number: int, token: int) -> None:
+        print(stream.add(token), end="", flush=True)
+
+    results = generate(model, prompts, max_tokens=options.max_tokens, sampling=sampling, on_token=show if is_shown else None)
+    if is_shown:
+        print(stream.rest(), flush=True)
+    elif mesh.rank == 0:
+        for number, tokens in enumerate(results):
+            print(f"[{number}] {text.decode(tokens)}", flush=True)
+
+
+def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
+    text, prompts = _read(options, mesh)
+    model = load(options.model, mesh, dtype=_dtype(options), scheme=options.scheme)
+    logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
+    if mesh.rank:
+        return
+    for number, row in enumerate(logits.double().log_softmax(-1)):
+        best = row.topk(min(max(options.top, 1), len(row)))
+        print(f"[{number}]", flush=True)
+        for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            print(f"  {token:>8}  {value:>10.4f}  {text.decode([token])!r}", flush=True)

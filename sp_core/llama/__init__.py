@@ -1,0 +1,14 @@
+"""LLaMA over MPI: a Hugging Face checkpoint whose weights are split over the ranks, for sequences that are split over others.
+
+`load` reads a model folder, `Llama` is the model, `Decoder` makes sequences grow with a cache that is split along the sequence, and
+`generate` chooses tokens. Reading needs `safetensors`.
+"""
+
+from sp_core.llama.checkpoint import Checkpoint, load
+from sp_core.llama.config import LlamaConfig
+from sp_core.llama.decode import Decoder
+from sp_core.llama.generate import Sampling, generate
+from sp_core.llama.grid import Grid
+from sp_core.llama.model import Llama
+
+__all__ = ["Checkpoint", "Decoder", "Grid", "Llama", "LlamaConfig", "Sampling", "generate", "load"]

@@ -1,0 +1,181 @@
+"""What kind of LLaMA a model folder holds: the part of a Hugging Face `config.json` that decides what is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sp_core.errors import CheckpointError, ShapeError
+from sp_core.rope import Rope
+
+ARCHITECTURE = "LlamaForCausalLM"
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "quantization_config": (None,),
+}
+"""Settings for which only these values are supported."""
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The architecture of a LLaMA, with the names of Hugging Face.
+
+    Args:
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: V, E, F,
+            layers, H, K (a divisor of H) and D (even).
+        rms_norm_eps: added to the mean square.
+        rope_theta, rope_scaling: base and scaling of `Rope`.
+        tie_word_embeddings: the head is the embedding.
+        max_position_embeddings: tokens that a sequence may have.
+        eos_token_id: tokens that end a sequence.
+
+    Raises:
+        CheckpointError: sizes that do not fit together, or a rotary embedding of another kind.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be built."""
+        sizes = {name: getattr(self, name) for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")}
+        wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
+        if wrong:
+            raise CheckpointError(f"the configuration says {wrong}; whole numbers of at least 1 are needed.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CheckpointError(
+                f"num_attention_heads={self.num_attention_heads} and num_key_value_heads={self.num_key_value_heads} were given; "
+                "the first must be a multiple of the second."
+            )
+        try:
+            self.rope()
+        except (ShapeError, ValueError, TypeError) as error:
+            raise CheckpointError(f"the rotary embedding of the configuration is not supported: {error}") from error
+
+    def rope(self) -> Rope:
+        """The rotary embedding."""
+        return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> LlamaConfig:
+        """Read `config.json`.
+
+        Raises:
+            CheckpointError: no such file, no JSON, or something that is not supported.
+        """
+        values = read_json(Path(folder) / "config.json")
+        try:
+            return cls.from_dict(values)
+        except CheckpointError as error:
+            raise CheckpointError(f"{Path(folder) / 'config.json'}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
+        """Take what is needed from the contents of a `config.json`; what would change the result and is not supported is refused.
+
+        Raises:
+            CheckpointError: something that is missing or not supported.
+        """
+        architectures = values.get("architectures") or [ARCHITECTURE]
+        if values.get("model_type") != "llama" or ARCHITECTURE not in architectures:
+            raise CheckpointError(
+                f"model_type {values.get('model_type')!r} with architectures {architectures} is not supported; "
+                f"only {ARCHITECTURE} is."
+            )
+        for name, supported in _ONLY.items():
+            if values.get(name, supported[0]) not in (*supported, None):
+                raise CheckpointError(f"{name}={values[name]!r} is not supported; only {supported[0]!r} is.")
+        missing = [name for name in _SIZES if name not in values]
+        if missing:
+            raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")
+        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        head_dim = values.get("head_dim") or (hidden // heads if _is_size(heads) and _is_size(hidden) else 0)
+        return cls(
+            **{name: values[name] for name in _SIZES},
+            num_key_value_heads=values.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            rms_norm_eps=_number(values, "rms_norm_eps", 1e-6),
+            **_rope(values),
+            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            max_position_embeddings=values.get("max_position_embeddings", 2048),
+            eos_token_id=_tokens(values.get("eos_token_id")),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a `config.json` from which `from_dict` makes this again."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        scaling = dict(self.rope_scaling) if self.rope_scaling else None
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            **values,
+            "rope_scaling": scaling,
+            "eos_token_id": list(self.eos_token_id),
+        }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it is not there, or is none.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there. Give the folder of a model in Hugging Face's format.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, needed an object. Copy it again.")
+    return values
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _number(values: Mapping[str, Any], name: str, default: float) -> float:
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise CheckpointError(f"{name}={value!r} was given, needed a number of at least 0.")
+    return float(value)
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Base and scaling: two entries in older files, and one, `rope_parameters`, in those of transformers 5."""
+    joint = values.get("rope_parameters") or {}
+    scaling = joint or values.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"the scaling of the rotary embedding is {scaling!r}, needed an object or null.")
+    base = _number({**values, **joint}, "rope_theta", 10000.0)
+    kept = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
+    return {"rope_theta": base, "rope_scaling": None if is_plain else kept}
+
+
+def _tokens(value: object) -> tuple[int, ...]:
+    """One token, several, or none."""
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise CheckpointError(f"eos_token_id={value!r} was given, needed a number, a list of numbers, or null.")
+    return tuple(items)

@@ -1,0 +1,86 @@
+"""A model's view of a mesh: which ranks split the weights, which the sequence, and which hold replicas for other sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from sp_core.communicator import Communicator
+from sp_core.errors import ShapeError
+from sp_core.mesh import Mesh
+from sp_core.schemes import SCHEMES, hybrid_attention
+
+SEQUENCE_AXES = ("ring", "ulysses")
+AXES = ("dp", *SEQUENCE_AXES, "tp")
+HYBRID = "hybrid"
+
+
+GridAttention = Callable[..., Tensor | tuple[Tensor, Tensor]]
+"""A scheme on its grid: called as one, without the ranks."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The groups of ranks that a model communicates in. Made by `of`.
+
+    Args:
+        tensor: split heads, feed-forward features and vocabulary; they have the same tokens.
+        sequence: split each sequence.
+        replicas: hold the same weights for other sequences.
+        data: sequence ranks and replicas together: all that hold the same slices of the weights and have other tokens.
+        model: tensor and sequence ranks together: all that work on one sequence.
+        everyone: all ranks of the mesh.
+        attention: the scheme over `sequence`.
+    """
+
+    tensor: Communicator
+    sequence: Communicator
+    replicas: Communicator
+    data: Communicator
+    model: Communicator
+    everyone: Communicator
+    attention: GridAttention
+
+    @classmethod
+    def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
+        """The grid of a mesh with any of the axes "dp", "ring", "ulysses" and "tp"; one that it lacks has one rank.
+
+        Args:
+            mesh: the ranks.
+            scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid"; if not given, what the axes are named after.
+
+        Raises:
+            ShapeError: other axes; ValueError: another scheme, or "hybrid" without both of its axes. On every rank.
+        """
+        unknown = [axis for axis in mesh.axes if axis not in AXES]
+        if unknown:
+            raise ShapeError(f"the mesh has the axes {tuple(mesh.axes)}; a LLaMA can use {AXES}. Name them so.")
+
+        def group(*names: str) -> Communicator:
+            return mesh[tuple(axis for axis in mesh.axes if axis in names)]
+
+        return cls(
+            tensor=group("tp"),
+            sequence=group(*SEQUENCE_AXES),
+            replicas=group("dp"),
+            data=group("dp", *SEQUENCE_AXES),
+            model=group(*SEQUENCE_AXES, "tp"),
+            everyone=group(*AXES),
+            attention=_attention(mesh, group(*SEQUENCE_AXES), scheme),
+        )
+
+
+def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttention:
+    axes = tuple(axis for axis in mesh.axes if axis in SEQUENCE_AXES)
+    name = scheme or (HYBRID if len(axes) == 2 else next(iter(axes), "allgather_kv"))
+    if name == HYBRID and len(axes) == 2:
+        return partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1]))
+    if name not in SCHEMES:
+        raise ValueError(
+            f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there are {sorted(SCHEMES)}, "
+            f"and {HYBRID!r} where the mesh has both {SEQUENCE_AXES}."
+        )
+    return partial(SCHEMES[name], comm=comm)

@@ -1,0 +1,156 @@
+"""LLaMA over a mesh: weights split over the tensor ranks, sequences over the sequence ranks, batches over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from sp_core.autograd import copy_to_group
+from sp_core.errors import DtypeError, ShapeError
+from sp_core.gradients import Placement, placement_of
+from sp_core.llama.config import LlamaConfig
+from sp_core.llama.grid import Grid
+from sp_core.llama.layers import Embedding, Layer, Norm, Weight, kv_slots
+from sp_core.mask import Mask, Positions
+from sp_core.mask.definition import document_of
+from sp_core.sharding import Sharding
+
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of the layer of that number, with rotated q and k."""
+CAUSAL = Mask(causal=True)
+
+
+class Llama(nn.Module):
+    """A LLaMA whose weights have not been set yet; `load` makes one from a model folder, and `fill` sets them from anywhere.
+
+    Each parameter carries its placement (see `sp_core.gradients`). It has the name of Hugging Face's, without "model.".
+
+    Args:
+        config: the architecture.
+        grid: the ranks, as from `Grid.of`.
+        dtype: of the weights, and in which everything is computed.
+
+    Raises:
+        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary. On every rank.
+    """
+
+    def __init__(self, config: LlamaConfig, grid: Grid, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        check_ranks(config, grid.tensor.size)
+        self.config = config
+        self.grid = grid
+        self.dtype = dtype
+        comm = grid.tensor
+        self.embed_tokens = Embedding(config, comm, dtype)
+        self.layers = nn.ModuleList([Layer(config, comm, dtype) for _ in range(config.num_hidden_layers)])
+        self.norm = Norm(config, comm, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Weight(Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype)
+        self.rope = config.rope()
+        self.slots = kv_slots(config, comm)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
+        """Set every weight to what `read` returns for its name in a checkpoint and its placement: this rank's part."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
+
+    def forward(self, tokens: Tensor, *, sharding: Sharding, mask: Mask = CAUSAL) -> Tensor:
+        """The logits of the token after each of this rank's tokens, for this rank's part of the vocabulary.
+
+        Args:
+            tokens: int64 (B, S/P), the same on all tensor ranks; replicas may have other shapes.
+            sharding: who owns which tokens of the sequence, over the sequence ranks.
+            mask: who sees whom; positions count from the beginning of a token's document.
+
+        Returns:
+            (B, S/P, V/T).
+
+        Communication:
+            Per layer that of the scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more
+            for the embedding. Backward as many again.
+
+        Raises:
+            ShapeError, DtypeError, ValueError: tokens that do not fit, or are not in the vocabulary. On every rank of the mesh.
+        """
+        self.grid.everyone.agree_on(lambda: f"Llama({self.dtype})", lambda: self._check(tokens, sharding))
+        attend = partial(self.attend, sharding=sharding, mask=mask)
+        positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
+        return self.logits(self.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v)))
+
+    def hidden(self, tokens: Tensor, positions: Positions, attend: LayerAttend) -> Tensor:
+        """(B, S) tokens at these positions of their own sequences to (B, S, E), after the last norm."""
+        x = self.embed_tokens(tokens)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.rope, positions, partial(attend, number))
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., E) to (..., V/T)."""
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return nn.functional.linear(copy_to_group(hidden, comm=self.grid.tensor), head.weight)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, kv_sharding: Sharding | None = None, mask: Mask
+    ) -> Tensor:
+        """Attention of this rank's heads, by the scheme of the grid."""
+        out = self.grid.attention(q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Key/value heads (B, S, K/T, D) in the slots in which this rank's query heads read them."""
+        return x if self.slots is None else x[:, :, self.slots]
+
+    def _check(self, tokens: Tensor, sharding: Sharding) -> int:
+        group = self.grid.sequence
+        if tokens.dtype != torch.int64:
+            raise DtypeError(f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long().")
+        if sharding.size != group.size or tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(group.rank):
+            raise ShapeError(
+                f"tokens have shape {tuple(tokens.shape)} on rank {group.rank} of {group.name}, and the sharding is for "
+                f"{sharding.size} ranks with shards of {sharding.lengths}; needed (batch, own shard)."
+            )
+        check_tokens(tokens, self.config)
+        return 0
+
+
+def check_tokens(tokens: Tensor, config: LlamaConfig) -> None:
+    """Refuse tokens outside the vocabulary, for which a split embedding would give zeros.
+
+    Raises:
+        ValueError: there is one.
+    """
+    wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+    if wrong.numel():
+        raise ValueError(f"token {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}.")
+
+
+def checkpoint_name(name: str) -> str:
+    """The name of a parameter in a Hugging Face checkpoint."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def document_positions(positions: Tensor, mask: Mask) -> Tensor:
+    """Positions counted from the beginning of each token's document: what rotary angles come from."""
+    if mask.documents is None:
+        return positions
+    return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
+
+
+def check_ranks(config: LlamaConfig, size: int) -> None:
+    """Refuse tensor ranks that would have nothing to do.
+
+    Raises:
+        ShapeError: there are more of them than heads, feed-forward features or tokens in the vocabulary.
+    """
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) < size:
+            raise ShapeError(
+                f"{size} tensor ranks are too many for {name}={getattr(config, name)}. Use tp <= {getattr(config, name)}, and more "
+                "ranks along another axis."
+            )

@@ -1,0 +1,146 @@
+"""The loss of the next token, over tokens that are split over ranks and a vocabulary that is split over others.
+
+    label of the token at position t = the token at position t + 1, whoever owns it
+    loss = sum over the valid tokens of all ranks (log sum exp(logits) - logit of the label) / number of them
+
+Shapes: B batch, S sequence, V vocabulary, P ranks that share a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sp_core.agreement import ERRORS
+from sp_core.attention import accumulation_dtype
+from sp_core.autograd import all_gather, all_reduce, reduce_from_group
+from sp_core.communicator import Communicator
+from sp_core.errors import DtypeError, ShapeError
+from sp_core.mask import Mask
+from sp_core.sharding import Sharding
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+@torch.no_grad()
+def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None) -> Tensor:
+    """The label of each of this rank's tokens: the token at the next global position, which may be another rank's.
+
+    Args:
+        tokens: int64 (B, S/P), this rank's tokens.
+        comm: the ranks that share the sequence.
+        sharding: who owns which tokens.
+        mask: its documents end where the next token belongs to another one.
+
+    Returns:
+        int64 (B, S/P); `IGNORED` where the next position is not there or in another document.
+
+    Communication:
+        One all-gather of the tokens: 8 (P-1) B S/P bytes sent per rank.
+
+    Raises:
+        ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
+    """
+    comm.agree_on(
+        lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", lambda: _check(tokens, comm, sharding)
+    )
+    whole = sharding.restore(all_gather(tokens, comm=comm, dim=1, sizes=sharding.lengths), 1)
+    positions = torch.cat([sharding.positions(rank) for rank in range(sharding.size)]).sort().values
+    follows = positions[1:] == positions[:-1] + 1
+    if mask is not None and mask.documents is not None:
+        ends = torch.tensor(mask.documents[1:])
+        follows &= ~torch.isin(positions[1:], ends)
+    labels = torch.full_like(whole, IGNORED)
+    labels[:, :-1] = whole[:, 1:].masked_fill(~follows.to(whole.device), IGNORED)
+    return sharding.shard(labels, comm.rank, 1)
+
+
+def _check(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
+    if tokens.dtype != torch.int64:
+        raise DtypeError(f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long().")
+    if sharding.size != comm.size or tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(comm.rank):
+        raise ShapeError(
+            f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.size}, and the sharding is for {sharding.size} "
+            f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
+        )
+    return 0
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, *, tensor: Communicator, data: Communicator) -> Tensor:
+    """Mean cross-entropy over the valid tokens of all ranks.
+
+    It counts once: call backward on every rank, then `reduce_gradients`. The logits are never gathered.
+
+    Args:
+        logits: (..., V/T), this rank's part of the vocabulary for its tokens.
+        labels: int64 (...), numbers in the whole vocabulary, or `IGNORED`.
+        tensor: the T ranks that split the vocabulary and have the same tokens.
+        data: the ranks that have other tokens.
+
+    Returns:
+        The mean on every rank, a scalar in float32 or wider.
+
+    Communication:
+        Over `tensor` two all-reduces, of one number per token and of two; over `data` two of one number. None backward.
+
+    Raises:
+        ShapeError, DtypeError: logits and labels that do not fit.
+        ValueError: a label outside the vocabulary, or no valid label on any rank.
+
+    All of these on every rank of both groups.
+    """
+    sizes = _agreed_sizes(logits, labels, tensor, data)
+    valid = labels != IGNORED
+    count = int(all_reduce(valid.sum(), comm=data))
+    if count == 0:
+        raise ValueError(f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined.")
+    losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
+    return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]) -> Tensor:
+    """log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
+    greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
+    shifted = logits - greatest.unsqueeze(-1)
+    places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
+    here = (places >= 0) & (places < logits.shape[-1])
+    picked = shifted.gather(-1, places.where(here, 0).unsqueeze(-1)).squeeze(-1)
+    sums = torch.stack((shifted.exp().sum(-1), torch.where(here, picked, 0.0)))
+    total, target = reduce_from_group(sums, comm=tensor).unbind()
+    return total.log() - target
+
+
+def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Communicator) -> Sequence[int]:
+    """The parts of the vocabulary. What one rank finds wrong reaches its tensor group first, and with it every data group."""
+    sizes: Sequence[int] = ()
+    found: Exception | None = None
+    call = f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad})"
+    try:
+        same = f"{call}, labels {tuple(labels.shape)} with sum {int(labels.sum())}"
+        sizes = tensor.agree_on(lambda: f"{same} on {tensor.name}", lambda: _check_loss(logits, labels))
+    except ERRORS as error:
+        found = error
+
+    def check() -> int:
+        if found is not None:
+            raise found
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= sum(sizes)))]
+        if wrong.numel():
+            raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{sum(sizes) - 1}, and {IGNORED} means none.")
+        return 0
+
+    data.agree_on(lambda: f"{call} on {data.name}", check)
+    return sizes
+
+
+def _check_loss(logits: Tensor, labels: Tensor) -> int:
+    """This rank's part of the vocabulary."""
+    if logits.shape[:-1] != labels.shape or not logits.shape[-1]:
+        raise ShapeError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) and (...).")
+    if labels.dtype != torch.int64 or not logits.is_floating_point():
+        raise DtypeError(f"logits of {logits.dtype} and labels of {labels.dtype} given; needed floating ones and int64.")
+    return logits.shape[-1]

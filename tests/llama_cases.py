@@ -1,0 +1,147 @@
+"""Small LLaMAs with random weights, on every mesh of up to four ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.llama import Grid, Llama, LlamaConfig
+from sp_core.schemes import SCHEMES
+from sp_core.testing import device, reference
+from sp_core.testing.strategies import seeds
+
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+HEADS = [(8, 2), (6, 3), (5, 1), (4, 4), (6, 2)]
+MESHES = {
+    size: [
+        {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": size // (dp * ring * ulysses)}
+        for dp in range(1, size + 1)
+        for ring in range(1, size + 1)
+        for ulysses in range(1, size + 1)
+        if size % (dp * ring * ulysses) == 0
+    ]
+    for size in (1, 2, 3, 4)
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture and a seed for its weights."""
+
+    heads: tuple[int, int]
+    layers: int = 2
+    head_dim: int = 4
+    hidden: int = 10
+    ffn: int = 7
+    vocab: int = 13
+    scaling: str = "none"
+    tied: bool = False
+    dtype: str = "float64"
+    seed: int = 0
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads[0],
+            num_key_value_heads=self.heads[1],
+            head_dim=self.head_dim,
+            rope_theta=100.0,
+            rope_scaling=SCALINGS[self.scaling],
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=128,
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """All whole tensors by their names in a checkpoint, float64 but representable in the dtype."""
+        random = torch.Generator().manual_seed(self.seed)
+        dtype = getattr(torch, self.dtype)
+        return {
+            name: (torch.randn(shape, generator=random, dtype=torch.float64) * 0.4 + (len(shape) == 1)).to(dtype).double()
+            for name, shape in self._shapes().items()
+        }
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        e, f, (h, k) = self.hidden, self.ffn, (head * self.head_dim for head in self.heads)
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (e,),
+            "self_attn.q_proj": (h, e),
+            "self_attn.k_proj": (k, e),
+            "self_attn.v_proj": (k, e),
+            "self_attn.o_proj": (e, h),
+            "post_attention_layernorm": (e,),
+            "mlp.gate_proj": (f, e),
+            "mlp.up_proj": (f, e),
+            "mlp.down_proj": (e, f),
+        }
+        shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in layer.items()}
+        head = {} if self.tied else {"lm_head.weight": (self.vocab, e)}
+        return {"model.embed_tokens.weight": (self.vocab, e), **shapes, "model.norm.weight": (e,), **head}
+
+    def model(self, mesh: sp.Mesh, scheme: str | None = None) -> Llama:
+        hybrid = scheme == "hybrid" and not {"ring", "ulysses"} <= set(mesh.axes)
+        grid, weights = Grid.of(mesh, None if hybrid else scheme), self.weights()
+        model = Llama(self.config, grid, dtype=getattr(torch, self.dtype))
+        model.fill(lambda name, placement: placement.take(weights[name], grid.tensor.rank))
+        return model
+
+    def options(self) -> dict[str, Any]:
+        """For the reference."""
+        return {"num_heads": self.heads[0], "rope_theta": 100.0, "rope_scaling": SCALINGS[self.scaling]}
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The reference's logits of whole sequences."""
+        return reference.llama(tokens, self.weights(), **self.options())
+
+    def tokens(self, *shape: int) -> Tensor:
+        return torch.randint(0, self.vocab, shape, generator=torch.Generator().manual_seed(self.seed + 1))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    return Case(
+        heads=draw(st.sampled_from(HEADS)),
+        layers=draw(st.integers(1, 2)),
+        head_dim=draw(st.sampled_from([2, 4])),
+        hidden=draw(st.sampled_from([6, 10])),
+        ffn=draw(st.integers(4, 9)),
+        vocab=draw(st.sampled_from([8, 13])),
+        scaling=draw(st.sampled_from(sorted(SCALINGS))),
+        tied=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float64", "float32"])),
+        seed=draw(seeds()),
+    )
+
+
+def mesh_of(comm: Any, number: int, **options: Any) -> sp.Mesh:
+    """One of the meshes of this many ranks, without the axes that have one."""
+    shapes = MESHES[comm.size]
+    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1}
+    return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))
+
+
+def meshes() -> st.SearchStrategy[int]:
+    return st.integers(0, max(map(len, MESHES.values())) - 1)
+
+
+def schemes() -> st.SearchStrategy[str | None]:
+    """Names of schemes, and None for what the axes say."""
+    return st.sampled_from([None, "hybrid", *sorted(SCHEMES)])

@@ -1,0 +1,163 @@
+"""A LLaMA on any mesh: logits, loss, every gradient and the clipped norm are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from llama_cases import Case, cases, mesh_of, meshes, schemes
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
+from sp_core.llama import Grid, Llama
+from sp_core.llama.model import checkpoint_name
+from sp_core.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.testing import event, given, record_ratio, reference, spmd
+from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing.tolerance import bound, check_close
+
+BATCH = 4
+
+
+def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Logits, loss and the gradient of each weight on one device in float64, and how far rounding may move each."""
+    weights = case.weights()
+
+    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        leaves = [value.detach().requires_grad_() for value in values]
+        logits = reference.llama(tokens, dict(zip(weights, leaves, strict=True)), rounding=rounding, **case.options())
+        loss = reference.next_token_loss(logits, tokens, ignored)
+        return logits.detach(), loss.detach().reshape(1), *torch.autograd.grad(loss, leaves)
+
+    values, scales = reference.sensitivity(run, list(weights.values()))
+    names = ("logits", "loss", *weights)
+    return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
+
+
+@given(
+    max_ranks=4,
+    max_examples=16,
+    case=cases(),
+    seq_len=st.integers(2, 11),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    ignored=st.lists(st.tuples(st.integers(0, BATCH - 1), st.integers(1, 10)), max_size=8),
+    mesh=meshes(),
+    scheme=schemes(),
+)
+def test_logits_loss_and_gradients_are_those_of_one_device(
+    comm: Any, case: Case, seq_len: int, layout: str, ignored: list[tuple[int, int]], mesh: int, scheme: str | None
+) -> None:
+    """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
+    tokens = case.tokens(BATCH, seq_len)
+    left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
+    values, scales = expected(case, tokens, left_out)
+    with mesh_of(comm, mesh) as made:
+        event(str(made.axes))
+        model = case.model(made, scheme)
+        grid = model.grid
+        sharding = LAYOUTS[layout](seq_len, grid.sequence.size)
+
+        def own(x: Tensor) -> Tensor:
+            rows = x.tensor_split(grid.replicas.size)[grid.replicas.rank]
+            return sharding.shard(rows, grid.sequence.rank, 1)
+
+        def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
+            allowed = bound(cut(scales[name]), getattr(torch, case.dtype))
+            kind = "llama " + (name if name in ("logits", "loss") else "gradients")
+            record_ratio(kind, check_close(name, got.detach().cpu(), cut(values[name]), allowed))
+
+        counts = torch.ones_like(tokens)
+        for place in left_out:
+            counts[place] = 0
+        mine = own(tokens).to(grid.everyone.device)
+        logits = model(mine, sharding=sharding)
+        labels = next_token_labels(mine, comm=grid.sequence, sharding=sharding)
+        labels = labels.masked_fill(own(counts).to(labels.device) == 0, IGNORED)
+        loss = next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data)
+        loss.backward()
+        reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
+
+        first = sum(len(part) for rank in range(grid.tensor.rank) for part in split(model)[rank])
+        check("logits", logits, lambda x: own(x)[..., first : first + logits.shape[-1]])
+        check("loss", loss.reshape(1))
+        for name, parameter in model.named_parameters():
+            placement = placement_of(parameter)
+            assert parameter.grad is not None
+            check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
+        norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor)
+        names = [name for name in values if name not in ("logits", "loss")]
+        want, scale = (torch.cat([x[name].flatten() for name in names]).norm().reshape(1) for x in (values, scales))
+        record_ratio(
+            "llama norm",
+            check_close("norm", torch.tensor([norm], dtype=torch.float64), want, bound(scale, getattr(torch, case.dtype))),
+        )
+
+
+def split(model: Llama) -> tuple[tuple[range, ...], ...]:
+    """The vocabulary of each tensor rank."""
+    return placement_of(model.embed_tokens.weight).held
+
+
+@spmd(1, 2, 3, 4)
+def test_packed_documents_are_sequences_of_their_own(comm: Any) -> None:
+    case = Case((6, 2), scaling="llama3", seed=3)
+    lengths = [3, 1, 6]
+    parts = [case.tokens(1, length) for length in lengths]
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model, sharding = case.model(mesh), sp.Sharding.zigzag(10, comm.size)
+        mask = sp.Mask(causal=True, documents=(0, 3, 4, 10))
+        with torch.no_grad():
+            logits = model(sharding.shard(torch.cat(parts, 1), comm.rank, 1), sharding=sharding, mask=mask)
+    want = torch.cat([case.logits(part) for part in parts], 1)
+    torch.testing.assert_close(logits, sharding.shard(want, comm.rank, 1), rtol=0, atol=1e-12)
+
+
+@spmd(1, 2, 3, 4)
+def test_each_rank_holds_its_part_of_the_weights_and_no_more(comm: Any) -> None:
+    """Bytes of all parameters: 1/tp of what is split, rounded up to a slice, and the norms; key/value heads once per reader."""
+    case = Case((4, 4), ffn=8, vocab=16)
+    total = sum(x.numel() for x in case.weights().values())
+    norms = (2 * case.layers + 1) * case.hidden
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        held = sum(p.numel() for p in case.model(mesh).parameters())
+        shared = sum(p.numel() for p in Case((6, 1), ffn=8, vocab=16).model(mesh).parameters())
+    assert held <= (total - norms) * max(-(-n // comm.size) / n for n in (4, 8, 16)) + norms
+    one = Case((6, 1), ffn=8, vocab=16)
+    kv = 2 * one.layers * one.head_dim * one.hidden
+    split_whole = sum(x.numel() for x in one.weights().values()) - norms - kv
+    assert shared <= split_whole * max(-(-n // comm.size) / n for n in (6, 8, 16)) + norms + kv
+
+
+WRONG: dict[str, tuple[type[Exception], str, Any]] = {
+    "a token beyond the vocabulary": (ValueError, "vocabulary has 0..12", lambda x: x + 13),
+    "tokens of another dtype": (sp.DtypeError, "int64", lambda x: x.int()),
+    "another shard": (sp.ShapeError, "own shard", lambda x: x[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG))
+@spmd(2, 4)
+def test_bad_tokens_on_one_rank_are_refused_on_all(comm: Any, wrong: str) -> None:
+    kind, text, change = WRONG[wrong]
+    case = Case((4, 2), layers=1)
+    with sp.Mesh(comm, dp=comm.size // 2, ring=2) as mesh, torch.no_grad():
+        model, sharding = case.model(mesh), sp.Sharding.contiguous(6, 2)
+        good = case.tokens(1, 3)
+        with pytest.raises(kind, match=text):
+            model(change(good) if comm.rank == comm.size - 1 else good, sharding=sharding)
+        assert model(good, sharding=sharding).shape == (1, 3, 13)
+
+
+@spmd(1, 3)
+def test_meshes_and_ranks_that_a_model_cannot_use_are_refused(comm: Any) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        with pytest.raises(ValueError, match="scheme 'hybrid' was asked for"):
+            Grid.of(mesh, "hybrid")
+        if comm.size == 3:
+            with pytest.raises(sp.ShapeError, match="3 tensor ranks are too many for num_attention_heads=2"):
+                Llama(Case((2, 2)).config, Grid.of(mesh))
+    with sp.Mesh(comm, sp=comm.size) as mesh, pytest.raises(sp.ShapeError, match="a LLaMA can use"):
+        Grid.of(mesh)

@@ -1,0 +1,184 @@
+"""Model folders: each rank reads its own slices, and what is broken is the same error on every rank."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llama_cases import Case, mesh_of
+from safetensors.torch import save_file
+
+import sp_core as sp
+from sp_core.gradients import placement_of
+from sp_core.llama import LlamaConfig, load
+from sp_core.llama.model import checkpoint_name
+from sp_core.testing import spmd
+
+CASE = Case((6, 3), layers=1)
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def save(case: Case, folder: Path, *, shards: bool = True, dtype: torch.dtype = torch.float64, **changes: Any) -> None:
+    """A folder as Hugging Face writes it, in one file or two."""
+    weights = {name: tensor.to(dtype) for name, tensor in case.weights().items()}
+    (folder / "config.json").write_text(json.dumps({**case.config.to_dict(), **changes}))
+    if not shards:
+        save_file(weights, folder / "model.safetensors")
+        return
+    places = {name: (FIRST, SECOND)[number % 2] for number, name in enumerate(weights)}
+    for file in (FIRST, SECOND):
+        save_file({name: weights[name] for name, place in places.items() if place == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def shared(comm: Any, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    folder: Path = comm.bcast(tmp_path / "model", root=0)
+    if comm.rank == 0:
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            path.unlink()
+    comm.Barrier()
+    return folder
+
+
+def saved(comm: Any, tmp_path: Path, then: Callable[[Path], None] = lambda folder: None, **options: Any) -> Path:
+    folder = shared(comm, tmp_path)
+    if comm.rank == 0:
+        save(CASE, folder, **options)
+        then(folder)
+    comm.Barrier()
+    return folder
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@spmd(1, 2, 3, 4)
+def test_every_rank_gets_its_part(comm: Any, shards: bool, tmp_path: Path) -> None:
+    folder = saved(comm, tmp_path, shards=shards)
+    with mesh_of(comm, 0) as mesh:  # all ranks along tp
+        model = load(folder, mesh)
+        assert model.config == CASE.config
+        for name, parameter in model.named_parameters():
+            whole = CASE.weights()[checkpoint_name(name)]
+            assert torch.equal(parameter, placement_of(parameter).take(whole, mesh["tp"].rank))
+        assert load(folder, mesh, dtype=torch.float32).norm.weight.dtype == torch.float32
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(folder: Path) -> None:
+    data = (folder / SECOND).read_bytes()
+    (folder / SECOND).write_bytes(data[:-9])
+
+
+def pickled(folder: Path) -> None:
+    for path in (folder / INDEX, folder / FIRST, folder / SECOND):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    """A single file in which one tensor is another one, or is there besides."""
+
+    def change(folder: Path) -> None:
+        (folder / INDEX).unlink()
+        save_file({**CASE.weights(), name: value}, folder / "model.safetensors")
+
+    return change
+
+
+NORM = "model.norm.weight"
+BROKEN: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "no configuration": ("config.json is not there", drop("config.json")),
+    "a configuration that is no JSON": ("config.json cannot be read", lambda f: (f / "config.json").write_text("{")),
+    "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
+    "a shard that is cut off": (f"{SECOND} is broken", cut),
+    "a shard that is something else": (f"{FIRST} is broken", lambda f: (f / FIRST).write_bytes(b"PK")),
+    "an index that is no JSON": (f"{INDEX} cannot be read", lambda f: (f / INDEX).write_text("weights")),
+    "an index without a map": ("no weight_map", lambda f: edit(f / INDEX, lambda x: x.pop("weight_map"))),
+    "an index that leaves the folder": (
+        "no weight_map",
+        lambda f: edit(f / INDEX, lambda x: x["weight_map"].update({NORM: "../x.safetensors"})),
+    ),
+    "a tensor in another shard": (
+        f"{NORM} is missing from .*{INDEX} says",
+        lambda f: edit(f / INDEX, lambda x: x["weight_map"].update({NORM: (SECOND, FIRST)[x["weight_map"][NORM] == SECOND]})),
+    ),
+    "a missing tensor": (f"{NORM} is missing", lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop(NORM))),
+    "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
+    "pickled weights": ("pytorch_model.bin, which would have to be unpickled and never is", pickled),
+    "a wrong shape": (rf"{NORM} in .* has shape \(11,\)", with_tensor(NORM, torch.ones(11).double())),
+    "a quantized tensor": ("dtype I8", with_tensor(NORM, torch.ones(10, dtype=torch.int8))),
+    "two dtypes": ("float32, float64. Say in which", with_tensor(NORM, torch.ones(10))),
+    "a tensor too many": ("q_proj.bias is in", with_tensor("model.layers.0.self_attn.q_proj.bias", torch.ones(24).double())),
+}
+
+
+@pytest.mark.parametrize("what", sorted(BROKEN))
+@spmd(1, 3)
+def test_a_broken_folder_is_the_same_error_on_every_rank(comm: Any, what: str, tmp_path: Path) -> None:
+    text, damage = BROKEN[what]
+    folder = saved(comm, tmp_path, damage)
+    with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
+        load(folder, mesh)
+
+
+@spmd(2, 3)
+def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_path: Path) -> None:
+    folder = saved(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises(sp.CheckpointError, match=f"rank {comm.size - 1}: .*config.json is not there"):
+            load(folder if comm.rank < comm.size - 1 else folder / "elsewhere", mesh)
+        with pytest.raises(sp.CollectiveMismatch, match="load"):
+            load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
+        assert load(folder, mesh).dtype == torch.float64
+
+
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "another architecture": ("'mistral'", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}),
+    "another head": ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}),
+    "biases": ("attention_bias=True", {"attention_bias": True}),
+    "biases of the feed-forward": ("mlp_bias=True", {"mlp_bias": True}),
+    "dropout": ("attention_dropout=0.1", {"attention_dropout": 0.1}),
+    "another activation": ("hidden_act='gelu'", {"hidden_act": "gelu"}),
+    "quantization": ("quantization_config=", {"quantization_config": {"bits": 4}}),
+    "another rotary embedding": ("'yarn'", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    "a scaling without its factor": ("lacks", {"rope_scaling": {"rope_type": "linear"}}),
+    "no number of layers": ("num_hidden_layers", {"num_hidden_layers": None}),
+    "heads that do not divide": ("multiple", {"num_key_value_heads": 4}),
+    "an odd head dim": ("even number", {"head_dim": 3}),
+    "a base that is no number": ("rope_theta='big'", {"rope_theta": "big"}),
+}
+
+
+@pytest.mark.parametrize("what", sorted(UNSUPPORTED))
+def test_what_is_not_supported_is_refused(what: str) -> None:
+    text, changes = UNSUPPORTED[what]
+    with pytest.raises(sp.CheckpointError, match=text):
+        LlamaConfig.from_dict({**CASE.config.to_dict(), **changes})
+
+
+def test_a_configuration_is_what_was_written() -> None:
+    for case in (CASE, Case((5, 1), scaling="llama3", tied=True), Case((8, 2), scaling="linear")):
+        assert LlamaConfig.from_dict(json.loads(json.dumps(case.config.to_dict()))) == case.config
+    lacking = {name: value for name, value in CASE.config.to_dict().items() if name not in ("num_key_value_heads", "head_dim")}
+    assert LlamaConfig.from_dict({**lacking, "hidden_size": 24}).num_key_value_heads == 6
+    assert LlamaConfig.from_dict({**lacking, "hidden_size": 24}).head_dim == 4
+    with pytest.raises(sp.CheckpointError, match="lacks vocab_size"):
+        LlamaConfig.from_dict(
+            {"model_type": "llama", "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1}
+        )

@@ -1,0 +1,118 @@
+"""`sp-core generate` and `sp-core logits`: the same text for any number of ranks, and one clear line where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from llama_cases import Case
+from test_llama_checkpoint import SECOND, save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from sp_core.__main__ import main
+from sp_core.llama.text import Stream, Text
+
+pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
+
+ROOT = Path(__file__).resolve().parent.parent
+CASE = Case((6, 3), layers=1, vocab=256, seed=4)
+FAMILY = "a \U0001f469 b"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of bytes."""
+    save(CASE, tmp_path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def ran(*words: str) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    answer = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, timeout=120, check=False, encoding="utf-8", errors="replace"
+    )
+    return answer.returncode, answer.stdout, answer.stderr
+
+
+def command(name: str, folder: Path, *more: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "sp_core", name, "--model", str(folder), "--prompt", "def f(", *more
+
+
+@pytest.mark.starts_mpi
+def test_two_ranks_write_what_one_writes(folder: Path) -> None:
+    options = ("--max-tokens", "12", "--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
+    one, two = (ran(*command("generate", folder, *options, "--tp", tp)) for tp in ("1", "2"))
+    assert one[0] == two[0] == 0, one[2] + two[2]
+    assert len(one[1]) > 5
+    assert two[1] == one[1]
+
+
+def test_logits_of_several_prompts_inside_a_job(folder: Path) -> None:
+    """Over a ring, the two most likely tokens after each."""
+    launch = (sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--")
+    code, text, errors = ran(*launch, *command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2"))
+    assert code == 0, errors
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("[")] == ["[0]", "[1]"]
+    assert len(lines) == 6
+    assert [line.split()[0] for line in lines[1:3]] == best_bytes()
+
+
+def best_bytes() -> list[str]:
+    """The reference's two most likely tokens after the prompt; a token of the alphabet is not its byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    prompt = torch.tensor([[alphabet.index({" ": "\u0120"}.get(letter, letter)) for letter in "def f("]])
+    return [str(token) for token in CASE.logits(prompt)[0, -1].topk(2).indices.tolist()]
+
+
+def test_what_one_rank_finds_wrong_ends_the_job(folder: Path) -> None:
+    (folder / SECOND).unlink()
+    code, _, errors = ran(*command("generate", folder, "--tp", "2"))
+    assert code == 2
+    assert errors.count(f"{SECOND} is missing, of 2") == 1
+
+
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "too many ranks": ("7 tensor ranks are too many for num_attention_heads=6", ("--tp", "7")),
+    "no ranks": ("each needs at least 1", ("--ring", "0")),
+}
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+def test_what_is_known_before_is_refused_before(folder: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, options = REFUSED[what]
+    assert main(command("generate", folder, *options)[3:]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command("logits", tmp_path / "nothing", "--tp", "2")[3:]) == 2
+    assert "config.json is not there" in capsys.readouterr().err
+
+
+def test_a_stream_holds_back_half_a_character(folder: Path) -> None:
+    text = Text(folder)
+    stream = Stream(text)
+    pieces = [stream.add(token) for token in text.encode(FAMILY)]
+    assert pieces == ["a", " ", "", "", "", "\U0001f469", " ", "b"]
+    assert stream.rest() == ""
+    stream.add(text.encode("\U0001f469")[0])
+    assert stream.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize(("content", "text"), [(None, "tokenizer.json is not there"), ("{}", "is broken")])
+def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, content: str | None, text: str) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=text):
+        Text(tmp_path)

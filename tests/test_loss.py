@@ -1,0 +1,215 @@
+"""The loss of the next token over tokens and vocabulary that are split over ranks, and what becomes of gradients over a mesh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sp_core as sp
+from sp_core.gradients import Placement, clip_gradient_norm, place, placement_of, reduce_gradients
+from sp_core.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.segments import split_sizes
+from sp_core.testing import given, record_ratio, spmd
+from sp_core.testing.strategies import LAYOUTS, seeds
+from sp_core.testing.tolerance import bound, check_close, unit_roundoff
+
+GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
+"""Sequence ranks and tensor ranks, by the number of all."""
+
+
+@dataclass(frozen=True)
+class LossProblem:
+    """Tokens of which some do not count, and logits of some size."""
+
+    batch: int
+    seq_len: int
+    vocab: int
+    layout: str
+    boundary: int
+    ignored: float
+    magnitude: float
+    dtype: str
+    grid: int
+    seed: int
+
+    @property
+    def mask(self) -> sp.Mask:
+        return sp.Mask(causal=True, documents=(0, min(self.boundary, self.seq_len), self.seq_len))
+
+    def make(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, logits, and which labels are ignored."""
+        random = torch.Generator().manual_seed(self.seed)
+        tokens = torch.randint(0, self.vocab, (self.batch, self.seq_len), generator=random)
+        logits = torch.randn(self.batch, self.seq_len, self.vocab, generator=random, dtype=torch.float64) * self.magnitude
+        return tokens, logits.to(getattr(torch, self.dtype)), torch.rand(tokens.shape, generator=random) < self.ignored
+
+    def labels(self, tokens: Tensor) -> Tensor:
+        """From the definition, token by token."""
+        labels = torch.full_like(tokens, IGNORED)
+        for t in range(self.seq_len - 1):
+            if t + 1 != self.boundary:
+                labels[:, t] = tokens[:, t + 1]
+        return labels
+
+
+@st.composite
+def loss_problems(draw: st.DrawFn) -> LossProblem:
+    return LossProblem(
+        batch=draw(st.integers(1, 2)),
+        seq_len=draw(st.integers(2, 13)),
+        vocab=draw(st.integers(4, 11)),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        boundary=draw(st.integers(0, 13)),
+        ignored=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        magnitude=draw(st.sampled_from([1.0, 30.0, 1000.0])),
+        dtype=draw(st.sampled_from(["float64", "float32"])),
+        grid=draw(st.integers(0, 2)),
+        seed=draw(seeds()),
+    )
+
+
+def mesh_of(comm: Any, grid: int) -> sp.Mesh:
+    shapes = GRIDS[comm.size]
+    ring, tp = shapes[grid % len(shapes)]
+    return sp.Mesh(comm, ring=ring, tp=tp)
+
+
+class Expected(NamedTuple):
+    """Loss and gradient in float64, and the sums of the absolute terms behind each."""
+
+    loss: Tensor
+    loss_scale: Tensor
+    grad: Tensor
+    grad_scale: Tensor
+
+
+def expected(logits: Tensor, labels: Tensor) -> Expected:
+    """Written from the definition, over the whole sequence."""
+    x, valid = logits.double(), labels != IGNORED
+    target = F.one_hot(labels.where(valid, 0), x.shape[-1]).double()
+    weight = valid.double() / valid.sum()
+    shifted = x - x.amax(-1, keepdim=True)
+    total, picked = shifted.exp().sum(-1), (shifted * target).sum(-1)
+    p, w = x.softmax(-1), weight.unsqueeze(-1)
+    loss, loss_scale = ((total.log() - picked) * weight).sum(), ((1 + total.log() + picked.abs()) * weight).sum()
+    floor = torch.finfo(logits.dtype).tiny / unit_roundoff(logits.dtype)  # below tiny a p has no relative precision
+    return Expected(loss, loss_scale, (p - target) * w, (p + target + floor) * w)
+
+
+@given(max_ranks=4, max_examples=40, problem=loss_problems())
+def test_loss_and_gradient_are_those_of_one_device(comm: Any, problem: LossProblem) -> None:
+    tokens, logits, hidden = problem.make()
+    labels = problem.labels(tokens).masked_fill(hidden, IGNORED)
+    if not (labels != IGNORED).any():
+        return
+    want = expected(logits, labels)
+    with mesh_of(comm, problem.grid) as mesh:
+        ring, tp = mesh["ring"], mesh["tp"]
+        sharding = LAYOUTS[problem.layout](problem.seq_len, ring.size)
+
+        def own(x: Tensor) -> Tensor:
+            return sharding.shard(x, ring.rank, 1).split(split_sizes(problem.vocab, tp.size), 2)[tp.rank]
+
+        local = own(logits).clone().requires_grad_()
+        mine = next_token_labels(sharding.shard(tokens, ring.rank, 1), comm=ring, sharding=sharding, mask=problem.mask)
+        assert torch.equal(mine, sharding.shard(problem.labels(tokens), ring.rank, 1))
+        loss = next_token_loss(local, mine.masked_fill(sharding.shard(hidden, ring.rank, 1), IGNORED), tensor=tp, data=ring)
+        loss.backward()
+        assert local.grad is not None
+        growth = problem.vocab + float(logits.amax() - logits.amin())
+        ratio = check_close("loss", loss.detach(), want.loss, bound(want.loss_scale, logits.dtype, growth))
+        record_ratio("loss", ratio)
+        allowed = bound(own(want.grad_scale), logits.dtype, growth)
+        record_ratio("gradient of the loss", check_close("gradient", local.grad, own(want.grad), allowed))
+
+
+@spmd(1, 2, 4)
+def test_the_mean_is_of_all_tokens_and_not_of_ranks(comm: Any) -> None:
+    """One valid token on the last rank, all on the others: a mean of the ranks' means would be another number."""
+    logits = torch.tensor([0.0, 1.0, 4.0]).double()
+    mine = torch.full((1, 3), 2 if comm.rank else 0)
+    if comm.rank:
+        mine[0, 1:] = IGNORED
+    with sp.Mesh(comm, dp=comm.size, tp=1) as mesh:
+        loss = next_token_loss(logits.expand(1, 3, 3), mine, tensor=mesh["tp"], data=mesh["dp"])
+    every = -logits.log_softmax(-1)
+    torch.testing.assert_close(loss, (3 * every[0] + (comm.size - 1) * every[2]) / (comm.size + 2))
+
+
+WRONG: dict[str, tuple[type[Exception], str, Any]] = {
+    "a label beyond the vocabulary": (ValueError, "vocabulary has 0..3", lambda x, y: (x, y + 4)),
+    "labels of another shape": (sp.ShapeError, r"needed \(\.\.\., V/T", lambda x, y: (x, y[:, 1:])),
+    "labels of another dtype": (sp.DtypeError, "int64", lambda x, y: (x, y.int())),
+    "no valid label": (ValueError, "none of the labels", lambda x, y: (x, torch.full_like(y, IGNORED))),
+}
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG))
+@spmd(1, 2, 4)
+def test_bad_input_is_refused_on_every_rank(comm: Any, wrong: str) -> None:
+    kind, text, change = WRONG[wrong]
+    with sp.Mesh(comm, ring=max(comm.size // 2, 1), tp=min(comm.size, 2)) as mesh:
+        tp, ring = mesh["tp"], mesh["ring"]
+        good = torch.ones(1, 3, 4 // tp.size), torch.zeros(1, 3, dtype=torch.int64)
+        bad = change(*good) if ring.rank == ring.size - 1 or wrong == "no valid label" else good
+        with pytest.raises(kind, match=text):
+            next_token_loss(*bad, tensor=tp, data=ring)
+        assert next_token_loss(*good, tensor=tp, data=ring).isfinite()
+        with pytest.raises(sp.ShapeError, match="own shard"):
+            next_token_labels(good[1], comm=ring, sharding=sp.Sharding.contiguous(3 * ring.size + 1, ring.size))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Any ranges of a small tensor, on 2 ranks; each slice on at least one."""
+    length = draw(st.integers(1, 5))
+    dim = draw(st.integers(0, 1))
+    cut = draw(st.integers(0, length))
+    other = draw(st.integers(0, cut))
+    return Placement((length, 3) if dim == 0 else (3, length), dim, ((range(cut),), (range(other, length),)), partial=True)
+
+
+@given(nprocs=st.just(4), max_examples=40, placement=placements(), seed=seeds(), max_norm=st.sampled_from([0.5, 1e9]))
+def test_a_gradient_is_the_sum_over_those_who_have_a_part(comm: Any, placement: Placement, seed: int, max_norm: float) -> None:
+    """Integers, so that sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
+    whole = torch.randint(-4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)).double()
+    norm = torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
+    with sp.Mesh(comm, dp=2, tp=2) as mesh:
+        data, tensor = mesh["dp"], mesh["tp"]
+        shared = place(nn.Parameter(torch.zeros(placement.local_shape(tensor.rank)).double()), placement)
+        shared.grad = placement.take(whole[comm.rank], tensor.rank)
+        alike = place(nn.Parameter(torch.zeros(3).double()), Placement.replicated((3,), 2))
+        alike.grad = norm[data.rank].clone()
+        idle = place(nn.Parameter(torch.zeros(1).double()), Placement.replicated((1,), 2))
+        reduce_gradients([shared, alike, idle], data=data, tensor=tensor)
+        parts = sum(placement.spread(placement.take(whole[rank], rank % 2), rank % 2) for rank in range(4))
+        assert isinstance(parts, Tensor)
+        assert torch.equal(shared.grad, placement.take(parts, tensor.rank))
+        assert torch.equal(alike.grad, norm.sum(0))
+        assert torch.equal(idle.grad, torch.zeros(1).double())
+        norms = (parts.square().sum() + norm.sum(0).square().sum()).sqrt()
+        found = clip_gradient_norm([shared, alike, idle], max_norm, tensor=tensor)
+        assert math.isclose(found, float(norms), rel_tol=1e-14)
+        factor = min(1.0, max_norm / max(found, 1e-300))
+        torch.testing.assert_close(shared.grad, placement.take(parts, tensor.rank) * factor)
+        torch.testing.assert_close(alike.grad, norm.sum(0) * factor)
+
+
+@spmd(2)
+def test_a_norm_that_is_not_finite_and_a_parameter_without_placement_are_refused(comm: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(sp.ShapeError, match="carries no placement"):
+        placement_of(parameter)
+    place(parameter, Placement.split((4,), 0, 2)).grad = torch.tensor([1.0, torch.inf if comm.rank else 1.0])
+    with sp.Mesh(comm, tp=2) as mesh:
+        with pytest.raises(ValueError, match="norm of the gradients is inf"):
+            clip_gradient_norm([parameter], 1.0, tensor=mesh["tp"])
+        with pytest.raises(ValueError, match="above 0"):
+            clip_gradient_norm([parameter], 0.0, tensor=mesh["tp"])
