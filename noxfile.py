@@ -27,7 +27,7 @@ PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 @nox.session
 @nox.parametrize("mpi", MPIS)
 def tests(session: nox.Session, mpi: str) -> None:
-    """The suite in one process, where ranks are threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
+    """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
 
     What does not depend on the MPI runs with the first one only. Ranks as threads draw fewer examples than ranks of MPI.
     """
@@ -36,7 +36,8 @@ def tests(session: nox.Session, mpi: str) -> None:
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
     single = {**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
     codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
-    threads = ("python", "-m", "pytest", "tests", _junit(f"{mpi}-threads"), *chosen)
+    spread = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+    threads = ("python", "-m", "pytest", "tests", *spread, _junit(f"{mpi}-threads"), *chosen)
     session.run(*threads, *session.posargs, env=single, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), _junit(f"{mpi}-ranks"))

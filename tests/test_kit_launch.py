@@ -134,7 +134,7 @@ def test_ranks_that_collect_different_tests_are_refused() -> None:
 
 
 def test_xdist_is_refused() -> None:
-    result = pytest_alone("-p", "kit.fake_xdist", "--with-mpi", "--numprocesses", "2", "case_small.py")
+    result = pytest_alone("--with-mpi", "-n", "2", "case_small.py")
     assert result.returncode == 4, result.stdout
     assert "pytest-xdist (-n) and --with-mpi cannot be combined" in result.stdout
 
@@ -153,6 +153,14 @@ def test_an_error_too_near_its_bound_fails_the_session(ratio: str, option: list[
     assert result.returncode == code, result.stdout
     assert f"worst error over bound: {ratio} in of one test" in result.stdout
     assert "2 passed" in result.stdout
+
+
+@pytest.mark.parametrize(("ratio", "code"), [("0.4", 0), ("0.6", 1)])
+def test_what_workers_of_xdist_have_seen_is_in_the_report(ratio: str, code: int) -> None:
+    result = pytest_alone("-n", "2", "case_small.py", CASE_RATIO=ratio)
+    assert result.returncode == code, result.stdout
+    assert "threads: 1 tests, 4 examples" in result.stdout
+    assert f"worst error over bound: {ratio} in of one test" in result.stdout
 
 
 def test_a_single_process_may_be_a_launch() -> None:

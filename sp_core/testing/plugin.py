@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sp_core.testing import remarks, session
+from sp_core.testing.remarks import Remarks
 from sp_core.testing.session import Session
+from sp_core.testing.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -148,15 +150,28 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A recorded error too near its bound fails the session."""
     if session.exitstatus == pytest.ExitCode.OK and _too_large(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    _write_tally(session.config.getoption("--tally"))
+    _leave_tally(session.config)
     if _RANKS in session.config.stash:
         session.config.stash[_RANKS].leave_result(int(session.exitstatus))
 
 
-def _write_tally(file: str | None) -> None:
-    if file is not None:
-        session.current.tally.ratios = remarks.session.ratios
-        session.current.tally.write(Path(file))
+def _leave_tally(config: pytest.Config) -> None:
+    tally = session.current.tally
+    tally.ratios = remarks.session.ratios
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["sp_core"] = tally.text()
+    elif (file := config.getoption("--tally")) is not None:
+        tally.write(Path(file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add what a worker of pytest-xdist has drawn."""
+    told = getattr(node, "workeroutput", {}).get("sp_core")
+    if told is not None:
+        found = Tally.parse(told)
+        session.current.tally.merge(found)
+        remarks.session.merge(Remarks(ratios=found.ratios))
 
 
 def _limit(config: pytest.Config) -> float:
@@ -173,7 +188,7 @@ def _too_large(config: pytest.Config) -> dict[str, float]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """One line of counts, and the worst error over bound."""
     current, ratios = session.current, remarks.session.ratios
-    if not current.tests and not ratios:
+    if not current.tally.tests and not ratios:
         return
     terminalreporter.section("sp_core.testing")
     terminalreporter.write_line(current.summary())

@@ -26,7 +26,6 @@ class Session:
     seed: int | None = None
     command: str = "python -m pytest {test}"
     node_id: str = ""
-    tests: int = 0
     tally: Tally = field(default_factory=Tally)
 
     def begin(self) -> None:
@@ -47,7 +46,7 @@ class Session:
         """One line of counts, and one more where examples have told their scheme."""
         tally = self.tally
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
-        line = f"{tier()}: {self.tests} tests, {tally.examples} examples{raw}; examples by ranks {_listed(tally.sizes)}"
+        line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}; examples by ranks {_listed(tally.sizes)}"
         schemes = tally.schemes()
         return f"{line}\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features" if schemes else line
 

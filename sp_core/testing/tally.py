@@ -19,6 +19,7 @@ class Tally:
     """Counts of one session, or of several.
 
     Attributes:
+        tests: that ran on ranks.
         examples: drawn and run.
         raw: run once more without the checks between ranks.
         sizes: examples by number of ranks.
@@ -27,6 +28,7 @@ class Tally:
         ratios: the worst error over bound by what was compared.
     """
 
+    tests: int = 0
     examples: int = 0
     raw: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
@@ -45,6 +47,7 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add another session's."""
+        self.tests += other.tests
         self.examples += other.examples
         self.raw += other.raw
         self.sizes.update(other.sizes)
@@ -57,16 +60,24 @@ class Tally:
         """Examples by scheme."""
         return {name.removeprefix(SCHEME): n for name, n in sorted(self.features.items()) if name.startswith(SCHEME)}
 
+    def text(self) -> str:
+        """JSON that `parse` reads."""
+        return json.dumps(vars(self) | {"pairs": [[*pair, count] for pair, count in sorted(self.pairs.items())]}, indent=0)
+
     def write(self, path: Path) -> None:
         """Write to a JSON file that `read` reads."""
-        told = vars(self) | {"pairs": [[*pair, count] for pair, count in sorted(self.pairs.items())]}
-        path.write_text(json.dumps(told, indent=0))
+        path.write_text(self.text())
 
     @classmethod
-    def read(cls, path: Path) -> Tally:
-        """What `write` has written."""
-        told = json.loads(path.read_text())
+    def parse(cls, text: str) -> Tally:
+        """What `text` has told."""
+        told = json.loads(text)
         told["sizes"] = Counter({int(size): count for size, count in told["sizes"].items()})
         told["features"] = Counter(told["features"])
         told["pairs"] = Counter({(a, b): count for a, b, count in told["pairs"]})
         return cls(**told)
+
+    @classmethod
+    def read(cls, path: Path) -> Tally:
+        """What `write` has written."""
+        return cls.parse(path.read_text())

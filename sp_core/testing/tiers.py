@@ -16,7 +16,7 @@ from sp_core.testing.run import ThreadsHung, run_ranks
 def run(spec: Spec, plan: Plan) -> None:
     """Run a test on this session's tier; under MPI every rank calls this, and all end alike."""
     __tracebackhide__ = True
-    session.current.tests += 1
+    session.current.tally.tests += 1
     with warnings.catch_warnings():
         # Hypothesis knows only the thread that draws; `assume` works on the other ranks all the same
         warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
