@@ -27,15 +27,19 @@ class BlockReference(NamedTuple):
     scales: dict[str, Tensor]
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / ((centred**2).mean(-1, keepdim=True) + eps).sqrt() * weight + bias
+    return _normalized(rounding(x - x.mean(-1, keepdim=True)), eps, rounding) * weight + bias
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = lambda t: t) -> Tensor:
     """x / sqrt(mean square + eps) * weight over the last dim, (..., E)."""
-    return x / ((x**2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    return _normalized(x, eps, rounding) * weight
+
+
+def _normalized(x: Tensor, eps: float, rounding: Rounding) -> Tensor:
+    """Written out, because the gradient of a norm over few elements is what is left of terms that cancel: their rounding."""
+    return rounding(x * rounding(1.0 / ((x**2).mean(-1, keepdim=True) + eps).sqrt()))
 
 
 def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[float]) -> Tensor:
@@ -95,10 +99,10 @@ def transformer_block(
     positions = range(x.shape[1]) if positions is None else positions
     positions = torch.as_tensor(positions, dtype=torch.int64)
     seen = visible(positions, positions, causal=causal, window=window, documents=documents).to(x.device)
-    normed = rounding(_norm(rounding(x), weights, "norm1", norm, eps))
+    normed = rounding(_norm(rounding(x), weights, "norm1", norm, eps, rounding))
     attended = _self_attention(normed, _under(weights, "attention"), num_heads, positions, rope_base, seen, softmax_scale, rounding)
     x = rounding(x + rounding(attended))
-    normed = rounding(_norm(x, weights, "norm2", norm, eps))
+    normed = rounding(_norm(x, weights, "norm2", norm, eps, rounding))
     return rounding(x + rounding(feed_forward(normed, _under(weights, "feed_forward"), rounding)))
 
 
@@ -209,11 +213,11 @@ def _softmax(logits: Tensor, seen: Tensor, rounding: Rounding) -> Tensor:
     return rounding(e / rounding(e.sum(-1, keepdim=True))) * seen
 
 
-def _norm(x: Tensor, weights: Mapping[str, Tensor], name: str, kind: str, eps: float | None) -> Tensor:
+def _norm(x: Tensor, weights: Mapping[str, Tensor], name: str, kind: str, eps: float | None, rounding: Rounding) -> Tensor:
     """The norm of that name and kind."""
     if kind == "rms":
-        return rms_norm(x, weights[f"{name}.weight"], 1e-6 if eps is None else eps)
-    return layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5 if eps is None else eps)
+        return rms_norm(x, weights[f"{name}.weight"], 1e-6 if eps is None else eps, rounding)
+    return layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5 if eps is None else eps, rounding)
 
 
 def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
