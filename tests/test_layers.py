@@ -84,12 +84,15 @@ class BlockProblem:
 @st.composite
 def block_problems(draw: st.DrawFn) -> BlockProblem:
     seq_len = draw(st.integers(1, 17))
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    # A layer norm over two elements gives 1 and -1 whatever they are: its gradient is nothing but rounding.
+    head_dim = 4 if kv_heads * group == 1 else draw(st.sampled_from([2, 4]))
     return BlockProblem(
         batch=draw(st.integers(1, 2)),
         seq_len=seq_len,
-        kv_heads=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from([2, 4])),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
         ffn_hidden=draw(st.integers(1, 9)),
         norm=draw(st.sampled_from(["layer", "rms"])),
         gated=draw(st.booleans()),

@@ -29,7 +29,8 @@ class BlockReference(NamedTuple):
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
-    return _normalized(rounding(x - x.mean(-1, keepdim=True)), eps, rounding) * weight + bias
+    centred = rounding(x - rounding(x.mean(-1, keepdim=True)))  # a mean far from 0 leaves its rounding in what is left
+    return _normalized(centred, eps, rounding) * weight + bias
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = lambda t: t) -> Tensor:
@@ -39,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = 
 
 def _normalized(x: Tensor, eps: float, rounding: Rounding) -> Tensor:
     """Written out, because the gradient of a norm over few elements is what is left of terms that cancel: their rounding."""
-    return rounding(x * rounding(1.0 / ((x**2).mean(-1, keepdim=True) + eps).sqrt()))
+    return rounding(x * rounding(1.0 / rounding((x**2).mean(-1, keepdim=True) + eps).sqrt()))
 
 
 def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[float]) -> Tensor:
