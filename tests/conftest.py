@@ -1,7 +1,12 @@
 """Ordinary property tests follow the kit's `pr` profile: the same examples every time, and no deadlines, which load would break."""
 
+import os
+
 from hypothesis import settings
 
 from sp_core.testing import profiles
 
 settings.load_profile(profiles.DEFAULT)
+
+for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+    del os.environ[name]  # the programs that tests start are no workers of this session

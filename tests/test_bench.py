@@ -243,4 +243,4 @@ def test_a_plain_benchmark_of_unequal_ranks_hangs(tmp_path: Path) -> None:
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     assert answer.returncode != 0
-    assert launching.TIMED_OUT in answer.stderr
+    assert launching.TIMED_OUT in answer.stderr, answer.stdout + answer.stderr

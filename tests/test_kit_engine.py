@@ -127,7 +127,7 @@ def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(monkeypat
         monkeypatch.setattr(profiles, "name", lambda: profile)
         return int(profiles.chosen(None, own).max_examples)
 
-    assert (number("pr", None), number("pr", 30), number("quick", 30)) == (100, 30, 30)
+    assert (number("pr", None), number("pr", 30), number("quick", 30)) == (60, 30, 30)
     most = number("explore", None)
     assert number("explore", 30) == max(30, 30 * most // 100)
 

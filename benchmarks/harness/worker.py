@@ -31,7 +31,8 @@ def main(library: Path, setting: Path, *arguments: str) -> int:
     if MPI.COMM_WORLD.rank != 0:
         keep_quiet()
     suites = [str(BENCHMARKS / f"bench_{layer}.py") for layer in LAYERS]
-    options = ("-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", "--bench-setting", str(setting))
+    options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", "--bench-setting", str(setting)]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # sp_core is imported before the plugin in it is found
     return int(pytest.main([*options, *arguments, *suites]))
 
 

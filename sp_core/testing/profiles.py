@@ -14,7 +14,7 @@ DEFAULT = "pr"
 EXPLORED = 5000
 SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
 _OWN: dict[str, dict[str, Any]] = {
-    "pr": {"derandomize": True, "max_examples": 100, "database": None},
+    "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
     "explore": {"derandomize": False, "max_examples": EXPLORED},
 }

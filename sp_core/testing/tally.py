@@ -19,22 +19,22 @@ class Tally:
     """Counts of one session, or of several.
 
     Attributes:
-        tests: that ran on ranks.
         examples: drawn and run.
         raw: run once more without the checks between ranks.
         sizes: examples by number of ranks.
         features: examples by feature.
         pairs: examples by two features, in alphabetical order.
         ratios: the worst error over bound by what was compared.
+        tests: that ran on ranks.
     """
 
-    tests: int = 0
     examples: int = 0
     raw: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     ratios: dict[str, float] = field(default_factory=dict)
+    tests: int = 0
 
     def count(self, features: Mapping[str, bool]) -> None:
         """Count one example.
