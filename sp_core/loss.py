@@ -46,7 +46,7 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
         ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
     """
     comm.agree_on(
-        lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", lambda: _check(tokens, comm, sharding)
+        lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", lambda: check_shard(tokens, comm, sharding)
     )
     whole = sharding.restore(all_gather(tokens, comm=comm, dim=1, sizes=sharding.lengths), 1)
     positions = torch.cat([sharding.positions(rank) for rank in range(sharding.size)]).sort().values
@@ -59,12 +59,13 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
     return sharding.shard(labels, comm.rank, 1)
 
 
-def _check(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
+def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
+    """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
     if tokens.dtype != torch.int64:
         raise DtypeError(f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long().")
     if sharding.size != comm.size or tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(comm.rank):
         raise ShapeError(
-            f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.size}, and the sharding is for {sharding.size} "
+            f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the sharding is for {sharding.size} "
             f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
         )
     return 0

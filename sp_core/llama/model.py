@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_core.autograd import copy_to_group
-from sp_core.errors import DtypeError, ShapeError
+from sp_core.errors import ShapeError
 from sp_core.gradients import Placement, placement_of
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.grid import Grid
 from sp_core.llama.layers import Embedding, Layer, Norm, Weight, kv_slots
+from sp_core.loss import check_shard
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.sharding import Sharding
@@ -107,14 +108,7 @@ class Llama(nn.Module):
         return x if self.slots is None else x[:, :, self.slots]
 
     def _check(self, tokens: Tensor, sharding: Sharding) -> int:
-        group = self.grid.sequence
-        if tokens.dtype != torch.int64:
-            raise DtypeError(f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long().")
-        if sharding.size != group.size or tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(group.rank):
-            raise ShapeError(
-                f"tokens have shape {tuple(tokens.shape)} on rank {group.rank} of {group.name}, and the sharding is for "
-                f"{sharding.size} ranks with shards of {sharding.lengths}; needed (batch, own shard)."
-            )
+        check_shard(tokens, self.grid.sequence, sharding)
         check_tokens(tokens, self.config)
         return 0
 
