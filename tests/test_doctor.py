@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
 
@@ -18,16 +19,14 @@ DOCTOR = (sys.executable, "-m", "sp_core", "doctor")
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 
 
-def mpi_environment() -> dict[str, str]:
-    """What ci/ sets for either MPI, and no GPU."""
-    lines = [line for name in ("openmpi", "mpich") for line in (ROOT / "ci" / f"env.{name}").read_text().splitlines()]
-    settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    return {**settings, **os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+def without_gpu() -> dict[str, str]:
+    """That of a launch, and no GPU."""
+    return {**mpi_environment(), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def examined(*command: str, **environment: str) -> tuple[int, str]:
     answer = subprocess.run(
-        command, cwd=ROOT, env={**mpi_environment(), **environment}, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env={**without_gpu(), **environment}, capture_output=True, text=True, timeout=120, check=False
     )
     return answer.returncode, answer.stdout + answer.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_scaling import mpi_environment
 from torch import Tensor
 
 from benchmarks.peers import __main__ as peers
@@ -28,13 +28,6 @@ TINY = Setting(seqs=(32,), heads=4, head_dim=8, rounds=1)
 TINY_OPTIONS = ("--seq", "32", "--heads", "4", "--head-dim", "8")
 OURS = "ring/zigzag/off"
 CONTESTANTS = 22
-
-
-def mpi_environment() -> dict[str, str]:
-    """What ci/ sets for either MPI."""
-    lines = [line for name in ("openmpi", "mpich") for line in (ROOT / "ci" / f"env.{name}").read_text().splitlines()]
-    settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    return {**settings, **os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def launched(times: dict[str, float], seq: int = 4096, **changes: Any) -> dict[str, Any]:
