@@ -184,15 +184,15 @@ def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
 def _install(session: nox.Session, mpi: str, *packages: str) -> None:
     """Install packages and one MPI, at the pinned versions. The other MPI has to go: both wheels bring an mpiexec."""
     others = [name for name in MPIS if name != mpi]
-    session.run("pip", "uninstall", "--quiet", "--yes", *others, silent=True)
+    session.run_install("pip", "uninstall", "--quiet", "--yes", *others, silent=True)
     session.install("-c", _constraints(session), *packages, mpi)
 
 
 def _constraints(session: nox.Session) -> str:
     """The file of pinned versions. Where SP_TORCH names an interpreter, its torch and NumPy are used instead of the pinned ones."""
     borrowed = [os.environ["SP_TORCH"]] if os.environ.get("SP_TORCH") else []
-    made = session.run("python", str(ROOT / "ci" / "borrow_torch.py"), str(CONSTRAINTS), *borrowed, silent=True)
-    return str(made).splitlines()[-1]
+    made = session.run_install("python", str(ROOT / "ci" / "borrow_torch.py"), str(CONSTRAINTS), *borrowed, silent=True)
+    return str(made).splitlines()[-1] if made else str(CONSTRAINTS)  # nothing was run where nothing is to be installed
 
 
 def _environment(mpi: str) -> dict[str, str]:
