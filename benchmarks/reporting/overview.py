@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from benchmarks.reporting.style import Picture, styled
 from benchmarks.reporting.text import plain
 
-MOST = {"Comparison": 1, "Scaling": 2, "Bandwidth": 2, "Communication": 1, "History": 1, "Timeline": 1}
+MOST = {"Comparison": 1, "Scaling": 3, "Bandwidth": 2, "Communication": 1, "History": 1, "Timeline": 1}
 """How many of each kind."""
 
 ALONE = 6  # where there is one kind only

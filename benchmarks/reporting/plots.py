@@ -50,8 +50,8 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
         heading = ", ".join(filter(None, (family, DIRECTIONS.get(direction, direction))))
         for part in _parts(list(series), LINES):
             named = {_variant(case, part): series[case] for case in part}
-            yield Picture("Scaling", plain(f"{heading}: time against ranks"), _scaling_figure(named, times))
-            yield Picture("Scaling", plain(f"{heading}: efficiency against ranks"), _scaling_figure(named, efficiencies))
+            yield Picture("Scaling", plain(f"{heading}: time"), _scaling_figure(named, times))
+            yield Picture("Scaling", plain(f"{heading}: efficiency"), _scaling_figure(named, efficiencies))
 
 
 def times(axes: Axes, series: Series) -> None:
