@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import sp_core as sp
 from benchmarks.reporting import foreign, timeline
 from benchmarks.reporting.trace import clock
 from benchmarks.reporting.trace.__main__ import main
 from benchmarks.reporting.trace.merge import Profile, merge
+from benchmarks.reporting.trace.naming import Log
+from sp_core.testing import spmd
 
 pytestmark = pytest.mark.mpi_skip
 RANKS, SEQ, HIDDEN = 2, 96, 32
@@ -96,6 +100,17 @@ def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixt
     assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M")
     table = timeline.read(tmp_path / "trace.json").tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
+
+
+@spmd(2)
+def test_a_collective_by_an_algorithm_is_named_and_sized(comm: Any) -> None:
+    """Its messages are posted by itself, at its start and while it is waited for."""
+    with sp.Mesh(comm, sp=2) as mesh:
+        log = Log(mesh["sp"])
+        sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="ring")
+        sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="mpi")
+        calls = [(call["kind"], call["bytes_sent"]) for call in log.as_dicts() if call["operation"] == "all_reduce"]
+    assert calls == [("run", 40), ("run", 40)]
 
 
 def test_a_case_that_makes_no_sense_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

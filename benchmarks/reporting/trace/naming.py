@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 from torch.profiler import record_function
 
 from sp_core.communicator import Communicator
-from sp_core.transport import Handle, Messages, Transfer
+from sp_core.transport import Done, Handle, Messages, Transfer
 
 PREFIX = "communication #"
 T = TypeVar("T")
@@ -22,7 +23,7 @@ class Call:
     Args:
         operation: as in its counters.
         kind: "run" until it is done, "start" without waiting, "wait" for what was started, "agree" on arguments.
-        bytes_sent: by this rank, from the counters; of a wait, those of its start.
+        bytes_sent: by this rank since its last call of the operation, from the counters; of a wait, those of its start too.
         transfer: number of the call that started what is waited for.
     """
 
@@ -39,6 +40,7 @@ class Log:
         self.calls: list[Call] = []
         self._comm = comm
         self._started: dict[int, tuple[Handle, int]] = {}
+        self._told = Counter({name: comm.counters[name].bytes_sent for name in comm.counters.snapshot()})
         run, start, exchange, wait, agree = comm.run, comm.start, comm.exchange, comm.wait, comm._agree
 
         def named_run(transfer: Transfer, *buffers: Any) -> None:
@@ -51,8 +53,10 @@ class Log:
             return self._begin(Call(name, "start"), lambda: exchange(sends, recvs, name))
 
         def named_wait(handle: Handle, name: str) -> None:
-            if id(handle) not in self._started:
+            if isinstance(handle, Done):
                 return wait(handle, name)  # nothing was sent
+            if id(handle) not in self._started:  # an algorithm of this library, which posts its messages as it goes
+                return self._span(Call(name, "run"), lambda: wait(handle, name))
             number = self._started.pop(id(handle))[1]
             return self._span(Call(name, "wait", self.calls[number].bytes_sent, number), lambda: wait(handle, name))
 
@@ -74,9 +78,11 @@ class Log:
         return handle
 
     def _span(self, call: Call, act: Callable[[], T]) -> T:
-        number, before = len(self.calls), self._comm.counters[call.operation].bytes_sent
+        number = len(self.calls)
         self.calls.append(call)
         with record_function(f"{PREFIX}{number}"):
             result = act()
-        call.bytes_sent += self._comm.counters[call.operation].bytes_sent - before
+        sent = self._comm.counters[call.operation].bytes_sent
+        call.bytes_sent += sent - self._told[call.operation]
+        self._told[call.operation] = sent
         return result
