@@ -50,7 +50,7 @@ def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> lis
             layout=layout,
             mask=mask,
             detail=transport if len(NAMES[device]) > 1 else None,
-            quick=(layout, mask, direction) in QUICK,
+            quick=(layout, mask, direction) in QUICK and (scheme != HYBRID or ranks > 1),
         )
         for scheme in (*SCHEMES, HYBRID)
         if (mesh := mesh_of(scheme, ranks)) is not None

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--only", action="append", default=[], metavar="PART", help="cases whose id contains it; may be repeated")
     made.add_argument("--layer", action="append", default=[], choices=LAYERS, help="only this suite; may be repeated")
-    made.add_argument("--quick", action="store_true", help="a small selection of cases, few samples")
+    made.add_argument("--quick", action="store_true", help="a small selection of cases, each for longer")
     made.add_argument("--list", action="store_true", help="print the cases and numbers of ranks, and measure nothing")
     made.add_argument(
         "--root", type=Path, default=ROOT, metavar="FOLDER", help="a checkout: its sp_core is measured (default: this)"

@@ -20,7 +20,7 @@ class Bench:
 
     Args:
         run_id: of the comparison, in all its records.
-        quick: the small selection, with few samples.
+        quick: the small selection, each case for longer.
         device: "cpu" or "cuda".
         share_gpu: let several ranks use one GPU.
         launcher: instead of mpiexec, with `{ranks}` in it.

@@ -29,7 +29,7 @@ class Setting:
         commit: of the library that is measured.
         only: parts of case ids, one of which a case must contain; all cases if empty.
         layers: suites to run; all if empty.
-        quick: the small selection, with few samples.
+        quick: the small selection, each case for longer.
         device: "cpu" or "cuda".
         share_gpu: let several ranks use one GPU.
     """
