@@ -37,15 +37,18 @@ class Launch:
         prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if empty.
         timeout: seconds that one case may take.
         python: the interpreter of the ranks.
+        variables: NAME=VALUE for the environment of the ranks.
     """
 
     prefix: str = ""
     timeout: float = 600.0
     python: str = sys.executable
+    variables: tuple[str, ...] = ()
 
     def command(self, ranks: int, worker: str, *arguments: str) -> list[str]:
         """The command line that runs a module on several ranks."""
-        program = [self.python, "-m", "mpi4py", "-m", worker, *arguments]
+        set_first = ["env", *self.variables] if self.variables else []
+        program = [*set_first, self.python, "-m", "mpi4py", "-m", worker, *arguments]
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         launcher = [self.python, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]

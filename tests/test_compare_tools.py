@@ -126,7 +126,7 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
     asked: list[Any] = []
 
     def run_launch(ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any) -> str:
-        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, launch.python, root))
+        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, launch.command(ranks, "worker")[-7:], root))
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
         if setting.launch == 1:
@@ -142,7 +142,8 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    assert asked == [(2, ["b"], pair, 0, "a-python", tmp_path), (1, ["a", "b"], pair, 1, "a-python", tmp_path)]
+    worker = ["env", launches.KEEP_MEMORY, "a-python", "-m", "mpi4py", "-m", "worker"]
+    assert asked == [(2, ["b"], pair, 0, worker, tmp_path), (1, ["a", "b"], pair, 1, worker, tmp_path)]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "records.log"]
