@@ -126,7 +126,8 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
     asked: list[Any] = []
 
     def run_launch(ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any) -> str:
-        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, launch.command(ranks, "worker")[-7:], root))
+        command = launch.command(ranks, "worker")[-7:]
+        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, command, root))
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
         if setting.launch == 1:
