@@ -61,8 +61,9 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     tensors = [] if comm.window is None else comm.window.tensors(x)
     if not 0 <= rank < len(tensors):
         raise RankError(
-            f"the tensor of rank {rank} that belongs to one of shape {tuple(x.shape)} was asked for; {comm.name} has {len(tensors)} "
-            f"that do ({comm.no_window or 'and shared memory'}). Pass what shared_empty gave, and the communicator of that call."
+            f"the tensor of rank {rank} that belongs to one of shape {tuple(x.shape)} was asked for; {comm.name} has "
+            f"{len(tensors)} that do ({comm.no_window or 'and shared memory'}). Pass what shared_empty gave, and the communicator "
+            "of that call."
         )
     return tensors[rank]
 

@@ -10,6 +10,7 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from sp_core.testing.places import owner
@@ -167,12 +168,19 @@ def _status_of_zombie(pid: int) -> int | None:
 
 def kill_session(leader: int) -> None:
     """Kill every process of the session that `leader` leads; launchers put ranks into process groups of their own."""
+    for path in processes_of(leader):
+        with contextlib.suppress(OSError):
+            os.kill(int(path.name), signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def processes_of(leader: int) -> Iterator[Path]:
+    """The processes of a session, as folders of /proc."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if _session(path) == leader:
-                os.kill(int(path.name), signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        os.killpg(leader, signal.SIGKILL)
+                yield path
 
 
 def _session(process: Path) -> int:

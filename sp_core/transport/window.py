@@ -138,7 +138,7 @@ class Window:
         for number, tensors in enumerate(self._allocations):
             mine = tensors[self._comm.rank]
             if x is not None and mine.dtype == x.dtype:
-                offset = x.data_ptr() - mine.data_ptr()
+                offset = _address(x) - _address(mine)
                 if offset >= 0 and offset + x.nbytes <= mine.nbytes:
                     return number, offset // x.itemsize
         raise KeyError("not in shared memory")
@@ -173,6 +173,11 @@ class Operation:
                 self._window.watch(self._what)
                 return False
         return True
+
+
+def _address(x: Tensor) -> int:
+    """Where a tensor begins; torch says so itself only of tensors that have elements."""
+    return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.itemsize
 
 
 def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
