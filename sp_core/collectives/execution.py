@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_core.communicator import Communicator
 from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Buffer, Combine, Message, Program, cost, wide_length
 from sp_core.scratch import Scratch
-from sp_core.transport import Bound, Done, Handle, Messages
+from sp_core.transport import Bound, Done, Handle, Messages, wait
 
 Work = Callable[[], object]
 
@@ -90,6 +90,10 @@ class BoundProgram:
         self.comm.transport.announce(self._sends, self._recvs)
         return Running(self)
 
+    def run(self) -> None:
+        """A run to its end."""
+        wait(self.start(), self.comm.poll)
+
     def release(self) -> None:
         """Give the scratch back, after the last run."""
         self._scratch.give(self._block)
@@ -151,6 +155,10 @@ class Ready(Protocol):
 
     def start(self) -> Handle:
         """Begin a run. The memory must not be touched until it is complete."""
+        ...
+
+    def run(self) -> None:
+        """A run to its end."""
         ...
 
     def release(self) -> None:

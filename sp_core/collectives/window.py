@@ -66,13 +66,21 @@ class BoundWindow:
 
     def start(self) -> Operation:
         """Begin a run. The memory must not be touched until it is complete."""
+        return self._window.start(self._next(), self._what)
+
+    def run(self) -> None:
+        """A run to its end."""
+        self._window.make(self._next(), self._what, self._comm.poll)
+
+    def _next(self) -> list[list[Work]]:
+        """The steps of a run that begins now; it is counted."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
             self._bound[first] = self._bind(first)
         bound = self._bound[first]
         count: Count = self._comm.counters[self._transfer.op.value]
         count.add(messages=bound.messages, bytes_sent=bound.bytes_read, scratch=bound.scratch)
-        return self._window.start(bound.steps, self._what)
+        return bound.steps
 
     def release(self) -> None:
         """Give the scratch back, after the last run."""

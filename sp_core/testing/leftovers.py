@@ -1,7 +1,7 @@
 """Files that an MPI library makes in shared memory, and leaves there when its ranks are killed.
 
-Source: MPICH 5.0 keeps `mpich_shm_*` until its finalization; Open MPI 5.0 `sm_segment.*`, which its daemon removes unless it is
-killed.
+Source: MPICH 5.0 keeps `mpich_shm_*` until its finalization, and UCX inside it `ucx_shm_posix_*`; Open MPI 5.0 `sm_segment.*`, which
+its daemon removes unless it is killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from sp_core.testing.deaths import processes_of
 
 FOLDER = Path("/dev/shm")
-NAMES = ("mpich_shm_", "sm_segment.")
+NAMES = ("mpich_shm_", "ucx_shm_posix_", "sm_segment.")
 SLACK_SECONDS = 5.0  # between the clock of a file system and ours
 FIRST_SECONDS, FIRST_PAUSE, PAUSE = 5.0, 0.25, 2.0
 
