@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sp_core.rope import Rope
     from sp_core.schemes import allgather_kv_attention, hybrid_attention, ring_attention, ulysses_attention
     from sp_core.sharding import Sharding
+    from sp_core.shared_tensors import fence, peer, shared_empty
 
 __all__ = [
     "CheckpointError",
@@ -79,16 +80,19 @@ __all__ = [
     "copy_all_to_group",
     "copy_to_group",
     "dropout",
+    "fence",
     "gather_replicated",
     "hybrid_attention",
     "local_attention",
     "merge",
+    "peer",
     "plan",
     "reduce",
     "reduce_from_group",
     "reduce_scatter",
     "reduce_scatter_start",
     "ring_attention",
+    "shared_empty",
     "shift",
     "shift_start",
     "ulysses_attention",
@@ -156,6 +160,7 @@ _HOMES = {
         "ring_attention",
         "ulysses_attention",
     ),
+    "sp_core.shared_tensors": ("fence", "peer", "shared_empty"),
     "sp_core.sharding": ("Sharding",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

@@ -15,7 +15,7 @@ from sp_core import agreement
 from sp_core.errors import RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, Messages, Op, Transfer, make_transport, wait
+from sp_core.transport import Handle, Messages, Op, Transfer, Window, make_transport, make_window, wait
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -31,7 +31,8 @@ class Count:
 
     `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
     payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
-    by one. `scratch` is the most bytes of scratch memory that one call has used, outside the MPI library.
+    by one. In the memory that the ranks of a node share nothing is sent: there `messages` are the regions that this rank has read
+    from others' memory, and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has used, outside the MPI library.
     """
 
     calls: int = 0
@@ -117,6 +118,10 @@ class Communicator:
         self.scratch = Scratch(self.device)
         self._tags = 0
         self.transport = make_transport(transport, comm, self.device, self.poll)
+        self.window: Window | None = None
+        self.no_window = f"it was made with transport={transport!r}"
+        if self.transport.name == "window":
+            self.window, self.no_window = make_window(comm)
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else self.transport.name
@@ -176,6 +181,15 @@ class Communicator:
     def poll(self) -> None:
         """Let everything that was started make progress. Cheap; call it between pieces of a long computation."""
         self._pending = [handle for handle in self._pending if not handle.test()]
+
+    def fence(self) -> None:
+        """Wait for all ranks, through the window where there is one."""
+        self.ensure_open()
+        self.counters["control"].add()
+        if self.window is None:
+            self._comm.Barrier()
+        else:
+            self.wait(self.window.start(((), ()), "fence"), "control")
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start = time.perf_counter()

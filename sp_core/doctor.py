@@ -273,9 +273,9 @@ def _transports(device: str | None) -> Iterator[Finding]:
 
 def _try(world: Intracomm, kind: str, name: str) -> Finding:
     """Gather a few numbers over all ranks; every rank learns whether that failed on any."""
-    problem = None
+    problem, fallback = None, ""
     try:
-        _gather(world, kind, name)
+        fallback = _gather(world, kind, name)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the doctor was asked for
         problem = f"{type(error).__name__}: {error}"
     problems = [text for text in world.allgather(problem) if text]
@@ -283,14 +283,19 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
     if problems:
         remedy = f"it is not usable here: pass another transport of {NAMES[kind]}, or another device; please report what you see"
         return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
+    if fallback:
+        return Finding(subject, "note", f"{kind}: no shared memory, {fallback}; the MPI library carries the collectives instead")
     return Finding(subject, "ok", f"{kind}: an all-gather over {world.size} rank(s) came out right")
 
 
-def _gather(world: Intracomm, kind: str, name: str) -> None:
+def _gather(world: Intracomm, kind: str, name: str) -> str:
+    """Raise what is wrong; why shared memory was asked for and is not used, else nothing."""
     device = torch.device(kind, world.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)
         everything = all_gather(mine, comm=mesh["all"]).cpu()
+        fallback = mesh["all"].no_window if name == "window" else ""
     expected = torch.arange(float(world.size)).repeat_interleave(1000)[:, None].expand(-1, 3)
     if not torch.equal(everything, expected):
         raise RuntimeError("the gathered numbers are not the ones that were sent")
+    return fallback

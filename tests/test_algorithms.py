@@ -18,6 +18,8 @@ from sp_core.testing import device, given, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
 from sp_core.testing.fake_device import DelayedStreams
 from sp_core.testing.schedule_cases import NAMES, SUMS, Vectors, pieces, vectors
+from sp_core.testing.window_cases import OPS as WINDOW_OPS
+from sp_core.testing.window_cases import use_window
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
@@ -47,7 +49,7 @@ def poison(comm: sp.Communicator) -> None:
 
 @st.composite
 def cases_by_algorithm(draw: st.DrawFn) -> Case:
-    op, algorithm = draw(st.sampled_from(NAMES))
+    op, algorithm = draw(st.sampled_from([*NAMES, *((op, "window") for op in WINDOW_OPS)]))
     return draw(cases(DTYPES, [op], algorithm))
 
 
@@ -58,6 +60,8 @@ def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Cas
         group = mesh["sp"]
         group.transport = TRANSPORTS[transport](group)
         poison(group)
+        if case.algorithm == "window":
+            use_window(group)
         inputs = case.inputs(comm.size)
         time.sleep(0.002 if comm.rank == late else 0)
         for _ in range(2):
@@ -122,13 +126,15 @@ def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, probl
     assert found.scratch == expected.scratch
 
 
-@given(max_examples=40, problem=vectors(("all_reduce", "reduce_scatter")), start=st.booleans())
-def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, problem: Vectors, start: bool) -> None:
+@given(max_examples=40, problem=vectors(("all_reduce", "reduce_scatter")), start=st.booleans(), shared=st.booleans())
+def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, problem: Vectors, start: bool, shared: bool) -> None:
     """Also where the mesh was made with another algorithm; a half type is added in float32."""
     inputs = problem.inputs(comm.size)
     total = in_order(inputs)
     name = f"{problem.op}_start" if start else problem.op
     with sp.Mesh(comm, algorithm={problem.op: problem.algorithm}, sp=comm.size) as mesh:
+        if shared:
+            use_window(mesh["sp"])
         counts = pieces(comm.size, problem.shape)
         arguments: dict[str, Any] = {"sizes": counts} if problem.op == "reduce_scatter" else {}
         result = getattr(sp, name)(inputs[comm.rank], comm=mesh["sp"], deterministic=True, **arguments)
@@ -167,9 +173,11 @@ def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str, op: 
     case = replace(case, dtype="float32" if case.dtype == "bool" else case.dtype)
     inputs = case.inputs(comm.size)
     if inputs[0].is_floating_point() and inputs[0].numel():
-        inputs = [x.clone() for x in inputs]
+        inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         inputs[case.seed % comm.size].view(-1)[case.seed % inputs[0].numel()] = torch.nan
     with sp.Mesh(comm, sp=comm.size) as mesh:
+        if algorithm == "window":
+            use_window(mesh["sp"])
         result = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], op=op, algorithm=algorithm)
     stacked = torch.stack(inputs)
     assert torch.equal(result.isnan(), stacked.isnan().any(0))
@@ -179,19 +187,21 @@ def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str, op: 
 
 @spmd(2, 3, 5)
 def test_in_place_by_every_algorithm(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         for algorithm in ALGORITHMS["all_reduce"]:
             x = Vectors("all_reduce", algorithm, 5, 0, "float32", 1).inputs(comm.size)[comm.rank]
             wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
             assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"], algorithm=algorithm), wanted), algorithm
 
 
-@given(max_examples=20, problem=vectors(("all_reduce",)), library=st.booleans(), transposed=st.booleans())
-def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, library: bool, transposed: bool) -> None:
-    algorithm = "mpi" if library else problem.algorithm
+@given(max_examples=20, problem=vectors(("all_reduce",)), other=st.sampled_from(["", "mpi", "window"]), transposed=st.booleans())
+def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, other: str, transposed: bool) -> None:
+    algorithm = other or problem.algorithm
     x = problem.inputs(comm.size)[comm.rank]
     with sp.Mesh(comm, sp=comm.size) as mesh:
         poison(mesh["sp"])
+        if other == "window":
+            use_window(mesh["sp"])
         wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
         mine = torch.stack([x, x], 1)[:, 0] if transposed else x
         address = mine.data_ptr()
@@ -203,16 +213,20 @@ def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vec
 
 @st.composite
 def planned(draw: st.DrawFn) -> Case:
-    op = draw(st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]))
+    op = draw(st.sampled_from(WINDOW_OPS))
     return draw(cases(DTYPES, [op], draw(st.sampled_from(ALGORITHMS[op]))))
 
 
 @given(max_examples=40, case=planned(), transport=st.sampled_from(sorted(TRANSPORTS)), started=st.booleans())
 def test_a_plan_runs_on_what_its_input_holds(comm: Any, case: Case, transport: str, started: bool) -> None:
+    """In shared memory the others read the input in place, where it is contiguous."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
         group.transport = TRANSPORTS[transport](group)
         x = case.inputs(comm.size)[comm.rank].clone()
+        if case.algorithm == "window":
+            use_window(group)
+            x = sp.shared_empty(x.shape, dtype=x.dtype, comm=group) if case.view == "plain" else x
         plan = sp.plan(case.op, x, comm=group, **case.arguments(comm.size))
         for seed in (case.seed, case.seed + 1):
             other = replace(case, seed=seed)

@@ -199,3 +199,14 @@ def test_a_launch_that_takes_too_long_is_killed_with_all_its_processes(tmp_path:
     assert time.monotonic() - begin < 20
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_a_rank_killed_in_shared_memory_is_reported_soon_and_leaves_no_file() -> None:
+    begin = time.monotonic()
+    result = run(["-m", "sp_core.testing.launch", "-n", "2", "--timeout", "60", "--", "python", str(KIT / "killed.py")])
+    assert time.monotonic() - begin < 30
+    assert result.returncode != 0, result.stdout
+    assert re.search("signal 9|SIGKILL|Killed", result.stdout), result.stdout
+    mapped = re.findall(r"/dev/shm/\S+", result.stdout)
+    assert mapped, result.stdout
+    assert [path for path in mapped if Path(path).exists()] == []

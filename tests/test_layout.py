@@ -20,7 +20,7 @@ ROOMS = (
     ("agreement", "scratch"),
     ("communicator",),
     ("mesh",),
-    ("collectives",),
+    ("collectives", "shared_tensors"),
     ("autograd",),
     ("schemes",),
     ("layers", "parallel_linear", "cost", "gradients", "loss"),

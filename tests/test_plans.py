@@ -57,7 +57,7 @@ def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[A
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name != "auto"], ids="by {}".format)
 @spmd(2, 3)
 def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         group = mesh["sp"]
         pending = sp.all_reduce_start(torch.ones(40), comm=group, algorithm=algorithm)
         deadline = time.monotonic() + 60  # not a measurement: without progress this would never end

@@ -71,7 +71,7 @@ def reduce_scatter(
         return 0
 
     comm.agree_on(call, check, always=False)
-    chosen = IN_RANK_ORDER if deterministic else algorithm
+    chosen = _in_rank_order(algorithm, comm) if deterministic else algorithm
     return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm), algorithm=chosen)
 
 
@@ -95,7 +95,7 @@ def all_reduce(
         return _check_reduction(x, comm, op, algorithm)
 
     comm.agree_on(call, check, always=False)
-    return maps.AllReduce(comm, op, algorithm=IN_RANK_ORDER if deterministic else algorithm)
+    return maps.AllReduce(comm, op, algorithm=_in_rank_order(algorithm, comm) if deterministic else algorithm)
 
 
 def reduce(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Reduce:
@@ -161,7 +161,7 @@ def shift(name: str, x: Tensor, comm: Communicator, offset: int, dim: int, sizes
         return x.shape[dim]
 
     lengths = comm.agree_on(call, check, always=sizes is None)
-    return maps.Shift(comm, offset, dim, tuple(lengths if sizes is None else sizes))
+    return maps.Shift(comm, offset, dim, tuple(lengths if sizes is None else sizes), algorithm=algorithm)
 
 
 def _normal(x: Tensor, dim: int) -> int:
@@ -205,6 +205,11 @@ def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims:
                 f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
             )
     check_algorithm(op, algorithm)
+    if algorithm == "window" and comm.window is None:
+        raise ValueError(
+            f"algorithm='window' was given; {comm.name} has no shared memory: {comm.no_window}. "
+            "Pass another algorithm, or make the mesh with transport='window' over ranks of one machine."
+        )
 
 
 def _check_writable(x: Tensor) -> None:
@@ -221,11 +226,18 @@ def _check_writable(x: Tensor) -> None:
 
 
 def _check_deterministic(algorithm: str, deterministic: bool) -> None:
-    if deterministic and algorithm not in ("auto", IN_RANK_ORDER):
+    if deterministic and algorithm not in ("auto", *IN_RANK_ORDER):
         raise ValueError(
-            f"algorithm={algorithm!r} was given with deterministic=True, which only {IN_RANK_ORDER!r} can do: it adds in the order "
-            "of the ranks. Pass one of the two."
+            f"algorithm={algorithm!r} was given with deterministic=True, which only {IN_RANK_ORDER} can do: these add in the order "
+            "of the ranks. Pass one of them, or leave one out."
         )
+
+
+def _in_rank_order(algorithm: str, comm: Communicator) -> str:
+    """The algorithm of a sum in the order of the ranks."""
+    if algorithm != "auto":
+        return algorithm
+    return "pairwise" if comm.window is None else "window"
 
 
 def check_all(tensors: Sequence[Tensor], comm: Communicator) -> int:

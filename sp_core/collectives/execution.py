@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from sp_core.communicator import Communicator
 from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Buffer, Combine, Message, Program, cost, wide_length
 from sp_core.scratch import Scratch
-from sp_core.transport import Bound, Done, Handle, Messages
+from sp_core.transport import Bound, Done, Handle, Messages, wait
 
 Work = Callable[[], object]
 
@@ -35,9 +36,9 @@ class Memory:
         region = region_of.region if isinstance(region_of, Message) else region_of.into
         return self.buffers[region.buffer][region.start : region.stop]
 
-    def parts(self, combine: Combine) -> list[Tensor]:
-        """The memory of what is combined."""
-        return [self.buffers[part.buffer][part.start : part.stop] for part in combine.parts]
+    def of(self, combine: Combine) -> tuple[Tensor, list[Tensor]]:
+        """The memory of the result of a combination, and of what is combined."""
+        return self.view(combine), [self.buffers[part.buffer][part.start : part.stop] for part in combine.parts]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class BoundProgram:
         self.comm.counters[self.name].add(scratch=self._scratch_bytes)
         self.comm.transport.announce(self._sends, self._recvs)
         return Running(self)
+
+    def run(self) -> None:
+        """A run to its end."""
+        wait(self.start(), self.comm.poll)
 
     def release(self) -> None:
         """Give the scratch back, after the last run."""
@@ -145,11 +150,27 @@ class Running:
             self._under_way.append((handle, step.work))
 
 
-class Once:
-    """The only run of a program; its scratch goes back to the communicator when it is complete."""
+class Ready(Protocol):
+    """A collective on memory, ready to run any number of times, one after the other."""
 
-    def __init__(self, bound: BoundProgram) -> None:
-        self._bound: BoundProgram | None = bound
+    def start(self) -> Handle:
+        """Begin a run. The memory must not be touched until it is complete."""
+        ...
+
+    def run(self) -> None:
+        """A run to its end."""
+        ...
+
+    def release(self) -> None:
+        """Give scratch back, after the last run."""
+        ...
+
+
+class Once:
+    """The only run of a collective; its scratch goes back to the communicator when it is complete."""
+
+    def __init__(self, bound: Ready) -> None:
+        self._bound: Ready | None = bound
         self._running = bound.start()
 
     def test(self) -> bool:
@@ -183,18 +204,19 @@ def _bound(comm: Communicator, program: Program, memory: Memory, reduction: str)
     for step in program.steps:
         sends = [(message.peer, memory.view(message)) for message in step.sends]
         recvs = [(message.peer, memory.view(message)) for message in step.receives]
-        work = tuple(item for combine in step.then for item in _work(memory, combine, reduction))
+        work = tuple(item for combine in step.then for item in combination(*memory.of(combine), memory.wide, reduction))
         yield BoundStep(comm.transport.bind(sends), comm.transport.bind(recvs), len(sends), sum(x.nbytes for _, x in sends), work)
 
 
-def _work(memory: Memory, combine: Combine, reduction: str) -> Iterator[Work]:
-    """The calls that make a combination."""
-    into, parts, together = memory.view(combine), memory.parts(combine), REDUCTIONS[reduction]
+def combination(into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor] | None, reduction: str) -> Iterator[Work]:
+    """The calls that bring the sum (or max, min) of some vectors into another one; `wide` is room for sums of half types."""
+    together = REDUCTIONS[reduction]
     if len(parts) == 1:
         if not _same(into, parts[0]):
             yield partial(into.copy_, parts[0])
     elif len(parts) > 2 and into.dtype in HALF:
-        yield partial(_add_wide, into, parts, memory.wide, together)
+        assert wide is not None
+        yield partial(_add_wide, into, parts, wide, together)
     else:
         total = parts[0] if any(_same(into, part) for part in parts[2:]) else into
         for place, part in enumerate(parts[1:]):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_core.collectives import choice
-from sp_core.collectives.flat import back, elements, flat, flattened, packed, unmarked
+from sp_core.collectives.flat import back, elements, flattened, packed, unmarked
 from sp_core.communicator import Communicator
 from sp_core.transport import Handle
 from sp_core.transport import transfer as tr
@@ -240,7 +240,7 @@ class Reduce(FlatMap):
 
 
 @dataclass(frozen=True)
-class Shift(Map):
+class Shift(FlatMap):
     """Rank r's tensor goes to rank `(r + offset) % size`. Rank r holds `sizes[r]` along `dim` before."""
 
     name = "shift"
@@ -253,19 +253,9 @@ class Shift(Map):
         moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
         return replace(self, offset=-self.offset, sizes=moved)
 
-    def run(self, x: Tensor) -> Tensor:
-        started = self.start(x)
-        self.comm.wait(started.handle, "shift")
-        return started.result()
-
-    def start(self, x: Tensor) -> Started:
-        rank, size = self.comm.rank, self.comm.size
-        dest, source = (rank + self.offset) % size, (rank - self.offset) % size
+    def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
-        recv = x.new_empty((self.sizes[source], *rows.shape[1:]))
-        if dest == rank:
-            recv.copy_(rows)
-            handle = self.comm.exchange([], [], "shift")
-        else:
-            handle = self.comm.exchange([(dest, flat(rows))], [(source, recv.view(-1))], "shift")
-        return Started(handle, lambda: back(recv, self.dim))
+        transfer = tr.shift(elements(self.sizes, rows), self.comm.rank, self.offset)
+        recv = x.new_empty((self.sizes[(self.comm.rank - self.offset) % self.comm.size], *rows.shape[1:]))
+        send, refresh = flattened(rows)
+        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from sp_core.collectives import build, choice
-from sp_core.collectives.execution import BoundProgram
-from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared
+from sp_core.collectives.execution import Ready
+from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared, Shift
 from sp_core.communicator import Communicator
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle
+from sp_core.transport import Handle, Op
 from sp_core.transport import transfer as tr
 
 
@@ -31,13 +32,15 @@ class Plan:
         self.input = x
         self.algorithm = choice.chosen(comm, mapping.name, mapping.algorithm)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
-        self._bound: BoundProgram | None = None
-        if self.algorithm == "mpi":
-            self._call = comm.prepare(transfer, prepared.send, prepared.recv)
+        self._bound: Ready | None = None
+        if self.algorithm != "mpi":
+            own, resident = Scratch(comm.device), self.algorithm == "window" and _resident(comm, prepared)
+            self._bound = choice.bind(comm, transfer, prepared.send, prepared.recv, self.algorithm, own, resident=resident)
+            self._call: Callable[[], object] = self._run
+        elif transfer.op is Op.SHIFT:
+            self._call = partial(choice.run, comm, transfer, prepared.send, prepared.recv, "mpi")
         else:
-            own = Scratch(comm.device)
-            self._bound = choice.bind(comm, transfer, prepared.send, prepared.recv, self.algorithm, own)
-            self._call = self._run
+            self._call = comm.prepare(transfer, prepared.send, prepared.recv)
 
     def run(self) -> Tensor:
         """Carry it out on what the input holds now.
@@ -56,7 +59,7 @@ class Plan:
         if prepared.refresh is not None:
             prepared.refresh()
         if self._bound is None:
-            return self._comm.start(prepared.transfer, prepared.send, prepared.recv)
+            return choice.start(self._comm, prepared.transfer, prepared.send, prepared.recv, "mpi")
         self._comm.ensure_open()
         return self._comm.track(self._bound.start())
 
@@ -68,15 +71,29 @@ class Plan:
     def _run(self) -> None:
         assert self._bound is not None
         self._comm.ensure_open()
-        self._comm.wait(self._bound.start(), self._name)
+        start = time.perf_counter()
+        self._bound.run()
+        self._comm.counters[self._name].seconds += time.perf_counter() - start
+
+
+def _resident(comm: Communicator, prepared: Prepared) -> bool:
+    """Whether every rank reads the same place of shared memory, so that the others can do so too."""
+    assert comm.window is not None
+    if prepared.transfer.op is Op.ALL_TO_ALL:
+        return False  # its pieces are packed first
+    mine = comm.window.place(prepared.send) if prepared.refresh is None else -1
+    places = comm.agree_on(lambda: "where the input of a plan lives", lambda: mine)
+    return len(set(places)) == 1 and mine >= 0
 
 
 def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan:
     """Prepare a collective on one tensor, to be run many times.
 
     Args:
-        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "reduce"; or "all_reduce_", in place.
-        x: what every run reads. Contiguous memory is read where it is, anything else is copied first in every run.
+        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or "reduce"; or "all_reduce_", in
+            place.
+        x: what every run reads. Contiguous memory is read where it is, anything else is copied first in every run. In a window a
+            tensor of `shared_empty` is read in place by the other ranks too.
         comm: the ranks.
         arguments: those of the function of that name.
 
@@ -84,7 +101,7 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         A plan; its `run` makes no tensor and agrees on nothing, because that is done here.
 
     Communication:
-        One agreement. Each run: as the function of that name.
+        One agreement, in a window two. Each run: as the function of that name.
 
     Raises:
         As the function of that name; ValueError for another `op`.
@@ -141,12 +158,19 @@ def _all_to_all(name: str, x: Tensor, comm: Communicator, *, split_dim: int, con
     return build.all_to_all(name, x, comm, (split_dim, concat_dim), *sizes, **named)
 
 
+def _shift(
+    name: str, x: Tensor, comm: Communicator, *, offset: int = 1, dim: int = 0, sizes: build.Sizes = None, algorithm: str = "auto"
+) -> Shift:
+    return build.shift(name, x, comm, offset, dim, sizes, algorithm)
+
+
 _BUILDERS: dict[str, Callable[..., FlatMap]] = {
     "all_gather": build.all_gather,
     "reduce_scatter": build.reduce_scatter,
     "all_reduce": build.all_reduce,
     "all_reduce_": _in_place,
     "all_to_all": _all_to_all,
+    "shift": _shift,
     "broadcast": build.broadcast,
     "reduce": build.reduce,
 }

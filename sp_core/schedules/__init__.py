@@ -5,6 +5,8 @@ from sp_core.schedules.definition import Buffer, Combine, Message, Program, Regi
 from sp_core.schedules.figures import WIDE_BLOCK, Cost, cost, show, wide_length
 from sp_core.schedules.replay import HALF, REDUCTIONS, replay
 from sp_core.schedules.table import ALGORITHMS, IN_RANK_ORDER, LIBRARY, Task, check_algorithm, defaults, program_of, schedule_of
+from sp_core.schedules.window import in_window
+from sp_core.schedules.window_definition import SLOTS, Gather, InWindow, Place, WindowTask, widest_sum, window_cost
 
 __all__ = [
     "ALGORITHMS",
@@ -12,24 +14,32 @@ __all__ = [
     "IN_RANK_ORDER",
     "LIBRARY",
     "REDUCTIONS",
+    "SLOTS",
     "WIDE_BLOCK",
     "Buffer",
     "Combine",
     "Cost",
+    "Gather",
+    "InWindow",
     "Message",
+    "Place",
     "Program",
     "Region",
     "Schedule",
     "ScheduleError",
     "Step",
     "Task",
+    "WindowTask",
     "check_algorithm",
     "cost",
     "defaults",
+    "in_window",
     "program_of",
     "replay",
     "schedule_of",
     "show",
     "verify",
     "wide_length",
+    "widest_sum",
+    "window_cost",
 ]

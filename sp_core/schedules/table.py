@@ -60,14 +60,15 @@ _BUILDERS: dict[str, dict[str, Callable[[Task], Program]]] = {
     "shift": {},
 }
 
-LIBRARY = ("auto", "mpi")
-"""What every collective offers beside its schedules: "mpi" is the MPI library's own choice, and "auto" takes it so far."""
+LIBRARY = ("auto", "mpi", "window")
+"""What every collective offers beside its schedules: "mpi" is the MPI library's own choice, "window" the memory that the ranks
+share, where they do; "auto" takes the window of a communicator that has one, and else the library."""
 
 ALGORITHMS = {op: (*LIBRARY, *builders) for op, builders in _BUILDERS.items()}
 """What `algorithm=` may say, by collective."""
 
-IN_RANK_ORDER = "pairwise"
-"""The algorithm whose sums are bitwise those of a loop over the ranks."""
+IN_RANK_ORDER = ("pairwise", "window")
+"""Algorithms whose sums are bitwise those of a loop over the ranks."""
 
 
 @lru_cache(maxsize=64)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from sp_core.testing.comm import LockstepComm, Request
+from sp_core.testing.comm import LockstepComm
 from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Lockstep
+from sp_core.testing.lockstep import Lockstep, Request
 from sp_core.testing.mpi import MpiCarrier, patiently, wait
 from sp_core.testing.outcome import Mismatched
 from sp_core.testing.signatures import op_name

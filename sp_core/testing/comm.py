@@ -9,28 +9,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.testing import watchdog
 from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Call, Lockstep
+from sp_core.testing.lockstep import Call, Lockstep, Request
 from sp_core.testing.places import here
 from sp_core.testing.signatures import array, call, op_name
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
-
-
-class Request(Protocol):
-    """What a non-blocking call returns."""
-
-    def Test(self) -> bool:
-        """Make progress; True once the transfer is complete."""
-        ...
-
-    def Wait(self) -> bool:
-        """Wait until the transfer is complete."""
-        ...
 
 
 class LockstepComm(ABC):
@@ -187,6 +175,16 @@ class LockstepComm(ABC):
         announced = self._announced_for_later if later else self._announced
         announced.update(("Isend", peer, nbytes) for peer, nbytes in sends)
         announced.update(("Irecv", peer, nbytes) for peer, nbytes in recvs)
+
+    def announce_call(self, what: str) -> None:
+        """Declare that this rank is about to do something, the same on every rank, that is no call of MPI."""
+        self._enter(call("announce_call", self.rank, self.size, what))
+
+    def watch(self, what: str) -> None:
+        """Notice that a peer has left the example, while this rank waits for something that is no call of MPI."""
+        for member in self.family.members:
+            member._release()
+        self.lockstep.waiting(what)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """mpi4py's `Isend` of an announced message."""

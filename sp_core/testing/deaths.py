@@ -166,15 +166,22 @@ def _status_of_zombie(pid: int) -> int | None:
 
 
 def kill_session(leader: int) -> None:
-    """Kill every process of the session that `leader` leads; launchers put ranks into process groups of their own."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if _session(path) == leader:
-                os.kill(int(path.name), signal.SIGKILL)
+    """Kill every process of a launch; launchers put ranks into process groups of their own, MPICH's also into sessions."""
+    for path in processes_of(leader):
+        with contextlib.suppress(OSError):
+            os.kill(int(path.name), signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.killpg(leader, signal.SIGKILL)
 
 
-def _session(process: Path) -> int:
-    after_name = (process / "stat").read_text().rsplit(")", 1)[1].split()
-    return int(after_name[3])
+def processes_of(leader: int) -> list[Path]:
+    """The processes of the session that `leader` leads, and what descends from it, as folders of /proc."""
+    parents, found = {}, set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            _, parent, _, session = (path / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            parents[int(path.name)] = int(parent)
+            found |= {int(path.name)} if int(session) == leader or int(path.name) == leader else set()
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return [Path(f"/proc/{pid}") for pid in sorted(found)]

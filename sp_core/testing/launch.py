@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sp_core.testing.deaths import Deaths, kill_session
+from sp_core.testing.leftovers import Leftovers
 from sp_core.testing.watchdog import IN_FLIGHT, RESULT, RUN_DIR, STARTED
 
 POLL_SECONDS = 0.05
@@ -79,6 +80,7 @@ class Launch:
         self.process = subprocess.Popen(
             [find_mpiexec(), *mpi_args, "-n", str(ranks), *program], env=environment(run_dir), start_new_session=True
         )
+        self.leftovers = Leftovers(self.process.pid)
 
     def wait(self, timeout: float) -> str:
         """Wait for the end.
@@ -89,6 +91,7 @@ class Launch:
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
             self.deaths.look(POLL_SECONDS)
+            self.leftovers.look()
             if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
                 return "a rank has reached its time limit"
             if time.monotonic() > deadline:
@@ -107,6 +110,7 @@ class Launch:
         """Kill what is left of the launch, and nothing else."""
         kill_session(self.process.pid)
         self.process.wait()
+        self.leftovers.remove()
 
     def exit_code(self) -> int:
         """What the session said, else what mpiexec said."""

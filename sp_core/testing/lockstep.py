@@ -41,6 +41,18 @@ class Ticket(Protocol):
         ...
 
 
+class Request(Protocol):
+    """What a non-blocking call returns."""
+
+    def Test(self) -> bool:
+        """Make progress; True once the transfer is complete."""
+        ...
+
+    def Wait(self) -> bool:
+        """Wait until the transfer is complete."""
+        ...
+
+
 class Carrier(Protocol):
     """Carries records and values between the ranks of one communicator."""
 

@@ -18,7 +18,7 @@ from sp_core.testing.stuck import AFTER_SECONDS
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from sp_core.testing.comm import Request
+    from sp_core.testing.lockstep import Request
 
 T = TypeVar("T")
 _RECORD = struct.Struct("<q16s16s16s")

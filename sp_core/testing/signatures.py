@@ -163,6 +163,10 @@ def _exchange(
     return Call(op, (later,), going, coming, text)
 
 
+def _announced(op: str, rank: int, size: int, what: str) -> Call:
+    return Call(op, (what,), text=what)
+
+
 def _object(op: str, rank: int, size: int, root: int | None = None, reduction: Any = None) -> Call:
     _root(root or 0, size)
     name = op_name(reduction)
@@ -188,6 +192,7 @@ _RULES: dict[str, Callable[..., Call]] = {
     "Alltoallv": _alltoallv,
     "Sendrecv": _sendrecv,
     "announce_exchange": _exchange,
+    "announce_call": _announced,
     "Dup": _barrier,
     "Split": _barrier,
     "Free": _barrier,

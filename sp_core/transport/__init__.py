@@ -13,13 +13,29 @@ from sp_core.transport.device import CudaStreams
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.transfer import Op, Transfer
+from sp_core.transport.window import Operation, Window, WindowTransport, make_window
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NAMES", "Bound", "Done", "Handle", "HostTransport", "Messages", "Op", "Transfer", "Transport", "make_transport", "wait"]
+__all__ = [
+    "NAMES",
+    "Bound",
+    "Done",
+    "Handle",
+    "HostTransport",
+    "Messages",
+    "Op",
+    "Operation",
+    "Transfer",
+    "Transport",
+    "Window",
+    "make_transport",
+    "make_window",
+    "wait",
+]
 
-NAMES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
+NAMES = {"cpu": ("host", "window"), "cuda": ("pipelined", "staged")}
 """Transports by kind of device, the one that "auto" takes first."""
 
 
@@ -42,6 +58,8 @@ def make_transport(name: str, comm: Intracomm, device: torch.device, poll: Calla
             f"transport {name!r} was asked for on device {str(device)!r}, which offers {offered or 'none'}. "
             f"Pass one of these, or transport='auto'; supported kinds of device are {tuple(NAMES)}."
         )
+    if chosen == "window":
+        return WindowTransport(comm)
     host = HostTransport(comm)
     if chosen == "host":
         return host

@@ -234,6 +234,8 @@ def _arguments(transfer: Transfer, rank: int, send: Array, recv: Array) -> tuple
             return (send if rank == transfer.root else recv,)
         case Op.REDUCE:
             return send, recv if rank == transfer.root else None
+        case Op.SHIFT:
+            raise AssertionError("a shift is messages, no collective of the library")
 
 
 def _keywords(transfer: Transfer) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Op(StrEnum):
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
     REDUCE = "reduce"
+    SHIFT = "shift"
 
     @property
     def reduces(self) -> bool:
@@ -40,7 +41,7 @@ class Transfer:
         recv: sizes of the pieces that it receives.
         steps: size of the largest piece on ANY rank, so that all ranks make the same number of chunks.
         reduction: "sum", "max" or "min".
-        root: rank of the root, for broadcast and reduce.
+        root: rank of the root, for broadcast and reduce; by how many ranks a shift goes.
     """
 
     op: Op
@@ -95,3 +96,8 @@ def broadcast(count: int, rank: int, root: int) -> Transfer:
 def reduce(count: int, rank: int, root: int, reduction: str = "sum") -> Transfer:
     """The root receives the sum of everybody's vector."""
     return Transfer(Op.REDUCE, (count,), (count,) if rank == root else (), count, reduction, root)
+
+
+def shift(sizes: tuple[int, ...], rank: int, offset: int) -> Transfer:
+    """Rank r's vector, of `sizes[r]` elements, goes `offset` ranks on."""
+    return Transfer(Op.SHIFT, (sizes[rank],), (sizes[(rank - offset) % len(sizes)],), max(sizes), root=offset % len(sizes))

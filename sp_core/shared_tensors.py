@@ -1,0 +1,88 @@
+"""Tensors that the other ranks of a node read where they are: what a rank would send to its neighbour, the neighbour just looks at.
+
+x = sp.shared_empty((2, 100, 8), comm=comm)     every rank
+x.copy_(...)
+sp.fence(comm=comm)                             from here on everybody sees what everybody has written
+left = sp.peer(x, (comm.rank - 1) % comm.size, comm=comm)
+...                                             use it; nobody writes into x
+sp.fence(comm=comm)                             from here on x may be written again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_core.communicator import Communicator
+from sp_core.errors import DtypeError, RankError, ShapeError
+from sp_core.transport.window import MAX_DIMS
+
+
+def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor in memory that all ranks of a communicator see; an ordinary one where there is none (`comm.window` is None).
+
+    Args:
+        shape: may differ by rank; at most 16 dimensions.
+        comm: the ranks. Every rank calls this.
+        dtype: the same on every rank.
+
+    Returns:
+        Zeros of that shape. The memory is given back when no rank has a tensor in it any more and the communicator has been freed.
+
+    Communication:
+        One agreement, and four exchanges of a few numbers.
+
+    Raises:
+        ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.
+    """
+    comm.agree_on(lambda: f"shared_empty({dtype}) on {comm.name}", lambda: _check(shape, dtype))
+    if comm.window is None:
+        return torch.zeros(tuple(shape), dtype=dtype, device=comm.device)
+    return comm.window.allocate(shape, dtype)
+
+
+def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
+    """The tensor that another rank got from the same call of `shared_empty` as x, in place. Nothing is sent.
+
+    Args:
+        x: what `shared_empty` gave to this rank; not a part of it.
+        rank: whose tensor; the own one included.
+        comm: the communicator of that call.
+
+    Returns:
+        The other rank's tensor, with its shape; read it between two calls of `fence`.
+
+    Raises:
+        RankError: x is not such a tensor, or there is no such rank; on this rank.
+    """
+    comm.ensure_open()
+    tensors = [] if comm.window is None else comm.window.tensors(x)
+    if not 0 <= rank < len(tensors):
+        raise RankError(
+            f"the tensor of rank {rank} that belongs to one of shape {tuple(x.shape)} was asked for; {comm.name} has "
+            f"{len(tensors)} that do ({comm.no_window or 'and shared memory'}). Pass what shared_empty gave, and the communicator "
+            "of that call."
+        )
+    return tensors[rank]
+
+
+def fence(*, comm: Communicator) -> None:
+    """Wait for all ranks; what they have written into shared memory before is seen after it.
+
+    Args:
+        comm: the ranks. Every rank calls this.
+
+    Communication:
+        Two flags in shared memory; a barrier of the MPI library where there is none.
+    """
+    comm.fence()
+
+
+def _check(shape: Sequence[int], dtype: torch.dtype) -> int:
+    if len(shape) > MAX_DIMS or any(length < 0 for length in shape):
+        raise ShapeError(f"shape {tuple(shape)} was given; at most {MAX_DIMS} lengths >= 0 are needed. Reshape the tensor.")
+    if dtype.is_complex:
+        raise DtypeError(f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of them.")
+    return 0

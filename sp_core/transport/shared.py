@@ -1,0 +1,125 @@
+"""Memory that all ranks of a communicator see, where they are processes of one machine.
+
+It has no name in any file system: rank 0 makes it (`memfd_create`), the others open it through rank 0's `/proc` entry. So however a
+run ends, nothing is left behind, a small /dev/shm does not matter, and a tensor in it may outlive its communicator: the memory goes
+when the last process has let go of it. That is why this is not `MPI_Win_allocate_shared`, whose memory goes with a collective call
+and whose segments are files in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import platform
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+ORDERED = ("x86_64", "amd64", "i686", "i386")
+"""Processors on which others see the writes of one core in their order. Elsewhere a flag might be seen before the data."""
+
+_NONCE_BYTES = 8
+
+
+class NotShared(Exception):
+    """There is no memory that all ranks see; the text says why. The same on every rank."""
+
+
+def share(comm: Intracomm, nbytes: int) -> list[Tensor]:
+    """Make memory that all ranks see.
+
+    Args:
+        comm: an mpi4py communicator; all its ranks call this.
+        nbytes: of this rank's part.
+
+    Returns:
+        The part of every rank, uint8, page-aligned and zero.
+
+    Communication:
+        Two all-gathers and a broadcast of a few numbers.
+
+    Raises:
+        NotShared: on every rank.
+    """
+    told = everybodys(comm, [_machine(), nbytes])
+    sizes = [-(-int(size) // mmap.PAGESIZE) * mmap.PAGESIZE for size in told[:, 1]]
+    places = len(set(told[:, 0].tolist()))
+    if places > 1:
+        raise NotShared(f"its {comm.size} ranks are on {places} machines, or in containers that do not see each other")
+    if platform.machine().lower() not in ORDERED:
+        raise NotShared(f"a processor of type {platform.machine()} may show writes to other cores in another order")
+    fd = _made(comm, sizes)
+    try:
+        memory, problem = _opened(comm, fd, sizes)
+        problems = everybodys(comm, [problem])[:, 0].tolist()
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if any(problems):
+        rank = next(rank for rank, code in enumerate(problems) if code)
+        raise NotShared(f"rank {rank} cannot map {sum(sizes):,} bytes of it: {os.strerror(problems[rank])}")
+    assert memory is not None
+    return list(torch.frombuffer(memory, dtype=torch.uint8)[mmap.PAGESIZE :].split(sizes))
+
+
+def everybodys(comm: Intracomm, numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Everybody's numbers, by rank."""
+    found = np.empty((comm.size, len(numbers)), np.int64)
+    comm.Allgather(np.array(numbers, np.int64), found.reshape(-1))
+    return found
+
+
+def _machine() -> int:
+    """A number for the machine, the host name and the process namespace of this rank."""
+    parts = [platform.node()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text())
+        except OSError:
+            parts.append("unknown")
+    return int.from_bytes(hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _made(comm: Intracomm, sizes: Sequence[int]) -> int:
+    """On rank 0 a file descriptor of new memory, whose first page is for `_NONCE_BYTES`; negative where there is none."""
+    if comm.rank or not hasattr(os, "memfd_create"):
+        return -1
+    try:
+        fd = os.memfd_create("sp_core")
+        os.ftruncate(fd, mmap.PAGESIZE + sum(sizes))
+    except OSError:
+        return -1
+    return fd
+
+
+def _opened(comm: Intracomm, fd: int, sizes: Sequence[int]) -> tuple[mmap.mmap | None, int]:
+    """The memory that rank 0 has made, or the number of what went wrong."""
+    offer = np.array([os.getpid(), fd, secrets.randbits(62)], np.int64)
+    memory = mmap.mmap(fd, 0) if fd >= 0 else None
+    if memory is not None:
+        memory[:_NONCE_BYTES] = offer[2].tobytes()
+    comm.Bcast(offer, 0)
+    if offer[1] < 0:
+        return None, errno.ENOMEM
+    try:
+        own = os.open(f"/proc/{offer[0]}/fd/{offer[1]}", os.O_RDWR)
+        try:
+            start = mmap.PAGESIZE + sum(sizes[: comm.rank])
+            if sizes[comm.rank]:  # now, and by its owner: later it would be a signal that ends the process
+                os.posix_fallocate(own, start, sizes[comm.rank])
+            memory = mmap.mmap(own, 0)
+        finally:
+            os.close(own)
+    except OSError as error:
+        return None, error.errno or errno.EIO
+    return (memory, 0) if memory[:_NONCE_BYTES] == offer[2].tobytes() else (None, errno.ESTALE)

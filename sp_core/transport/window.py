@@ -1,0 +1,227 @@
+"""Shared memory of the ranks of one node: slots for what travels, flags that say how far each rank is, tensors that live in it.
+
+A rank's flag is the number of steps that it has made. Operations are lists of steps, carried out in the order in which they were
+started, which is the same on all ranks; a step begins when every rank has made those before it. The first step of an operation only
+writes into a slot that nobody reads any more (see `sp_core.schedules.window`), so it need not wait for the last step of the
+operation before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sp_core.schedules import SLOTS
+from sp_core.transport.base import wait
+from sp_core.transport.host import HostTransport
+from sp_core.transport.shared import NotShared, everybodys, share
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+SLOT_BYTES = 1 << 19
+"""A chunk: half of a core's second-level cache, so that it is still there when it is read."""
+FLAG_BYTES = 128
+"""Flags are so far apart, because cores fetch cache lines in pairs."""
+MAX_DIMS = 16
+"""Of a tensor in shared memory."""
+
+Work = Callable[[], object]
+Steps = Sequence[Sequence[Work]]
+
+
+class WindowTransport(HostTransport):
+    """Messages, and the collectives of the MPI library, as on the host; the communicator has a window beside it."""
+
+    name = "window"
+
+
+class Window:
+    """Shared memory of the ranks of a communicator. All of them make it.
+
+    Args:
+        comm: an mpi4py communicator.
+        slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank.
+
+    Raises:
+        NotShared: the ranks have no memory in common; on every rank.
+    """
+
+    def __init__(self, comm: Intracomm, slot_bytes: int = SLOT_BYTES) -> None:
+        self.slot_bytes = max(slot_bytes, 8 * comm.size) // 8 * 8
+        self._comm = comm
+        parts = share(comm, FLAG_BYTES + SLOTS * self.slot_bytes)
+        self.slots = [part[FLAG_BYTES : FLAG_BYTES + SLOTS * self.slot_bytes] for part in parts]
+        flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
+        self._mine = flags[comm.rank]
+        self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
+        self._begun = 0  # steps of all operations started so far
+        self._reached = 0  # steps that all ranks are known to have made
+        self._queue: deque[Operation] = deque()
+        self._allocations: list[list[Tensor]] = []  # tensors of all ranks
+        self._announce: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
+        self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
+
+    @property
+    def begun(self) -> int:
+        """Steps of all operations started so far; the number of the first step of the next one."""
+        return self._begun
+
+    def start(self, steps: Steps, what: str) -> Operation:
+        """Begin an operation; every rank calls this, for as many steps.
+
+        Args:
+            steps: what is done in each.
+            what: what it is, the same on every rank.
+        """
+        self._announce(what)
+        operation = Operation(self, steps, self._begun, what)
+        self._begun += len(steps)
+        self._queue.append(operation)
+        self.advance()
+        return operation
+
+    def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
+        """An operation to its end, which is what `start` and a wait do, with less around it where nothing else is under way."""
+        if self._queue:
+            wait(self.start(steps, what), poll)
+            return
+        self._announce(what)
+        number = self._begun
+        self._begun += len(steps)
+        for place, step in enumerate(steps):
+            if not self.have_made(number if place else number - 1):
+                wait(_Reached(self, number if place else number - 1, what), poll)
+            for work in step:
+                work()
+            number += 1
+            self._mine[0] = number
+
+    def advance(self) -> None:
+        """Make the steps that can be made now."""
+        while self._queue:
+            operation = self._queue[0]
+            while operation.made < len(operation.steps):
+                number = operation.first + operation.made
+                if not self.have_made(number if operation.made else number - 1):
+                    return
+                for work in operation.steps[operation.made]:
+                    work()
+                operation.made += 1
+                self._mine[0] = number + 1
+            self._queue.popleft()
+
+    def watch(self, what: str) -> None:
+        """Notice that a rank has left, where the communicator can tell."""
+        self._watch(what)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros in shared memory; every rank calls this, shapes may differ."""
+        shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
+        parts = share(self._comm, math.prod(shape) * dtype.itemsize)
+        tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
+        self._allocations.append(tensors)
+        return tensors[self._comm.rank]
+
+    def peers(self, x: Tensor) -> list[Tensor]:
+        """Where a flat tensor that lives in shared memory lies on every rank, from its place in its allocation on.
+
+        Raises:
+            KeyError: it does not live there.
+        """
+        number, offset = self._locate(x)
+        return [tensor.view(-1)[offset:] for tensor in self._allocations[number]]
+
+    def tensors(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks that were allocated together with x; none where it was not allocated here."""
+        own = self._comm.rank
+        return next((found for found in self._allocations if found[own] is x), [])
+
+    def place(self, x: Tensor | None) -> int:
+        """A number for the place of a flat tensor in shared memory, the same for corresponding places of all ranks; else -1."""
+        try:
+            number, offset = self._locate(x)
+        except KeyError:
+            return -1
+        return number << 40 | offset
+
+    def _locate(self, x: Tensor | None) -> tuple[int, int]:
+        """The allocation that a tensor lies in, and at which element of it."""
+        for number, tensors in enumerate(self._allocations):
+            mine = tensors[self._comm.rank]
+            if x is not None and mine.dtype == x.dtype:
+                offset = _address(x) - _address(mine)
+                if offset >= 0 and offset + x.nbytes <= mine.nbytes:
+                    return number, offset // x.itemsize
+        raise KeyError("not in shared memory")
+
+    def have_made(self, steps: int) -> bool:
+        """Whether every other rank has made so many steps."""
+        if self._reached < steps:
+            for flag in self._others:
+                if flag[0] < steps:
+                    return False
+            self._reached = steps
+        return True
+
+
+class Operation:
+    """Steps under way in a window; a handle.
+
+    Attributes:
+        first: number of its first step.
+        made: how many of them this rank has made.
+    """
+
+    def __init__(self, window: Window, steps: Steps, first: int, what: str) -> None:
+        self.steps, self.first, self.made = steps, first, 0
+        self._window, self._what = window, what
+
+    def test(self) -> bool:
+        """Make the steps that can be made now, also of operations before it; True once all of its own are made."""
+        if self.made < len(self.steps):
+            self._window.advance()
+            if self.made < len(self.steps):
+                self._window.watch(self._what)
+                return False
+        return True
+
+
+class _Reached:
+    """The moment when all ranks have made some number of steps; a handle."""
+
+    def __init__(self, window: Window, steps: int, what: str) -> None:
+        self._window, self._steps, self._what = window, steps, what
+
+    def test(self) -> bool:
+        if self._window.have_made(self._steps):
+            return True
+        self._window.watch(self._what)
+        return False
+
+
+def _address(x: Tensor) -> int:
+    """Where a tensor begins; torch says so itself only of tensors that have elements."""
+    return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.itemsize
+
+
+def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor at the beginning of some memory."""
+    return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _nothing(what: str) -> None:
+    """A communicator that is not checked."""
+
+
+def make_window(comm: Intracomm) -> tuple[Window | None, str]:
+    """A window, or why there is none; the same on every rank."""
+    try:
+        return Window(comm), ""
+    except NotShared as reason:
+        return None, str(reason)

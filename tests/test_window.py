@@ -1,0 +1,206 @@
+"""Shared memory of a node: programs that no order of the ranks breaks, tensors read in place, memory that leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+import time
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given as plain_given
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core.collectives.window import BoundWindow
+from sp_core.schedules import SLOTS, WIDE_BLOCK, in_window, window_cost, window_definition
+from sp_core.schedules import window as programs
+from sp_core.testing import given, run_threads, spmd, window_cases
+from sp_core.testing.comm import LockstepComm
+from sp_core.testing.outcome import RankFailure
+from sp_core.testing.window_cases import OPS, Node, Problem, inputs_of, use_window
+from sp_core.transport import Op, Transfer, shared
+
+problems = st.builds(
+    Problem, st.sampled_from(OPS), st.integers(0, 30), st.integers(0, 7), st.booleans(), st.booleans(), st.sampled_from([1, 1, 40])
+)
+
+
+@plain_given(
+    problems=st.lists(problems, min_size=1, max_size=4),
+    size=st.integers(1, 5),
+    slot=st.integers(5, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 999),
+)
+def test_no_order_of_the_ranks_changes_a_result(
+    problems: list[Problem], size: int, slot: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Bitwise the sums in the order of the ranks, whoever is first."""
+    inputs = [inputs_of(problem, size, slot, dtype, seed + turn) for turn, problem in enumerate(problems)]
+    results = Node(size, slot, dtype, seed).play(problems, inputs)
+    for problem, given_, found in zip(problems, inputs, results, strict=True):
+        tasks = [problem.task(rank, size, slot) for rank in range(size)]
+        for rank, x in enumerate(found):
+            assert torch.equal(x, problem.expected(tasks, given_, rank)), (problem, rank)
+
+
+def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the law above can fail: with a slot less a rank overwrites what another still reads."""
+    long = [Problem("all_reduce", 5, 0, False, False, 10)] * 3
+    inputs = [inputs_of(problem, 3, 8, torch.float32, turn) for turn, problem in enumerate(long)]
+
+    def right(slots: int) -> bool:
+        for module in (programs, window_definition, window_cases):
+            monkeypatch.setattr(module, "SLOTS", slots)
+        programs.in_window.cache_clear()
+        played = (Node(3, 8, torch.float32, seed).play(long, inputs) for seed in range(10))
+        wanted = [window_cases.in_rank_order(given_) for given_ in inputs]
+        return all(torch.equal(x, total) for found in played for total, xs in zip(wanted, found, strict=True) for x in xs)
+
+    assert right(SLOTS)
+    assert not right(SLOTS - 1)
+    programs.in_window.cache_clear()
+
+
+@given(
+    max_examples=25,
+    problem=problems,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    slot_bytes=st.sampled_from([40, 200]),
+    seed=st.integers(0, 99),
+)
+def test_what_is_read_and_used_is_what_the_program_says(
+    comm: Any, problem: Problem, dtype: torch.dtype, slot_bytes: int, seed: int
+) -> None:
+    """Bits, messages, bytes and scratch, three times in a row; read in place where the input lives in shared memory."""
+    size, rank = comm.size, comm.rank
+    with sp.Mesh(comm, sp=size) as mesh:
+        group = mesh["sp"]
+        use_window(group, slot_bytes)
+        assert group.window is not None
+        slot = group.window.slot_bytes // dtype.itemsize
+        tasks = [problem.task(other, size, slot) for other in range(size)]
+        task, inputs = tasks[rank], inputs_of(problem, size, slot, dtype, seed)
+        transfer = Transfer(Op(task.op), task.send, task.recv, task.longest, root=task.root)
+        x = sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group) if task.resident else inputs[rank].clone()
+        recv = x if task.in_place else torch.empty(sum(task.recv), dtype=dtype)
+        bound = BoundWindow(group, transfer, x, recv, group.scratch, resident=task.resident)
+        for _ in range(3):
+            x.copy_(inputs[rank])
+            sp.fence(comm=group)
+            cost = window_cost(in_window(replace(task, itemsize=dtype.itemsize, first=group.window.begun % SLOTS)), dtype)
+            group.counters.reset()
+            group.wait(bound.start(), problem.op)
+            found = group.counters[problem.op]
+            assert torch.equal(recv, problem.expected(tasks, inputs, rank))
+            assert (found.calls, found.messages, found.bytes_sent) == (1, cost.messages, cost.bytes_read)
+            assert found.scratch == cost.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
+
+
+@spmd()
+def test_tensors_of_the_others_are_read_in_place(comm: Any) -> None:
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        group = mesh["sp"]
+        x = sp.shared_empty((comm.rank, 3), dtype=torch.int32, comm=group)
+        y = sp.shared_empty((2, 2), comm=group)
+        for turn in range(3):
+            x.fill_(comm.rank + turn)
+            y.fill_(-comm.rank - turn)
+            sp.fence(comm=group)
+            for rank in range(comm.size):
+                assert torch.equal(sp.peer(x, rank, comm=group), torch.full((rank, 3), rank + turn, dtype=torch.int32))
+                assert torch.equal(sp.peer(y, rank, comm=group), torch.full((2, 2), float(-rank - turn)))
+            sp.fence(comm=group)
+        assert sp.peer(x, comm.rank, comm=group) is x
+        with pytest.raises(sp.RankError, match="shared_empty"):
+            sp.peer(torch.ones(2), 0, comm=group)
+        with pytest.raises(sp.RankError, match="rank 99"):
+            sp.peer(x, 99, comm=group)
+        with pytest.raises(sp.DtypeError, match="rank 0"):
+            sp.shared_empty((1,), dtype=torch.complex64, comm=group)
+    assert y[0, 0].item() == -comm.rank - 2  # the communicator is gone, the memory is not
+
+
+OPERATIONS = st.lists(st.sampled_from(["all_reduce", "all_gather", "shift"]), min_size=2, max_size=5)
+
+
+@given(max_examples=30, ops=OPERATIONS, seed=st.integers(0, 99))
+def test_many_are_under_way_and_waited_for_in_any_order(comm: Any, ops: list[str], seed: int) -> None:
+    """Also on two communicators at once, with ranks that come late or poll often."""
+    own = Random(seed * 31 + comm.rank)
+    with sp.Mesh(comm, a=comm.size, b=1) as mesh:
+        groups = [mesh["a"], mesh["a", "b"]]
+        for group in groups:
+            use_window(group)
+        pending = []
+        for place, op in enumerate(ops):
+            x = torch.full((10 * place + 1,), float(comm.rank + place))
+            time.sleep(0.001 * own.randrange(2))
+            pending.append((getattr(sp, f"{op}_start")(x, comm=groups[place % 2]), op, place))
+            for _ in range(own.randrange(3)):
+                groups[own.randrange(2)].poll()
+        Random(seed).shuffle(pending)
+        for handle, op, place in pending:
+            every = [float(rank + place) for rank in range(comm.size)]
+            values = {"all_reduce": [sum(every)], "all_gather": every, "shift": [every[comm.rank - 1]]}[op]
+            assert torch.equal(handle.wait(), torch.tensor(values).repeat_interleave(10 * place + 1))
+
+
+def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
+    """A start does not wait; a rank that then waits in vain is woken, and the error is that of the rank that left."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+            pending = sp.all_reduce_start(torch.ones(5), comm=mesh["sp"])
+            if comm.rank == 1:
+                raise KeyError("lost")
+            pending.wait()
+
+    with pytest.raises(RankFailure, match="lost"):
+        run_threads(3, body)
+
+
+@spmd(2)
+def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
+    """Also where nobody agrees on arguments before."""
+    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+        if isinstance(comm, LockstepComm):
+            with pytest.raises(sp.CollectiveMismatch, match="in a window"):
+                sp.all_reduce(torch.ones(5 + comm.rank), comm=mesh["sp"])
+
+
+OPENED = shared._opened
+WITHOUT: dict[str, Any] = {
+    "on 2 machines": ("_machine", lambda: int(threading.current_thread().name == "rank 1")),
+    "rank 1 cannot map .* No space left": (
+        "_opened",
+        lambda comm, *rest: (OPENED(comm, *rest), (None, errno.ENOSPC))[comm.rank == 1],
+    ),
+    "another order": ("ORDERED", ()),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(WITHOUT))
+def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank finds out; all take the same way. To ask for the window is then an error on all ranks, before a message."""
+    monkeypatch.setattr(shared, *WITHOUT[reason])
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+            group = mesh["sp"]
+            assert group.window is None
+            assert re.search(reason, group.no_window)
+            assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
+            with pytest.raises(ValueError, match=reason):
+                sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
+            x = sp.shared_empty((2,), comm=group)
+            sp.fence(comm=group)
+            with pytest.raises(sp.RankError, match=reason):
+                sp.peer(x, 0, comm=group)
+
+    run_threads(3, body)
