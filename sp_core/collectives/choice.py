@@ -6,36 +6,72 @@ from torch import Tensor
 
 from sp_core.collectives.execution import BoundProgram, Once
 from sp_core.communicator import Communicator
-from sp_core.schedules import ALGORITHMS, Program, Task, program_of
+from sp_core.schedules import ALGORITHMS, SEGMENT_BYTES, Program, Task, program_of
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, Transfer
-
-SEGMENT_BYTES = 1 << 18
-"""Bytes per segment: a few segments stay in a core's cache while one of them is added and another travels."""
+from sp_core.transport import Handle, Op, Transfer
+from sp_core.tuning import decide
 
 
-def chosen(comm: Communicator, op: str, algorithm: str) -> str:
+def chosen(comm: Communicator, op: str, algorithm: str, nbytes: int = 0, *, planned: bool = False) -> str:
     """The algorithm of a call.
 
-    A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are.
+    A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are. Where
+    nothing but "auto" is said, constants decide for tensors in host memory, where there are any; else it is the library.
+
+    Args:
+        comm: the ranks.
+        op, algorithm: what is called, and what was asked for.
+        nbytes: of the whole vector, the same on every rank.
+        planned: whether it is prepared once for many runs.
     """
     for name in (algorithm, comm.algorithms[op]):
         if name != "auto" and name in ALGORITHMS[op]:
             return name
-    return "mpi"
+    if comm.tuning is None or comm.device.type != "cpu":
+        return "mpi"
+    return decide(comm.tuning, op, comm.nodes, nbytes, planned=planned)
+
+
+def chosen_for(
+    comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str, *, planned: bool = False
+) -> str:
+    """The algorithm of a transfer over flat buffers."""
+    given = send if send is not None else recv
+    nbytes = 0 if given is None else elements(transfer, comm.size) * given.itemsize
+    return chosen(comm, transfer.op.value, algorithm, nbytes, planned=planned)
+
+
+def elements(transfer: Transfer, size: int) -> int:
+    """Elements of the whole vector, from what every rank knows; an all-to-all counts as if all pieces were the longest."""
+    match transfer.op:
+        case Op.ALL_GATHER:
+            return sum(transfer.recv)
+        case Op.REDUCE_SCATTER:
+            return sum(transfer.send)
+        case Op.ALL_TO_ALL:
+            return transfer.steps * size
+        case _:
+            return transfer.steps
 
 
 def program_for(comm: Communicator, transfer: Transfer, algorithm: str, itemsize: int) -> Program:
     """What this rank does in a transfer."""
     task = Task(
-        transfer.op.value, comm.rank, comm.size, transfer.send, transfer.recv, transfer.root, max(SEGMENT_BYTES // itemsize, 1)
+        transfer.op.value,
+        comm.rank,
+        comm.size,
+        transfer.send,
+        transfer.recv,
+        transfer.root,
+        max(SEGMENT_BYTES // itemsize, 1),
+        comm.nodes,
     )
     return program_of(task, algorithm)
 
 
 def start(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str) -> Handle:
     """Begin a collective over flat contiguous buffers by an algorithm, or by the MPI library."""
-    name = chosen(comm, transfer.op.value, algorithm)
+    name = chosen_for(comm, transfer, send, recv, algorithm)
     if name == "mpi":
         return comm.start(transfer, send, recv)
     return comm.track(Once(bind(comm, transfer, send, recv, name, comm.scratch)))
@@ -43,10 +79,11 @@ def start(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Ten
 
 def run(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
     """Carry out a collective over flat contiguous buffers by an algorithm, or by the MPI library."""
-    if chosen(comm, transfer.op.value, algorithm) == "mpi":
+    name = chosen_for(comm, transfer, send, recv, algorithm)
+    if name == "mpi":
         comm.run(transfer, send, recv)
     else:
-        comm.wait(start(comm, transfer, send, recv, algorithm), transfer.op.value)
+        comm.wait(start(comm, transfer, send, recv, name), transfer.op.value)
 
 
 def bind(
