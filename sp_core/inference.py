@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sp_core.agreement import ERRORS
-from sp_core.doctor import JOB_VARIABLES
+from sp_core.probing import JOB_VARIABLES
 from sp_core.errors import ShapeError
 from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig

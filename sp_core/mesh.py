@@ -226,7 +226,7 @@ def _constants(tuning: Tuning | str | Path | None) -> tuple[Tuning | None, Excep
     if isinstance(tuning, Tuning):
         return tuning, None
     try:
-        return find(fingerprint(), tuning), None
+        return find(fingerprint, tuning), None
     except FileError as error:
         return None, error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from sp_core.collectives.execution import BoundProgram, Once
@@ -29,7 +31,19 @@ def chosen(comm: Communicator, op: str, algorithm: str, nbytes: int = 0, *, plan
             return name
     if comm.tuning is None or comm.device.type != "cpu":
         return "mpi"
-    return decide(comm.tuning, op, comm.nodes, nbytes, planned=planned)
+    return decide(comm.tuning, op, comm.nodes, nbytes, among=usable(comm, op), planned=planned)
+
+
+def usable(comm: Communicator, op: str) -> tuple[str, ...]:
+    """What "auto" may take on a communicator."""
+    return _usable(comm.nodes, op)
+
+
+@lru_cache(maxsize=256)
+def _usable(nodes: tuple[int, ...], op: str) -> tuple[str, ...]:
+    """A hierarchy only where there are several nodes, one of them with several ranks."""
+    levels = 1 < len(set(nodes)) < len(nodes)
+    return tuple(name for name in ALGORITHMS[op] if name != "auto" and (levels or name != "hierarchical"))
 
 
 def chosen_for(

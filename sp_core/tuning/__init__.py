@@ -1,8 +1,8 @@
 """Which algorithm is quickest on this machine: constants that were measured on it, and a model that they make. No MPI."""
 
 from sp_core.tuning.constants import LINKS, Curve, Tuning, on_grid
-from sp_core.tuning.decide import candidates, decide
-from sp_core.tuning.files import FileError, default_path, find, load, save
+from sp_core.tuning.decide import decide
+from sp_core.tuning.files import FileError, default_path, find, latest, load, save
 from sp_core.tuning.model import Prediction, modelled, predict
 
 __all__ = [
@@ -11,10 +11,10 @@ __all__ = [
     "FileError",
     "Prediction",
     "Tuning",
-    "candidates",
     "decide",
     "default_path",
     "find",
+    "latest",
     "load",
     "modelled",
     "on_grid",

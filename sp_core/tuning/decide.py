@@ -13,14 +13,7 @@ STEPS_PER_OCTAVE = 4
 """Sizes between a number and its double for which decisions are made; those between share one."""
 
 
-def candidates(op: str, nodes: Nodes) -> list[str]:
-    """What may be chosen: the library first, which is taken where nothing is quicker; a hierarchy only where there are nodes."""
-    flat = [name for name in SCHEDULED[op] if name != "hierarchical"]
-    several = 1 < len(set(nodes)) < len(nodes) and "hierarchical" in SCHEDULED[op]
-    return ["mpi", *flat, *(["hierarchical"] if several else [])]
-
-
-def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, planned: bool) -> str:
+def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[str, ...], planned: bool) -> str:
     """The algorithm for a collective.
 
     Args:
@@ -28,6 +21,7 @@ def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, planned: bool)
         op: collective.
         nodes: the node of each rank.
         nbytes: of the whole vector, the same on every rank.
+        among: names to choose from, "mpi" among them, which is taken where nothing is quicker.
         planned: for a plan, which prepares its steps once; else for one call.
 
     Returns:
@@ -35,13 +29,14 @@ def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, planned: bool)
     """
     if nbytes == 0 or len(nodes) == 1 or op not in tuning.times:
         return "mpi"
-    return _decided(tuning, op, nodes, round(math.log2(nbytes) * STEPS_PER_OCTAVE), planned)
+    return _decided(tuning, op, nodes, round(math.log2(nbytes) * STEPS_PER_OCTAVE), among, planned)
 
 
 @lru_cache(maxsize=4096)
-def _decided(tuning: Tuning, op: str, nodes: Nodes, place: int, planned: bool) -> str:
+def _decided(tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool) -> str:
     if len(set(nodes)) > 1 and "network" not in tuning.links:
         return "mpi"
     nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
-    seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned).seconds for name in candidates(op, nodes)}
-    return min(seconds, key=lambda name: seconds[name])
+    known = [name for name in among if name in tuning.times[op] or name in SCHEDULED[op]]
+    seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned).seconds for name in sorted(known)}
+    return min(seconds, key=lambda name: (seconds[name], name != "mpi"), default="mpi")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ def default_path(fingerprint: Mapping[str, str]) -> Path:
     return folder / f"tuning-{name}.json"
 
 
-def find(fingerprint: Mapping[str, str], choice: str | Path | None = None) -> Tuning | None:
+def find(fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None = None) -> Tuning | None:
     """The constants to use.
 
     Args:
-        fingerprint: of this machine.
+        fingerprint: gives that of this machine; asked where it is needed.
         choice: a file, which must be usable; "off" for none; "auto" for those of this machine, if there are any. Default: the
             environment's SP_TUNING, else "auto".
 
@@ -50,9 +51,19 @@ def find(fingerprint: Mapping[str, str], choice: str | Path | None = None) -> Tu
     if choice != "auto":
         return load(Path(choice))
     try:
-        return load(default_path(fingerprint), fingerprint)
+        return load(default_path(fingerprint()), fingerprint())
     except FileError:
         return None
+
+
+def latest(host: str) -> Tuning | None:
+    """The constants that were measured last on a machine, whichever its MPI library was; None if there are none to use."""
+    folder, found = default_path({}).parent, []
+    for path in sorted(folder.glob("tuning-*.json")):
+        with contextlib.suppress(FileError):
+            found.append(load(path))
+    mine = [tuning for tuning in found if tuning.fingerprint.get("host") == host]
+    return max(mine, key=lambda tuning: tuning.measured_at, default=None)
 
 
 def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:

@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from sp_core.schedules import LIBRARY, SCHEDULED, SEGMENT_BYTES, Program, Step, Task, cost, program_of
+from sp_core.schedules import SCHEDULED, SEGMENT_BYTES, Program, Step, Task, cost, program_of
 from sp_core.segments import split_sizes
 from sp_core.tuning.constants import Tuning
 
@@ -34,7 +34,7 @@ class Prediction:
 
     Attributes:
         seconds: it takes.
-        messages, bytes_sent: of that rank; 0 and the payload is not known where the MPI library does it.
+        messages, bytes_sent: of that rank, where a schedule says so; what the MPI library does is its own business.
         scratch: bytes of scratch memory.
     """
 
@@ -68,7 +68,7 @@ def witnesses(size: int) -> list[int]:
 @lru_cache(maxsize=4096)
 def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int) -> float:
     """Seconds by the model alone; infinite where a kind of link is used that was not measured."""
-    if algorithm == "mpi":
+    if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
     count = max(nbytes // DTYPE.itemsize, 1)
     programs = {rank: program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))}
@@ -94,7 +94,7 @@ def predict(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, 
     if measured is not None:
         there = 1.0 if nodes == tuning.nodes else seconds / modelled(tuning, op, algorithm, tuning.nodes, nbytes)
         seconds = measured(nbytes) * there
-    if algorithm in LIBRARY:
+    if algorithm not in SCHEDULED[op]:
         return Prediction(seconds)
     count = max(nbytes // DTYPE.itemsize, 1)
     programs = [program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))]
