@@ -118,8 +118,9 @@ def _check(problem: Problem) -> None:
         )
     if problem.seq_len % (2 * problem.ranks) or problem.num_heads % problem.num_kv_heads:
         raise ValueError(
-            f"--seq {problem.seq_len} on --ranks {problem.ranks}, --heads {problem.num_heads} with --kv-heads {problem.num_kv_heads} "
-            "were given; the projection is for even splits. Pass a length that twice the ranks divide, and heads that the key/value heads divide."
+            f"--seq {problem.seq_len} on --ranks {problem.ranks}, and --heads {problem.num_heads} with --kv-heads "
+            f"{problem.num_kv_heads} were given; the projection is for even splits. Pass a length that twice the number of ranks "
+            "divides, and heads that the key/value heads divide."
         )
 
 

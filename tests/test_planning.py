@@ -51,10 +51,15 @@ def test_a_ring_hides_its_messages_behind_attention_and_an_all_gather_does_not()
     assert of(replace(SMALL, network=Link(1.0, 0.0)), "ring").exposed > 3.0
 
 
-def test_heads_are_exchanged_inside_a_node_where_the_network_is_slow() -> None:
-    problem = replace(SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8, flops=1e15)
-    best = project(replace(problem, node=Link(1e-6, 1e-11), network=Link(1e-5, 1e-9)))[0]
-    assert (best.scheme, best.ulysses) == ("hybrid", 8)
+def test_the_best_mesh_follows_the_machine() -> None:
+    """Attention that takes longer than its messages hides a ring; where the network is what takes time, fewer bytes win."""
+    large = replace(SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8)
+    large = replace(large, node=Link(1e-6, 1e-11), network=Link(1e-5, 1e-9))
+    slow, quick = project(replace(large, flops=1e9)), project(replace(large, flops=1e16))
+    assert slow[0].scheme == "ring"
+    assert slow[0].exposed < 0.01 * slow[0].seconds
+    assert quick[0].ulysses == max(one.ulysses for one in quick)
+    assert quick[-1].ulysses == 1
 
 
 def test_thousands_of_ranks_take_no_time_to_plan() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import choice
+from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases
@@ -254,3 +255,20 @@ def test_a_slow_round_is_no_contestants_fault() -> None:
     rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
     found = measuring.typical(rounds)
     assert found["slow"] / found["quick"] == pytest.approx(1.1)
+
+
+def test_the_doctor_says_what_auto_decides_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    there, text = measuring.told()
+    assert not there
+    assert "doctor --measure" in text
+    path = default_path(fingerprint())
+    path.write_text("{")
+    there, text = measuring.told()
+    assert not there
+    assert "cannot be read" in text
+    save(replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5)), path)
+    there, text = measuring.told()
+    assert there
+    assert "1/beta 10.0 GB/s" in text
+    assert "25% (median), 50%" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,4 +94,4 @@ def summary(found: Sequence[Regret]) -> dict[str, Any]:
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The smallest of ascending values that is not exceeded by that share of them."""
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -66,8 +66,7 @@ def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: list[str]
 def gloo(world: Intracomm, folder: Path) -> Iterator[None]:
     """torch.distributed over the same ranks."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch._C._distributed_c10d.FileStore(str(folder / "gloo"), world.size)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'gloo'}", rank=world.rank, world_size=world.size)
     try:
         yield
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from sp_core.schedules import SCHEDULED
 from sp_core.tuning.constants import Tuning
 from sp_core.tuning.model import Nodes, predict
 
@@ -37,6 +36,6 @@ def _decided(tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str
     if len(set(nodes)) > 1 and "network" not in tuning.links:
         return "mpi"
     nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
-    known = [name for name in among if name in tuning.times[op] or name in SCHEDULED[op]]
-    seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned).seconds for name in sorted(known)}
+    timed = [name for name in among if name in tuning.times[op]]  # the model alone is not good enough to prefer a stranger
+    seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned).seconds for name in timed}
     return min(seconds, key=lambda name: (seconds[name], name != "mpi"), default="mpi")
