@@ -90,10 +90,18 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def collectives(session: nox.Session) -> None:
+    """Our collectives against the MPI library's and gloo's, and what "auto" loses, with both MPIs; `-- --help` lists arguments."""
+    for mpi in MPIS:
+        _install(session, mpi, "-e", ".[bench]")
+        session.run("python", "-m", "benchmarks.collectives_table", *session.posargs, env=_environment(mpi))
+
+
+@nox.session
 def counters(session: nox.Session) -> None:
     """What a fixed list of cases sends and holds is what benchmarks/counters.json says; `-- --write` makes it say so."""
     _install(session, MPIS[0], "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1", "SP_TUNING": "off"})
 
 
 @nox.session

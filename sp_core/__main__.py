@@ -1,4 +1,4 @@
-"""The command line: `sp-core doctor`, `sp-core generate`, `sp-core logits`, also as `python -m sp_core ...`."""
+"""The command line: `sp-core doctor`, `sp-core plan`, `sp-core generate`, `sp-core logits`, also as `python -m sp_core ...`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sp_core import doctor, inference
+from sp_core import doctor, inference, planning
+from sp_core.machine import node_name
+from sp_core.tuning import latest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,9 +19,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "say what this machine offers, try it, and name a remedy for what is broken (exit code 1)"
     examine = commands.add_parser("doctor", help=text, description=doctor.__doc__)
     examine.add_argument("--device", choices=("cpu", "cuda"), help="must work; without it whatever is there is tried")
+    examine.add_argument("--measure", action="store_true", help="measure what algorithm='auto' decides by (seconds), and keep it")
+    planning.add_arguments(commands)
     inference.add_arguments(commands)
     options = parser.parse_args(given)
-    return doctor.main(options.device) if options.command == "doctor" else inference.main(options, given)
+    if options.command == "doctor":
+        return doctor.main(options.device, measure=options.measure)
+    if options.command == "plan":
+        return _plan(parser, options)
+    return inference.main(options, given)
+
+
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        print(planning.main(options, latest(node_name())))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +16,7 @@ from sp_core.errors import RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Messages, Op, Transfer, Window, make_transport, make_window, wait
+from sp_core.tuning import Tuning
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -92,6 +93,8 @@ class Communicator:
         check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
         name: what error messages call it.
         algorithm: what each collective uses where a call says "auto"; as in `sp_core.schedules.defaults`.
+        nodes: the node of each rank; all on one by default.
+        tuning: constants by which "auto" decides where `algorithm` says so too, the same on every rank; None: the library decides.
     """
 
     def __init__(
@@ -103,8 +106,12 @@ class Communicator:
         check: Check = "agree",
         name: str = "communicator",
         algorithm: str | Mapping[str, str] = "auto",
+        nodes: Sequence[int] = (),
+        tuning: Tuning | None = None,
     ) -> None:
         self.algorithms = defaults(algorithm)
+        self.nodes = tuple(nodes) or (0,) * comm.size
+        self.tuning = tuning
         self._comm = comm
         self._control = comm.Dup()  # apart from transfers under way, whose calls have an order of their own
         self._pending: list[Handle] = []

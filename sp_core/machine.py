@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import socket
 import time
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
 _STAT = Path("/proc/stat")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cores() -> int:
@@ -26,6 +29,20 @@ def cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def node_name() -> str:
+    """What this machine calls itself."""
+    return socket.gethostname()
+
+
+def node_number() -> int:
+    """A number below 2^48 that processes of one node share and others do not: of its name and of when its kernel was started."""
+    try:
+        boot = _BOOT.read_text()
+    except OSError:
+        boot = ""
+    return int.from_bytes(hashlib.blake2b(f"{node_name()} {boot}".encode(), digest_size=6).digest(), "little")
 
 
 def busy_share(seconds: float = 0.3) -> float:

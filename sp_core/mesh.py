@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -14,8 +16,10 @@ import torch
 from sp_core import agreement
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
+from sp_core.machine import cores, cpu_model, node_name, node_number
 from sp_core.schedules import defaults
 from sp_core.transport import NAMES
+from sp_core.tuning import FileError, Tuning, find
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -35,15 +39,21 @@ class Mesh:
         algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
             collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
             Default: the environment's SP_ALGORITHM, else "auto".
+        nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES, such as "0,0,1,1", else what the
+            ranks find: those of one name and one start of the kernel share a node.
+        tuning: constants by which "auto" takes the quickest algorithm: a file, "auto" for what `python -m sp_core doctor --measure`
+            has kept for this machine, "off" to leave it to the MPI library. Rank 0's hold for all. Default: the environment's
+            SP_TUNING, else "auto". Nothing is ever measured here.
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One agreement of 64 bytes per rank, and one `MPI_Comm_split` for each set of axes.
+        One agreement of 64 bytes per rank, one broadcast of rank 0's constants if it has any, and one `MPI_Comm_split` for each set
+        of axes.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
         DeviceError: a device or transport that is not there.
-        ValueError: an unknown collective or algorithm.
+        ValueError: an unknown collective or algorithm; nodes that are not one number per rank; constants that cannot be read.
         CollectiveMismatch: ranks that ask for different meshes.
 
     All of these on every rank.
@@ -57,6 +67,8 @@ class Mesh:
         transport: str = "auto",
         check: Check = "agree",
         algorithm: str | Mapping[str, str] | None = None,
+        nodes: Sequence[int] | None = None,
+        tuning: Tuning | str | Path | None = None,
         **axes: int,
     ) -> None:
         self.axes = dict(axes)
@@ -68,9 +80,14 @@ class Mesh:
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._freed = False
         self.device, error = _resolved(device)
-        error = error or self._problem()
-        call = f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=}, algorithm={self._algorithm!r})"
-        agreement.agree(comm, call, error=error)
+        given = os.environ.get("SP_NODES", "").split(",") if nodes is None else list(map(str, nodes))
+        constants, tuning_error = _constants(tuning) if self.rank == 0 else (None, None)
+        error = error or self._problem() or self._nodes_problem(given) or tuning_error
+        call = f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=}"
+        call += f", algorithm={self._algorithm!r}, nodes={given})"
+        told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
+        self._nodes = tuple(map(int, given)) if given != [""] else tuple(number // 2 for number in told)
+        self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
         self._comm = comm.Dup()
         for number in range(1, len(self.axes) + 1):
             for names in combinations(self.axes, number):
@@ -121,9 +138,11 @@ class Mesh:
         self._freed = True
 
     def _make(self, names: tuple[str, ...]) -> Communicator:
-        place = self._coordinates()
-        color = _index({axis: place[axis] for axis in self.axes if axis not in names}, self.axes)
-        key = _index({axis: place[axis] for axis in names}, self.axes)
+        places = [self._coordinates(rank) for rank in range(self.size)]
+        colors = [_index({axis: place[axis] for axis in self.axes if axis not in names}, self.axes) for place in places]
+        keys = [_index({axis: place[axis] for axis in names}, self.axes) for place in places]
+        color, key = colors[self.rank], keys[self.rank]
+        members = sorted((rank for rank in range(self.size) if colors[rank] == color), key=keys.__getitem__)
         return Communicator(
             cast("Intracomm", self._comm.Split(color, key)),
             device=self.device,
@@ -131,10 +150,12 @@ class Mesh:
             check=self._check,
             name="mesh[" + ", ".join(map(repr, names)) + "]",
             algorithm=self._algorithm,
+            nodes=_numbered([self._nodes[rank] for rank in members]),
+            tuning=self.tuning,
         )
 
-    def _coordinates(self) -> dict[str, int]:
-        rest, coordinates = self.rank, {}
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        rest, coordinates = rank, {}
         for axis, length in reversed(self.axes.items()):
             rest, coordinates[axis] = divmod(rest, length)
         return coordinates
@@ -155,6 +176,13 @@ class Mesh:
         except ValueError as error:
             return error
         return self._device_problem()
+
+    def _nodes_problem(self, given: Sequence[str]) -> Exception | None:
+        if given == [""] or (len(given) == self.size and all(text.strip().lstrip("-").isdecimal() for text in given)):
+            return None
+        return ValueError(
+            f"nodes {given} were given for {self.size} ranks. Pass nodes=, or SP_NODES, with one whole number per rank."
+        )
 
     def _device_problem(self) -> Exception | None:
         offered = NAMES.get(self.device.type, ())
@@ -185,6 +213,29 @@ def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exceptio
             f"device {str(found)!r} was asked for; there are {count} CUDA devices, cuda:0 to cuda:{count - 1}."
         )
     return torch.device("cuda", index), None
+
+
+def fingerprint() -> dict[str, str]:
+    """Of this machine and MPI library: constants that were measured with another one say nothing here."""
+    mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
+    vendor, version = mpi.get_vendor() if mpi else ("none", ())
+    return {"host": node_name(), "processor": cpu_model(), "cores": str(cores()), "mpi": f"{vendor} {'.'.join(map(str, version))}"}
+
+
+def _constants(tuning: Tuning | str | Path | None) -> tuple[Tuning | None, Exception | None]:
+    """The constants that were asked for, or what is wrong with them."""
+    if isinstance(tuning, Tuning):
+        return tuning, None
+    try:
+        return find(fingerprint, tuning), None
+    except FileError as error:
+        return None, error
+
+
+def _numbered(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Nodes numbered from 0 in the order of their lowest ranks."""
+    order = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return tuple(order[node] for node in nodes)
 
 
 def _index(place: dict[str, int], lengths: dict[str, int]) -> int:

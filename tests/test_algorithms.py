@@ -74,7 +74,7 @@ def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Cas
 def test_an_execution_is_bitwise_a_replay_of_its_schedule(comm: Any, problem: Vectors) -> None:
     inputs = problem.inputs(comm.size)
     segment = SEGMENT_BYTES // inputs[0].itemsize
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+    with sp.Mesh(comm, nodes=problem.nodes(comm.size), device=device(), sp=comm.size) as mesh:
         poison(mesh["sp"])
         result = problem.call(inputs[comm.rank].to(mesh["sp"].device), mesh["sp"]).cpu()
     wanted = replay(problem.schedule(comm.size, segment), inputs)[comm.rank]
@@ -90,7 +90,7 @@ def test_the_error_is_that_of_so_many_additions(comm: Any, problem: Vectors) -> 
     Source: Higham, "Accuracy and stability of numerical algorithms", 2002, section 4.2: |error| <= gamma_d * sum |x_i|.
     """
     inputs = problem.inputs(comm.size)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
         result = problem.call(inputs[comm.rank], mesh["sp"]).double()
     exact, scale = (torch.stack([f(x.double()) for x in inputs]).sum(0) for f in (torch.clone, torch.abs))
     depth = comm.size - 1
@@ -119,7 +119,7 @@ def gamma(depth: int, dtype: torch.dtype) -> float:
 def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, problem: Vectors) -> None:
     inputs = problem.inputs(comm.size)
     programs = problem.schedule(comm.size, SEGMENT_BYTES // inputs[0].itemsize).programs
-    with sp.Mesh(comm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
         problem.call(inputs[comm.rank], mesh["sp"])
         found, expected = mesh["sp"].counters.total(), cost(programs[comm.rank], inputs[0].dtype)
     assert (found.calls, found.messages, found.bytes_sent) == (1, expected.messages, expected.bytes_sent)
@@ -132,7 +132,7 @@ def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, p
     inputs = problem.inputs(comm.size)
     total = in_order(inputs)
     name = f"{problem.op}_start" if start else problem.op
-    with sp.Mesh(comm, algorithm={problem.op: problem.algorithm}, sp=comm.size) as mesh:
+    with sp.Mesh(comm, nodes=problem.nodes(comm.size), algorithm={problem.op: problem.algorithm}, sp=comm.size) as mesh:
         if shared:
             use_window(mesh["sp"])
         counts = pieces(comm.size, problem.shape)
@@ -198,7 +198,7 @@ def test_in_place_by_every_algorithm(comm: Any) -> None:
 def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, other: str, transposed: bool) -> None:
     algorithm = other or problem.algorithm
     x = problem.inputs(comm.size)[comm.rank]
-    with sp.Mesh(comm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
         poison(mesh["sp"])
         if other == "window":
             use_window(mesh["sp"])

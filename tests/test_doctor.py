@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_scaling import mpi_environment
 
-from sp_core import doctor, machine
+from sp_core import doctor, machine, probing
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
 
@@ -107,7 +107,7 @@ def test_a_transport_that_fails_on_one_rank_is_broken_on_all(
     ],
 )
 def test_a_launch_that_fails_has_a_remedy(code: int | None, output: str, remedy: str) -> None:
-    assert remedy in doctor._launch_problem(code, output)[1]
+    assert remedy in probing.launch_problem(code, output)[1]
 
 
 def test_a_broken_finding_is_repeated_with_its_remedy() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("errors", "machine", "segments"),
+    ("errors", "machine", "probing", "segments"),
     ("sharding", "mask", "schedules"),
-    ("attention", "rope", "counter_dropout"),
+    ("attention", "rope", "counter_dropout", "tuning"),
     ("transport",),
     ("agreement", "scratch"),
     ("communicator",),
@@ -24,9 +24,10 @@ ROOMS = (
     ("autograd",),
     ("schemes",),
     ("layers", "parallel_linear", "cost", "gradients", "loss"),
-    ("llama",),
+    ("llama", "planning"),
     ("__init__",),
     ("testing",),
+    ("measuring",),
     ("doctor",),
     ("inference",),
     ("__main__",),
@@ -34,7 +35,7 @@ ROOMS = (
 """Every module or folder of sp_core. Each may import from the lines above its own, and from itself."""
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-USES_MPI = {"transport", "agreement", "communicator", "mesh", "testing", "doctor", "inference", "__main__"}
+USES_MPI = {"transport", "agreement", "communicator", "mesh", "testing", "doctor", "measuring", "inference", "__main__"}
 REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 300, 50, 10
 

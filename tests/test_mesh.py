@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import sp_core as sp
 from sp_core.testing import given, run_threads, spmd
+from sp_core.testing.schedule_cases import nodes_of
 
 SHAPES = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 5: (5, 1, 1), 6: (3, 1, 2), 7: (1, 1, 7), 8: (2, 2, 2)}
 
@@ -104,3 +105,40 @@ def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way() -> No
             return False
 
     assert run_threads(2, lambda comm: body(Unannounced(comm))) == ["'lost'", "'lost'"]
+
+
+@given(layout=st.integers(0, 12), names=st.permutations(["a", "b", "c"]))
+def test_every_communicator_knows_the_node_of_each_of_its_ranks(comm: Any, layout: int, names: list[str]) -> None:
+    lengths = dict(zip("abc", SHAPES[comm.size], strict=True))
+    nodes = nodes_of(comm.size, layout)
+    with sp.Mesh(comm, nodes=nodes, **lengths) as mesh:
+        for axes in (tuple(names[:1]), tuple(names[1:]), tuple(names)):
+            group = mesh[axes]
+            members = sp.all_gather(torch.tensor([nodes[comm.rank]]), comm=group).tolist()
+            order = list(dict.fromkeys(members))
+            assert group.nodes == tuple(order.index(node) for node in members)
+
+
+@spmd()
+def test_ranks_of_one_machine_are_on_one_node(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert mesh["sp"].nodes == (0,) * comm.size
+
+
+@spmd(2)
+def test_nodes_that_are_not_one_per_rank_are_refused(comm: Any) -> None:
+    for nodes in ([0], [0, 1, 2], ["a", "b"]):
+        with pytest.raises(ValueError, match="one whole number per rank"):
+            sp.Mesh(comm, nodes=nodes, sp=2)
+    with pytest.raises(sp.CollectiveMismatch, match="nodes="):
+        sp.Mesh(comm, nodes=[0, comm.rank], sp=2)
+
+
+def test_the_environment_says_where_the_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_NODES", "7,3,7")
+
+    def body(comm: Any) -> tuple[int, ...]:
+        with sp.Mesh(comm, sp=3) as mesh:
+            return mesh["sp"].nodes
+
+    assert run_threads(3, body) == [(0, 1, 0)] * 3

@@ -26,14 +26,15 @@ from sp_core.schedules import (
     show,
     verify,
 )
-from sp_core.testing.schedule_cases import NAMES, pieces, schedule
+from sp_core.testing.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 
 @st.composite
 def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Schedule:
     size = draw(st.integers(1, max_size))
     counts = pieces(size, draw(st.integers(0, 30)))
-    return schedule(op, algorithm, counts, draw(st.integers(0, size - 1)), draw(st.none() | st.integers(1, 4)))
+    nodes = nodes_of(size, draw(st.integers(0, 12))) if algorithm == "hierarchical" else ()
+    return schedule(op, algorithm, counts, draw(st.integers(0, size - 1)), draw(st.none() | st.integers(1, 4)), nodes)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
@@ -45,7 +46,7 @@ def test_every_contribution_is_counted_once(op: str, algorithm: str, data: st.Da
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_many_ranks(op: str, algorithm: str) -> None:
     for size in (13, 16, 31):
-        verify(schedule(op, algorithm, tuple(rank % 3 for rank in range(size)), size // 2, 1))
+        verify(schedule(op, algorithm, tuple(rank % 3 for rank in range(size)), size // 2, 1, nodes_of(size, size)))
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
@@ -119,6 +120,7 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
         ("all_reduce", "segmented_ring"): (8 * (size - 1), 2 * gathered, 8 * (size - 1)),
         ("all_reduce", "pairwise"): (8 * (size - 1), 2 * gathered, 8 * (size - 1)),
         ("all_reduce", "recursive_doubling"): (floor + folds, (floor + folds) * n, floor + 2 * folds),
+        ("all_reduce", "hierarchical"): (2 * (size - 1), 2 * gathered, size),
         ("all_reduce", "rabenseifner"): (2 * floor + folds, -1, 2 * floor + 2 * folds),
         ("all_to_all", "pairwise"): (size - 1, -1, size - 1),
         ("broadcast", "binomial"): (logs, logs * n, logs),
@@ -134,6 +136,22 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
         costs = [cost(program, torch.float32) for program in schedule("all_reduce", "rabenseifner", (m,) * size).programs]
         assert {c.bytes_sent for c in costs} == {2 * gathered}
         assert {c.scratch for c in costs} == {n // 2}
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 2, 2)])
+def test_between_nodes_a_hierarchy_sends_as_little_as_is_possible(nodes: tuple[int, ...]) -> None:
+    """Each node 2 (N - 1) / N of the vector, over as many ranks at once as it has or the largest of them."""
+    size, number = len(nodes), len(set(nodes))
+    count = 12 * number
+    made = schedule("all_reduce", "hierarchical", (count // size,) * size, nodes=nodes)
+    sent = dict.fromkeys(nodes, 0)
+    for rank, program in enumerate(made.programs):
+        messages = [m for step in program.steps for m in step.sends]
+        sent[nodes[rank]] += sum(len(m.region) for m in messages if nodes[m.peer] != nodes[rank])
+        inside = sum(len(m.region) for m in messages if nodes[m.peer] == nodes[rank])
+        mates = nodes.count(nodes[rank])
+        assert inside == 2 * count * (mates - 1) / mates or max(map(nodes.count, nodes)) % mates
+    assert set(sent.values()) == {2 * (number - 1) * count // number}
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

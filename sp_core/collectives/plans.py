@@ -30,7 +30,7 @@ class Plan:
     def __init__(self, mapping: FlatMap, x: Tensor, prepared: Prepared) -> None:
         comm, transfer = mapping.comm, prepared.transfer
         self.input = x
-        self.algorithm = choice.chosen(comm, mapping.name, mapping.algorithm)
+        self.algorithm = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._bound: Ready | None = None
         if self.algorithm != "mpi":
@@ -150,7 +150,9 @@ def _put_back(x: Tensor, result: Callable[[], Tensor]) -> Tensor:
 
 def _in_place(name: str, x: Tensor, comm: Communicator, *arguments: Any, **named: Any) -> _InPlace:
     mapping = build.all_reduce(name, x, comm, *arguments, in_place=True, **named)
-    return _InPlace(comm, mapping.reduction, algorithm=mapping.algorithm)
+    nbytes, planned = x.numel() * x.itemsize, name != "all_reduce_"
+    algorithm = choice.chosen(comm, mapping.name, mapping.algorithm, nbytes, planned=planned)  # it says where the result is made
+    return _InPlace(comm, mapping.reduction, algorithm=algorithm)
 
 
 def _all_to_all(name: str, x: Tensor, comm: Communicator, *, split_dim: int, concat_dim: int, **named: Any) -> AllToAll:

@@ -4,7 +4,18 @@ from sp_core.schedules.checking import ScheduleError, verify
 from sp_core.schedules.definition import Buffer, Combine, Message, Program, Region, Schedule, Step
 from sp_core.schedules.figures import WIDE_BLOCK, Cost, cost, show, wide_length
 from sp_core.schedules.replay import HALF, REDUCTIONS, replay
-from sp_core.schedules.table import ALGORITHMS, IN_RANK_ORDER, LIBRARY, Task, check_algorithm, defaults, program_of, schedule_of
+from sp_core.schedules.table import (
+    ALGORITHMS,
+    IN_RANK_ORDER,
+    LIBRARY,
+    SCHEDULED,
+    SEGMENT_BYTES,
+    Task,
+    check_algorithm,
+    defaults,
+    program_of,
+    schedule_of,
+)
 from sp_core.schedules.window import in_window
 from sp_core.schedules.window_definition import SLOTS, Gather, InWindow, Place, WindowTask, widest_sum, window_cost
 
@@ -14,6 +25,8 @@ __all__ = [
     "IN_RANK_ORDER",
     "LIBRARY",
     "REDUCTIONS",
+    "SCHEDULED",
+    "SEGMENT_BYTES",
     "SLOTS",
     "WIDE_BLOCK",
     "Buffer",

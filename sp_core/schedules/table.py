@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sp_core.schedules import binomial, bruck, pairwise, rabenseifner, recursive_doubling, ring
+from sp_core.schedules import binomial, bruck, hierarchical, pairwise, rabenseifner, recursive_doubling, ring
 from sp_core.schedules.definition import Program, Schedule
 
 
@@ -20,6 +20,7 @@ class Task:
         send, recv: sizes of its pieces, one per rank where they differ by rank, empty where it sends or receives nothing.
         root: of a broadcast or a reduction.
         segment: elements per segment, for algorithms that cut pieces.
+        nodes: by rank, the node that it is on; all on one where it is empty.
     """
 
     op: str
@@ -29,6 +30,7 @@ class Task:
     recv: tuple[int, ...]
     root: int = 0
     segment: int | None = None
+    nodes: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -53,6 +55,7 @@ _BUILDERS: dict[str, dict[str, Callable[[Task], Program]]] = {
         "recursive_doubling": lambda t: recursive_doubling.all_reduce(t.rank, t.size, t.count),
         "rabenseifner": lambda t: rabenseifner.all_reduce(t.rank, t.size, t.count),
         "pairwise": lambda t: pairwise.all_reduce(t.rank, t.size, t.count, t.segment),
+        "hierarchical": lambda t: hierarchical.all_reduce(t.rank, t.size, t.count, t.nodes),
     },
     "all_to_all": {"pairwise": lambda t: pairwise.all_to_all(t.rank, t.send, t.recv)},
     "broadcast": {"binomial": lambda t: binomial.broadcast(t.rank, t.size, t.count, t.root)},
@@ -62,10 +65,17 @@ _BUILDERS: dict[str, dict[str, Callable[[Task], Program]]] = {
 
 LIBRARY = ("auto", "mpi", "window")
 """What every collective offers beside its schedules: "mpi" is the MPI library's own choice, "window" the memory that the ranks
-share, where they do; "auto" takes the window of a communicator that has one, and else the library."""
+share, where they do; "auto" takes what constants say is best, without them the window of a communicator that has one, else the
+library."""
 
-ALGORITHMS = {op: (*LIBRARY, *builders) for op, builders in _BUILDERS.items()}
+SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
+"""The algorithms that have a schedule, by collective."""
+
+ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
 """What `algorithm=` may say, by collective."""
+
+SEGMENT_BYTES = 1 << 18
+"""Bytes per segment: a few segments stay in a core's cache while one of them is added and another travels."""
 
 IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms whose sums are bitwise those of a loop over the ranks."""
@@ -84,10 +94,11 @@ def schedule_of(
     recv: tuple[tuple[int, ...], ...],
     root: int = 0,
     segment: int | None = None,
+    nodes: tuple[int, ...] = (),
 ) -> Schedule:
     """What all ranks do, given the sizes of the pieces of each."""
     size = len(send)
-    tasks = [Task(op, rank, size, send[rank], recv[rank], root, segment) for rank in range(size)]
+    tasks = [Task(op, rank, size, send[rank], recv[rank], root, segment, nodes) for rank in range(size)]
     return Schedule(op, send, recv, root, tuple(program_of(task, algorithm) for task in tasks))
 
 

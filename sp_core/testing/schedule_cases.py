@@ -20,7 +20,9 @@ SUMS = ("all_reduce", "reduce_scatter", "reduce")
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
-def schedule(op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, segment: int | None = None) -> Schedule:
+def schedule(
+    op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, segment: int | None = None, nodes: tuple[int, ...] = ()
+) -> Schedule:
     """With pieces of `counts`; of their products in an all-to-all; vectors of their sum where ranks have no pieces."""
     size, ranks = len(counts), range(len(counts))
     whole = ((sum(counts),),) * size
@@ -37,7 +39,7 @@ def schedule(op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, se
         "broadcast": (at_root, elsewhere),
         "reduce": (whole, at_root),
     }[op]
-    return schedule_of(op, algorithm, send, recv, root, segment)
+    return schedule_of(op, algorithm, send, recv, root, segment, nodes)
 
 
 def pieces(size: int, shape: int) -> tuple[int, ...]:
@@ -47,6 +49,14 @@ def pieces(size: int, shape: int) -> tuple[int, ...]:
         return split_sizes(totals[shape], size)
     random = Random(shape)
     return tuple(random.randrange(8) for _ in range(size))
+
+
+def nodes_of(size: int, layout: int) -> tuple[int, ...]:
+    """A node for each rank: one for all, one each, pairs, turn by turn, else any."""
+    ranks = range(size)
+    usual = ([0] * size, ranks, [rank // 2 for rank in ranks], [rank % 2 for rank in ranks])
+    random = Random(layout)
+    return tuple(usual[layout]) if layout < len(usual) else tuple(random.randrange(3) for _ in ranks)
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Vectors:
         place: of the root, modulo the number of ranks.
         dtype: name of a torch dtype.
         seed: of the vectors.
+        layout: which `nodes_of`.
     """
 
     op: str
@@ -67,10 +78,15 @@ class Vectors:
     place: int
     dtype: str
     seed: int
+    layout: int = 0
 
     def schedule(self, size: int, segment: int | None) -> Schedule:
         """What the ranks must do."""
-        return schedule(self.op, self.algorithm, pieces(size, self.shape), self.place % size, segment)
+        return schedule(self.op, self.algorithm, pieces(size, self.shape), self.place % size, segment, self.nodes(size))
+
+    def nodes(self, size: int) -> tuple[int, ...]:
+        """By rank, the node that it is on."""
+        return nodes_of(size, self.layout)
 
     def inputs(self, size: int) -> list[Tensor]:
         """By rank, small numbers and large ones that cancel out, so that the order of addition shows in every dtype."""
@@ -111,4 +127,5 @@ def vectors(draw: st.DrawFn, ops: tuple[str, ...] = tuple(ALGORITHMS), dtypes: t
     """Any collective among `ops` by any algorithm of ours."""
     op, algorithm = draw(st.sampled_from([name for name in NAMES if name[0] in ops]))
     dtype = draw(st.sampled_from(dtypes))
-    return Vectors(op, algorithm, draw(st.integers(0, 30)), draw(st.integers(0, 7)), dtype, draw(st.integers(0, 999)))
+    layout = draw(st.integers(0, 9)) if algorithm == "hierarchical" else 0
+    return Vectors(op, algorithm, draw(st.integers(0, 30)), draw(st.integers(0, 7)), dtype, draw(st.integers(0, 999)), layout)

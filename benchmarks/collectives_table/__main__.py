@@ -1,0 +1,105 @@
+"""Speed of our collectives on two ranks of this machine: the table of what must be reached, for the MPI that is installed.
+
+Contestants of a row share one pair of processes and take turns; a ratio is the median over all rounds of all launches, with its
+exact interval. Exit code: 0 whatever the ratios, 1 if a result was wrong or a launch failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.collectives_table import tables
+from benchmarks.launching import ROOT, commit
+from sp_core.testing import launch
+
+SCHEMA_VERSION = 1
+RANKS = 2
+KINDS = ("default", "tuned", "regret")
+TUNABLES = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
+FOLDER = ROOT / "benchmarks" / "results"
+WIDTH = 150
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the record, show the table.
+
+    Returns:
+        The exit code.
+    """
+    from rich.console import Console
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives_table", description=__doc__)
+    parser.add_argument("--launches", type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)")
+    parser.add_argument("--only", choices=KINDS, help="one kind of launch")
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: benchmarks/results")
+    parser.add_argument("--timeout", type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="show records that are there, and measure nothing")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if options.show:
+        for path in options.show:
+            tables.show(console, json.loads(path.read_text()))
+        return 0
+    document: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "commit": commit(), "ranks": RANKS, "launches": []}
+    kinds = [kind for kind in KINDS if options.only in (None, kind)]
+    order = [kind for _ in range(options.launches) for kind in kinds if kind != "regret"] + [k for k in kinds if k == "regret"]
+    for kind in order:
+        found = run_once(kind, options.timeout)
+        document["launches"].append(found)
+        console.print(f"{kind}: {found['status']}, {found['seconds']:.0f} s", highlight=False)
+        if found["status"] != "ok":
+            console.print(found["reason"], style="red", highlight=False, markup=False)
+    _write(options.out, document)
+    tables.show(console, document)
+    return 0 if all(found["status"] == "ok" for found in document["launches"]) else 1
+
+
+def run_once(kind: str, timeout: float) -> dict[str, Any]:
+    """Start the ranks, wait for their end, and read their record."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sp_core-collectives-") as name, contextlib.chdir(ROOT), _tuned(kind):
+        code = launch.run(
+            RANKS, ["python", "-m", "mpi4py", "-m", "benchmarks.collectives_table.worker", name, kind], timeout=timeout
+        )
+        record = Path(name) / "record.json"
+        found = json.loads(record.read_text()) if code == 0 and record.exists() else {}
+    told = {"status": "ok"} if found else {"status": "failed", "reason": f"exit code {code}; what the ranks printed is above"}
+    return {"kind": kind, "malloc_tuned": kind == "tuned", "seconds": time.monotonic() - start, **told, **found}
+
+
+@contextlib.contextmanager
+def _tuned(kind: str) -> Iterator[None]:
+    """The C library keeps memory that it is given back, in the processes that start meanwhile."""
+    before = os.environ.get("GLIBC_TUNABLES")
+    if kind == "tuned":
+        os.environ["GLIBC_TUNABLES"] = TUNABLES
+    try:
+        yield
+    finally:
+        os.environ.pop("GLIBC_TUNABLES", None)
+        if before is not None:
+            os.environ["GLIBC_TUNABLES"] = before
+
+
+def _write(folder: Path, document: dict[str, Any]) -> None:
+    """Replace the record in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"collectives_{tables.mpi_of(document).lower().replace(' ', '')}.json"
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are ended too
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""Who takes part: ways to carry out a collective of two ranks over a float32 vector, each made once and run many times.
+
+A contestant is one line in `CONTESTANTS`: a name, and what makes a call and shows its result. It gives None where it has no way to
+do a collective, or where something that it needs is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.schedules import ALGORITHMS
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where contestants meet.
+
+    Args:
+        world: all ranks; the library's calls go over it.
+        mesh: the same ranks, with the axis "all".
+        op: collective.
+        x: what this rank contributes, flat; its piece in an all-gather or a ring exchange.
+    """
+
+    world: Intracomm
+    mesh: sp.Mesh
+    op: str
+    x: Tensor
+
+    @property
+    def piece(self) -> int:
+        """Elements of one rank's piece of the vector."""
+        return self.x.numel() // (1 if self.op in ("all_gather", "shift") else self.world.size)
+
+    @property
+    def received(self) -> int:
+        """Elements of the result on this rank."""
+        pieces = {"all_gather": self.world.size, "reduce_scatter": 1, "shift": 1}
+        return self.piece * pieces.get(self.op, self.world.size)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A prepared call, and how to see its result as a flat tensor; `scratch` bytes of ours, 0 for others."""
+
+    call: Callable[[], object]
+    result: Callable[[], Tensor]
+    scratch: Callable[[], int] = lambda: 0
+
+
+Maker = Callable[[Field], Runner | None]
+
+
+def library(field: Field) -> Runner | None:
+    """mpi4py's own call on NumPy arrays, its arguments made beforehand: nobody can call the library quicker from Python."""
+    world, send = field.world, field.x.numpy()
+    out = torch.zeros(field.received)
+    recv, right, left = out.numpy(), (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: world.Allreduce(send, recv),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(send, recv),
+        "all_gather": lambda: world.Allgather(send, recv),
+        "all_to_all": lambda: world.Alltoall(send, recv),
+        "reduce": lambda: world.Reduce(send, recv if world.rank == 0 else None, root=0),
+        "shift": lambda: world.Sendrecv(send, right, 0, recv, left, 0),
+    }
+    if field.op == "broadcast":
+        out.copy_(field.x)
+        return Runner(lambda: world.Bcast(recv, 0), lambda: out)
+    return Runner(calls[field.op], lambda: out)
+
+
+def plan(algorithm: str, dtype: torch.dtype = torch.float32) -> Maker:
+    """A plan of ours by an algorithm."""
+
+    def make(field: Field) -> Runner | None:
+        if algorithm != "auto" and algorithm not in ALGORITHMS.get(field.op, ()):
+            return None
+        comm = field.mesh["all"]
+        x = field.x.to(dtype)
+        x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
+        named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if field.op == "all_to_all" else {}
+        made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **named)
+        if algorithm not in ("auto", made.algorithm):
+            return None  # not on this communicator
+        return Runner(made.run, lambda: made.run().reshape(-1).float(), lambda: comm.counters[field.op].scratch)
+
+    return make
+
+
+def exchange(field: Field) -> Runner | None:
+    """Our message to the next rank of a ring, and one from the rank before, on memory that is bound once."""
+    if field.op != "shift":
+        return None
+    comm = field.mesh["all"]
+    out = torch.zeros_like(field.x)
+    transport, size = comm.transport, comm.size
+    sends, recvs = transport.bind([((comm.rank + 1) % size, field.x)]), transport.bind([((comm.rank - 1) % size, out)])
+    return Runner(lambda: sp.transport.wait(transport.post(sends, recvs, comm.next_tag()), comm.poll), lambda: out)
+
+
+def gloo(field: Field) -> Runner | None:
+    """torch.distributed's collectives over gloo, where this torch has them."""
+    x, out = field.x, torch.zeros(field.received)
+    both = x.clone()
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(both),
+        "reduce_scatter": lambda: dist.reduce_scatter(out, list(x.chunk(field.world.size))),
+        "all_gather": lambda: dist.all_gather(list(out.chunk(field.world.size)), x),
+        "all_to_all": lambda: dist.all_to_all_single(out, x),
+        "broadcast": lambda: dist.broadcast(both, 0),
+        "reduce": lambda: dist.reduce(both, 0),
+    }
+    if field.op not in calls or not dist.is_initialized():
+        return None
+    in_place = field.op in ("all_reduce", "broadcast", "reduce")
+
+    def result() -> Tensor:
+        both.copy_(x)
+        calls[field.op]()
+        return both if in_place else out
+
+    return Runner(calls[field.op], result)
+
+
+CONTESTANTS: dict[str, Maker] = {
+    "library": library,
+    "plan of the library": plan("mpi"),
+    "segmented_ring": plan("segmented_ring"),
+    "rabenseifner": plan("rabenseifner"),
+    "pairwise": plan("pairwise"),
+    "ring": plan("ring"),
+    "recursive_doubling": plan("recursive_doubling"),
+    "bruck": plan("bruck"),
+    "binomial": plan("binomial"),
+    "window": plan("window"),
+    "bf16 segmented_ring": plan("segmented_ring", torch.bfloat16),
+    "exchange": exchange,
+    "gloo": gloo,
+}
+
+
+def expected(field: Field) -> Tensor:
+    """The result in float64, from everybody's contribution; empty where this rank gets none."""
+    everybody = [torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))]
+    rank, total = field.world.rank, torch.stack(everybody).sum(0)
+    match field.op:
+        case "all_gather":
+            return torch.cat(everybody)
+        case "shift":
+            return everybody[rank - 1]
+        case "all_to_all":
+            return torch.cat([x.chunk(field.world.size)[rank] for x in everybody])
+        case "reduce_scatter":
+            return total.chunk(field.world.size)[rank]
+        case "broadcast":
+            return everybody[0]
+        case "reduce":
+            return total if rank == 0 else total[:0]
+    return total
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    """The largest error, over the unit of the result's precision: 1 is one rounding of the exact sum to bfloat16."""
+    if wanted.numel() == 0:
+        return 0.0
+    difference = (found[: wanted.numel()].double() - wanted).abs()
+    return float((difference / (wanted.abs() * 2**-8 + 1e-30)).max())

@@ -1,0 +1,126 @@
+"""The rows of the table: what is compared with what, and what must be reached. A row is data; a new one is one line."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.peers.ratios import Ratio, summarized
+
+KIB, MIB = 1 << 10, 1 << 20
+OURS = ("segmented_ring", "rabenseifner", "pairwise", "ring", "recursive_doubling", "bruck", "binomial", "exchange", "window")
+"""Contestants among which the quickest stands for us where a row names none."""
+
+Heats = dict[str, dict[str, Any]]
+"""What one launch found, by "op bytes": samples by contestant in seconds, round by round; scratch and errors likewise."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line.
+
+    Args:
+        what: what it says.
+        op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange) at each of which it must hold.
+        ours, other: contestants; the quickest of `ours` counts.
+        target: the other's time over ours, at least; None is told and not judged.
+        malloc_tuned: judged in launches in which the C library keeps what it is given back.
+        scratch: bytes that ours may use.
+        only: the MPI that it is about; both where it is empty.
+        microseconds: instead of a ratio, how much longer ours may take.
+        error: how many roundings to bfloat16 the result may be off.
+    """
+
+    what: str
+    op: str
+    nbytes: tuple[int, ...]
+    ours: tuple[str, ...] = OURS
+    other: str = "library"
+    target: float | None = None
+    malloc_tuned: bool = False
+    scratch: int | None = None
+    only: str = ""
+    microseconds: float | None = None
+    error: float | None = None
+
+
+LARGE = (64 * MIB, 256 * MIB)
+MOVES = ("all_gather", "all_to_all", "broadcast", "reduce")
+ROWS = (
+    Row("all_reduce, large, scratch of 4 MiB", "all_reduce", LARGE, ("segmented_ring",), target=2.5, scratch=4 * MIB),
+    Row("the same, malloc tuned", "all_reduce", LARGE, ("segmented_ring",), target=0.95, malloc_tuned=True, scratch=4 * MIB),
+    Row("all_reduce in a window", "all_reduce", (64 * KIB, MIB, 4 * MIB, 16 * MIB), ("window",), target=2.0),
+    Row("reduce_scatter by messages", "reduce_scatter", (256 * KIB, 4 * MIB, 64 * MIB), OURS[:-1], target=2.5, only="Open MPI"),
+    Row("reduce_scatter by messages", "reduce_scatter", (256 * KIB, 4 * MIB, 64 * MIB), OURS[:-1], only="MPICH"),
+    Row("reduce_scatter in a window", "reduce_scatter", (256 * KIB, 4 * MIB, 64 * MIB), ("window",), target=4.0),
+    Row("ring exchange by messages", "shift", (MIB, 4 * MIB), ("exchange",)),
+    Row("ring exchange in a window", "shift", (MIB, 4 * MIB), ("window",), target=3.0),
+    Row("bf16 all_reduce against float32", "all_reduce", (16 * MIB, 64 * MIB), ("bf16 segmented_ring",), target=2.0, error=1.0),
+    *(
+        Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), other="gloo", target=3.0)
+        for op in ("all_reduce", "reduce_scatter")
+    ),
+    *(Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), other="gloo", target=2.0) for op in MOVES),
+    *(Row(f"Plan.run, {op}", op, (64,), ("plan of the library",), microseconds=2.0) for op in ("all_reduce", "all_gather")),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row at one size, with what was found: `value` is a ratio, or microseconds where the row asks for these."""
+
+    row: Row
+    nbytes: int
+    ours: str
+    value: Ratio | None
+    scratch: int
+    error: float
+
+    @property
+    def mark(self) -> str:
+        """reached or not, by the median; "open" where the interval crosses the target."""
+        if self.value is None:
+            return "not available here"
+        bound = self.row.microseconds if self.row.microseconds is not None else self.row.target
+        if bound is None:
+            return "-"
+        holds = [self._holds(x, bound) for x in (self.value.median, self.value.low, self.value.high)]
+        return ("reached" if holds[0] else "not reached") + ("" if len(set(holds)) == 1 else ", open")
+
+    def _holds(self, value: float, bound: float) -> bool:
+        within = self.row.scratch is None or self.scratch <= self.row.scratch
+        right = self.row.error is None or self.error <= self.row.error
+        return within and right and (value <= bound if self.row.microseconds is not None else value >= bound)
+
+
+def needed(malloc_tuned: bool) -> dict[tuple[str, int], list[str]]:
+    """The contestants of each heat of a launch."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in ROWS:
+        for nbytes in row.nbytes if row.malloc_tuned == malloc_tuned else ():
+            heat = found.setdefault((row.op, nbytes), [])
+            heat += [name for name in (row.other, *row.ours) if name not in heat]
+    return found
+
+
+def lines(launches: Sequence[dict[str, Any]], mpi: str) -> Iterator[Line]:
+    """All rows that are about an MPI, from its launches."""
+    for row in ROWS:
+        if row.only in ("", mpi):
+            heats = [launch["heats"] for launch in launches if launch["malloc_tuned"] == row.malloc_tuned]
+            yield from (_line(row, nbytes, heats) for nbytes in row.nbytes)
+
+
+def _line(row: Row, nbytes: int, launches: Sequence[Heats]) -> Line:
+    """One size of a row, over the rounds of all launches: two that took turns are compared round by round."""
+    heats = [heat for launch in launches if (heat := launch.get(f"{row.op} {nbytes}")) is not None]
+    there = [name for name in row.ours if heats and all(name in heat["samples"] for heat in heats)]
+    if not there or any(row.other not in heat["samples"] for heat in heats):
+        return Line(row, nbytes, "", None, 0, 0.0)
+    best = min(there, key=lambda name: statistics.median(x for heat in heats for x in heat["samples"][name]))
+    pairs = [pair for heat in heats for pair in zip(heat["samples"][row.other], heat["samples"][best], strict=True)]
+    values = [(ours - other) * 1e6 if row.microseconds is not None else other / ours for other, ours in pairs]
+    scratch, error = (max(heat[kind][best] for heat in heats) for kind in ("scratch", "errors"))
+    return Line(row, nbytes, best, summarized(values), scratch, error)

@@ -1,0 +1,252 @@
+"""Measures the constants of `sp_core.tuning`, on several ranks: `mpiexec -n 2 python -m sp_core doctor --measure`.
+
+All ways to do one thing take turns, so that what disturbs the machine disturbs them alike; a sample is the time of the slowest rank
+from a barrier on, and a constant the median of its samples. Messages and sums are measured by themselves, for any number of ranks
+and nodes; whole collectives with the ranks at hand, to correct the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sp_core.collectives import choice
+from sp_core.collectives.plans import plan
+from sp_core.communicator import Communicator
+from sp_core.mesh import Mesh, fingerprint
+from sp_core.schedules import SCHEDULED
+from sp_core.scratch import Scratch
+from sp_core.transport import transfer as tr
+from sp_core.transport import wait
+from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, on_grid, save
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+Call = Callable[[], object]
+Samples = dict[str, dict[str, dict[int, list[float]]]]
+"""Seconds by collective, algorithm and bytes of the whole vector."""
+
+SIZES = tuple(4**place for place in range(3, 14))  # 64 bytes to 64 MiB
+SECONDS = 2.0
+SAMPLE_SECONDS = 2e-4  # what takes less is repeated in a sample
+MOST_REPEATS = 50
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+OPS = tuple(op for op, names in SCHEDULED.items() if names)
+BOUND_BYTES = (1 << 12, 1 << 23)  # of a few steps, and of many
+
+
+def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Tuning:
+    """Measure this machine with the ranks of a communicator, two at least.
+
+    Args:
+        world: the ranks.
+        seconds: about how long to measure; large vectors need a part of a second more.
+        sizes: bytes, in ascending order.
+
+    Returns:
+        The constants, the same on every rank.
+
+    Raises:
+        ValueError: a single rank, on which there is nothing to measure.
+    """
+    if world.size < 2:
+        raise ValueError("constants were to be measured on 1 rank; 2 are needed: mpiexec -n 2 python -m sp_core doctor --measure.")
+    with Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh:
+        group = mesh["all"]
+        share = seconds / len(sizes) / (len(OPS) + 3)
+        bare = primitives(world, group, share, sizes)
+        samples = collectives(world, group, share, sizes)
+    return fitted(bare, samples)
+
+
+def primitives(world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES) -> Tuning:
+    """Messages, sums, copies and the preparation of a call; `share` seconds for each size."""
+    links = {kind: _exchanges(world, group, pair, share, sizes) for kind in LINKS if (pair := _pair(group.nodes, kind))}
+    add, copy = (on_grid(sizes, (_local(world, kind, size, share) for size in sizes)) for kind in ("add", "copy"))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    made = Tuning(fingerprint(), group.nodes, links, add, copy, bind=_binding(world, group), measured_at=now)
+    found: Tuning = world.bcast(made)
+    return found
+
+
+def collectives(
+    world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES, least: int = LEAST_ROUNDS
+) -> Samples:
+    """Every algorithm of every collective; `share` seconds for each size and collective, but at least so many rounds."""
+    found: Samples = {op: {name: {} for name in choice.usable(group, op)} for op in OPS}
+    for size in sizes:
+        for op in OPS:
+            x = vector(op, size, group)
+            plans = {name: plan(op, x, comm=group, **arguments(op), algorithm=name) for name in found[op]}
+            for name, seconds in interleaved(world, {name: made.run for name, made in plans.items()}, share, least).items():
+                found[op][name][size] = seconds
+    return found
+
+
+def fitted(bare: Tuning, samples: Samples) -> Tuning:
+    """Constants from messages and sums, and from samples of whole collectives."""
+    times = {op: _curves(by_name) for op, by_name in samples.items()}
+    ours = [
+        (op, name, *point) for op, by_name in times.items() for name, c in by_name.items() if name != "mpi" for point in c.points
+    ]
+    least = min(size for _, _, size, _ in ours)
+    beside = [seconds - modelled(bare, op, name, bare.nodes, size) for op, name, size, seconds in ours if size == least]
+    started = replace(bare, start=max(statistics.median(beside), 0.0))
+    errors = sorted(abs(modelled(started, op, name, bare.nodes, size) / seconds - 1) for op, name, size, seconds in ours)
+    typical = (statistics.median(errors), errors[int(0.95 * (len(errors) - 1))])
+    return replace(started, times=times, error=typical)
+
+
+def _curves(by_name: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
+    sizes = list(next(iter(by_name.values())))
+    found = {size: typical({name: by_size[size] for name, by_size in by_name.items()}) for size in sizes}
+    return {name: on_grid(sizes, (found[size][name] for size in sizes)) for name in by_name}
+
+
+def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
+    """One number for the samples of each contestant.
+
+    What makes a whole round slow is no contestant's: each sample is taken as a multiple of the median of its round, and the median
+    of these counts.
+    """
+    levels = [statistics.median(together) for together in zip(*rounds.values(), strict=True)]
+    level = statistics.median(levels)
+    return {
+        name: level * statistics.median(seconds / own for seconds, own in zip(samples, levels, strict=True))
+        for name, samples in rounds.items()
+    }
+
+
+def interleaved(world: Intracomm, calls: dict[str, Call], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
+    """Samples of every call, in rounds in which each has its turn, another one first each time; the same on every rank."""
+    repeats, spent = {}, 0.0
+    for name, call in calls.items():
+        sample(world, call)  # the first run touches its memory
+        took = max(world.allgather(sample(world, call)))
+        repeats[name] = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / max(took, 1e-9))))
+        spent += took * repeats[name]
+    rounds = max(least, min(MOST_ROUNDS, int(seconds / spent)))
+    names = list(calls)
+    mine: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            mine[name].append(sample(world, calls[name], repeats[name]))
+    ranks = world.allgather(mine)
+    return {name: [max(together) for together in zip(*(rank[name] for rank in ranks), strict=True)] for name in names}
+
+
+def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
+    """Seconds of a call on this rank, from a barrier on."""
+    world.Barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return max(time.perf_counter() - start, 1e-9) / repeats
+
+
+def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
+    """What a rank passes to a collective over a float32 vector of so many bytes."""
+    count = max(nbytes // 4, 1)
+    if op == "all_gather":
+        return torch.ones(count // group.size)
+    if op == "all_to_all":
+        return torch.ones(group.size, 1, count // group.size)
+    return torch.ones(count)
+
+
+def arguments(op: str) -> dict[str, Any]:
+    """What else it needs."""
+    return {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
+
+
+def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
+    """Two ranks with that kind of link between them."""
+    ranks = range(len(nodes))
+    pairs = ((a, b) for a in ranks for b in ranks if a < b and (nodes[a] == nodes[b]) == (kind == "node"))
+    return next(pairs, None)
+
+
+def _exchanges(world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]) -> Curve:
+    """Both send to each other at once; the other ranks wait."""
+    points = []
+    for size in sizes:
+        sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+        peers = [rank for rank in pair if rank != group.rank] if group.rank in pair else []
+        sends, recvs = ([(peer, x) for peer in peers] for x in (sent, received))
+        points.append((size, _median(world, _exchange(group, sends, recvs), share)))
+    return on_grid(*zip(*points, strict=True))
+
+
+def _exchange(group: Communicator, sends: list[Any], recvs: list[Any]) -> Call:
+    transport = group.transport
+    bound = transport.bind(sends), transport.bind(recvs)
+
+    def run() -> None:
+        transport.announce(sends, recvs)
+        wait(transport.post(*bound, group.next_tag()), group.poll)
+
+    return run
+
+
+def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
+    """Seconds of a sum or a copy, while all ranks make one."""
+    into, one, other = (torch.ones(max(size // 4, 1)) for _ in range(3))
+    return _median(world, (lambda: torch.add(one, other, out=into)) if kind == "add" else (lambda: into.copy_(one)), share)
+
+
+def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
+    """Seconds to prepare a call, and each of its steps."""
+    found = []
+    for nbytes in BOUND_BYTES:
+        x, scratch, count = torch.ones(nbytes // 4), Scratch(group.device), nbytes // 4
+        bound = choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch)
+
+        def again(count: int = count, x: torch.Tensor = x, scratch: Scratch = scratch) -> None:
+            choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch).release()
+
+        found.append((len(bound.steps), _median(world, again, 0.0)))
+    (few, short), (many, long) = found
+    step = max(long - short, 0.0) / max(many - few, 1)
+    return max(short - few * step, 0.0), step
+
+
+def _median(world: Intracomm, call: Call, seconds: float) -> float:
+    return statistics.median(interleaved(world, {"": call}, seconds)[""])
+
+
+def told() -> tuple[bool, str]:
+    """Whether there are constants for this machine, and what `doctor` says about them."""
+    path = default_path(fingerprint())
+    try:
+        tuning = load(path, fingerprint())
+    except FileError as error:
+        reason = "none" if not path.exists() else str(error)
+        return False, f"{reason}; auto takes the MPI library's algorithms. To measure: python -m sp_core doctor --measure"
+    speeds = f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, 1/gamma {1e-9 / tuning.gamma:.1f} GB/s"
+    median, worst = tuning.error
+    text = f"{speeds} ({', '.join(tuning.links)}), measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}"
+    return True, f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} (95th percentile)"
+
+
+def keep(world: Intracomm) -> Path:
+    """Measure, and keep the constants for this machine, on rank 0."""
+    tuning = measure(world)
+    path = default_path(fingerprint())
+    if world.rank == 0:
+        save(tuning, path)
+    return path
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    keep(MPI.COMM_WORLD)

@@ -1,0 +1,269 @@
+"""Which scheme and mesh suit a problem: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
+
+One layer of causal attention, forward and backward, evenly split, zigzag. Ranks fill nodes one after the other; the axis of Ulysses
+is the fast one. With own = B (S/P) D e bytes for one head of one rank's tokens:
+
+    ring          R - 1 steps, each the longer of a block's attention and its message of 2K own; first block without a message
+    ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and the attention
+    hybrid        both: U heads' parts inside, a ring of R around
+    allgather_kv  P - 1 messages of 2K own, one after the other, and the attention
+
+What leaves a node goes over its one link, so ranks that send at once share it. Backward sends gradients of K and V in float32 or
+wider. A message of n bytes takes alpha + beta n. The bytes and messages are those of `sp_core.cost`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sp_core.attention import attention
+from sp_core.cost import Traffic
+from sp_core.mask import Mask
+from sp_core.schemes.heads import split_heads
+from sp_core.tuning import Tuning
+
+BACKWARD = 2.5  # products of matrices in the backward of attention, over the two of its forward
+PER_SECOND = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gb": 1e9, "mb": 1e6}
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes `alpha + beta * n` seconds."""
+
+    alpha: float
+    beta: float
+
+    def __call__(self, nbytes: float, messages: int = 1) -> float:
+        return messages * self.alpha + nbytes * self.beta
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer of attention.
+
+    Args:
+        seq_len, batch, num_heads, num_kv_heads, head_dim: S, B, H, K, D.
+        itemsize: bytes per element.
+        ranks: P.
+        per_node: ranks of a node.
+        node, network: links inside and between nodes.
+        flops: operations per second that a rank's attention reaches.
+    """
+
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    ranks: int
+    per_node: int
+    node: Link
+    network: Link
+    flops: float
+
+    @property
+    def own(self) -> int:
+        """Bytes of one head of one rank's tokens."""
+        return self.batch * (self.seq_len // self.ranks) * self.head_dim * self.itemsize
+
+    @property
+    def wide(self) -> float:
+        """How much wider sums are."""
+        return max(self.itemsize, 4) / self.itemsize
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a rank's share of the forward, causal."""
+        return 2 * self.batch * self.seq_len**2 * self.num_heads * self.head_dim / self.ranks / self.flops
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A scheme on a mesh: seconds of forward and backward, those of them in which a rank only waits, and what a rank sends."""
+
+    scheme: str
+    ring: int
+    ulysses: int
+    seconds: float
+    exposed: float
+    forward: Traffic
+    backward: Traffic
+
+
+def project(problem: Problem) -> list[Projection]:
+    """All schemes and meshes, the quickest first.
+
+    Raises:
+        ValueError: sizes that cannot be split evenly, or that are not positive.
+    """
+    _check(problem)
+    meshes = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and u <= problem.num_heads]
+    found = [_mesh(problem, problem.ranks // u, u) for u in meshes]
+    return sorted([*found, _allgather_kv(problem)], key=lambda projection: projection.seconds)
+
+
+def _check(problem: Problem) -> None:
+    if min(problem.ranks, problem.per_node, problem.num_kv_heads, problem.seq_len, problem.head_dim, problem.batch) < 1:
+        raise ValueError(
+            "a size below 1 was given; --seq, --ranks, --ranks-per-node, --kv-heads, --head-dim and --batch are at least 1."
+        )
+    if problem.seq_len % (2 * problem.ranks) or problem.num_heads % problem.num_kv_heads:
+        raise ValueError(
+            f"--seq {problem.seq_len} on --ranks {problem.ranks}, and --heads {problem.num_heads} with --kv-heads "
+            f"{problem.num_kv_heads} were given; the projection is for even splits. Pass a length that twice the number of ranks "
+            "divides, and heads that the key/value heads divide."
+        )
+
+
+def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
+    """A ring of `ring` ranks around groups of `ulysses` that exchange heads; either may be 1."""
+    heads, kv_heads = ([len(part) for part in parts] for parts in split_heads(problem.num_heads, problem.num_kv_heads, ulysses))
+    exchanged, given_back = ([problem.own * way(heads, kv_heads, mine) for mine in range(ulysses)] for way in (_sent, _returned))
+    exchange = _exchange(problem, ulysses, max(exchanged)) + _exchange(problem, ulysses, max(given_back))
+    blocks = [2 * kv * problem.own * ulysses * (ring > 1) for kv in kv_heads]
+    step, wide_step = (_step(problem, ring, ulysses, nbytes) for nbytes in (max(blocks), max(blocks) * problem.wide))
+    forward = _around(problem.compute, ring, step)
+    backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + (wide_step if ring > 1 else 0.0)
+    seconds = forward + backward + exchange
+    sent = max((ring - 1) * block + given for block, given in zip(blocks, exchanged, strict=True))
+    back = max((ring - 1 + ring * problem.wide) * block + given for block, given in zip(blocks, given_back, strict=True))
+    messages = Traffic(ring - 1, sent), Traffic((2 * ring - 1) * (ring > 1), round(back))
+    name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
+    return Projection(name, ring, ulysses, seconds, seconds - (1 + BACKWARD) * problem.compute, *messages)
+
+
+def _allgather_kv(problem: Problem) -> Projection:
+    block, others = 2 * problem.num_kv_heads * problem.own, problem.ranks - 1
+    gather, scatter = (others * _step(problem, problem.ranks, 1, nbytes) for nbytes in (block, block * problem.wide))
+    exposed = 2 * gather + scatter
+    backward = Traffic(0, int(others * block * (1 + problem.wide)))
+    seconds = (1 + BACKWARD) * problem.compute + exposed
+    return Projection("allgather_kv", problem.ranks, 1, seconds, exposed, Traffic(0, others * block), backward)
+
+
+def _sent(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
+    """Heads of q, k, v and out that one rank sends, each of its own tokens or of as many of another rank."""
+    q_and_kv = sum(heads) - heads[mine] + 2 * (sum(kv_heads) - kv_heads[mine])
+    return q_and_kv + (len(heads) - 1) * heads[mine]
+
+
+def _returned(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
+    """Heads of the gradients of out, q, k and v that one rank sends."""
+    return sum(heads) - heads[mine] + (len(heads) - 1) * (heads[mine] + 2 * kv_heads[mine])
+
+
+def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
+    """Seconds of the all-to-alls of a forward: to the node, and to the others over the link that its ranks share."""
+    if ulysses == 1:
+        return 0.0
+    inside = min(problem.per_node, ulysses)
+    away = nbytes * (ulysses - inside) / (ulysses - 1)
+    near = problem.node(nbytes - away, 3 * (inside - 1))
+    return near + (problem.network(away * inside, 3 * (ulysses - inside)) if away else 0.0)
+
+
+def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
+    """Seconds until every rank has its neighbour's block."""
+    if ring == 1:
+        return 0.0
+    near = problem.node(nbytes) if problem.per_node > ulysses else 0.0
+    crossing = min(ulysses, problem.per_node) if ring * ulysses > problem.per_node else 0
+    return max(near, problem.network(nbytes * crossing) if crossing else 0.0)
+
+
+def _around(compute: float, ring: int, step: float) -> float:
+    """Seconds of a ring: a block's attention while the next block is under way."""
+    return compute / ring + (ring - 1) * max(compute / ring, step)
+
+
+def add_arguments(commands: Any) -> None:
+    """The command `plan`."""
+    made = commands.add_parser("plan", help="the best scheme and mesh for a problem, by the model", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, default, text in (
+        ("--seq", None, "tokens"),
+        ("--ranks", None, "number of ranks"),
+        ("--heads", None, "query heads"),
+        ("--kv-heads", 0, "key/value heads (default: as many as heads)"),
+        ("--head-dim", 128, "default: %(default)s"),
+        ("--batch", 1, "default: %(default)s"),
+        ("--ranks-per-node", 1, "default: %(default)s"),
+    ):
+        made.add_argument(name, type=int, default=default, required=default is None, metavar="N", help=text)
+    made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default: %(default)s")
+    made.add_argument("--link", required=True, metavar="RATE,LATENCY", help="of a node, such as 25gbit,10us or 400MB,1ms")
+    made.add_argument("--node-link", metavar="RATE,LATENCY", help="inside a node (default: what was measured on this machine)")
+    made.add_argument("--flops", type=float, metavar="X", help="operations per second of a rank (default: timed on this machine)")
+    made.add_argument("--show", type=int, default=10, metavar="N", help="lines (default: %(default)s)")
+
+
+def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
+    """The projection as text.
+
+    Raises:
+        ValueError: options that cannot be planned with.
+    """
+    inside = link_of(options.node_link) if options.node_link else None
+    if inside is None and options.ranks_per_node > 1:
+        if tuning is None or "node" not in tuning.links:
+            raise ValueError(
+                "nothing was measured on this machine: pass --node-link RATE,LATENCY, or run sp-core doctor --measure."
+            )
+        inside = Link(tuning.alpha, tuning.beta)
+    network = link_of(options.link)
+    itemsize = getattr(torch, options.dtype).itemsize
+    flops = options.flops or timed_flops(options.head_dim)
+    sizes = (options.seq, options.batch, options.heads, options.kv_heads or options.heads, options.head_dim, itemsize)
+    problem = Problem(*sizes, options.ranks, options.ranks_per_node, inside or network, network, flops)
+    return "\n".join(_lines(problem, project(problem)[: options.show], tuning))
+
+
+def link_of(text: str) -> Link:
+    """`25gbit,10us`: what a link carries in a second, and how long the shortest message takes."""
+    found = re.fullmatch(r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower())
+    try:
+        rate, unit, latency, scale = found.groups() if found else ("", "", "", "")
+        return Link(float(latency) * SECONDS[scale], 1 / (float(rate) * PER_SECOND[unit]))
+    except (KeyError, ValueError, ZeroDivisionError):
+        raise ValueError(f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms.") from None
+
+
+def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
+    """Operations per second of causal attention on this machine's processor, one thread's worth or as many as torch has."""
+    q, k, v = (torch.randn(1, seq_len, heads, head_dim) for _ in range(3))
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        attention(q, k, v, mask=Mask(causal=True))
+        seconds.append(time.perf_counter() - start)
+    return 2 * seq_len**2 * heads * head_dim / min(seconds)
+
+
+def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None) -> Iterator[str]:
+    yield f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}{'waiting':>9}{'MB sent':>10}{'messages':>10}"
+    for one in found:
+        total = one.forward + one.backward
+        mesh = f"{one.ring} x {one.ulysses}"
+        yield (
+            f"{one.scheme:<14}{mesh:>15}{one.seconds * 1e3:>12.2f}{one.exposed / one.seconds:>9.0%}"
+            f"{total.bytes_sent / 1e6:>10.1f}{total.messages:>10}"
+        )
+    speed = f"{problem.flops / 1e9:.1f} Gflop/s per rank"
+    yield f"One layer, forward and backward; {speed}, {problem.ranks} ranks, {problem.per_node} to a node."
+    if tuning is None:
+        yield "How far the model is off is not known here: measure this machine with sp-core doctor --measure."
+    else:
+        median, worst = tuning.error
+        yield (
+            f"The model was off by {median:.0%} (median) and {worst:.0%} (95th percentile) for collectives of {len(tuning.nodes)} "
+            "ranks on this machine. Beyond those it is an extrapolation: congestion, stragglers and other jobs are not in it."
+        )

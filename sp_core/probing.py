@@ -1,0 +1,55 @@
+"""Programs that the doctor starts: each is bounded in time, and its failure has a remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+
+LAUNCH_SECONDS = 60
+JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+
+
+def in_job() -> bool:
+    """Whether this process is a rank that mpiexec or srun has started."""
+    return any(name in os.environ for name in JOB_VARIABLES)
+
+
+def bounded(command: list[str]) -> tuple[int | None, str]:
+    """Exit code, None after a time limit, and output of a command; whatever it started ends with it."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(LAUNCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            code = None
+        output.seek(0)
+        return code, output.read()
+
+
+def launch_problem(code: int | None, output: str) -> tuple[str, str]:
+    """What went wrong with a launch, and what to do."""
+    if "run as root" in output:
+        return (
+            "Open MPI refuses to run as root",
+            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not work as root",
+        )
+    if "not enough slots" in output:
+        return "Open MPI refuses more ranks than cores", "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+    if "ranks: 1" in output:
+        return (
+            "its ranks do not find each other",
+            "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
+        )
+    if code is None:
+        return f"two ranks did not start within {LAUNCH_SECONDS} s", "see what is in the way: mpiexec -n 2 hostname"
+    return f"exit code {code}: {last_line(output)}", "see what is in the way: mpiexec -n 2 hostname"
+
+
+def last_line(output: str) -> str:
+    """The last line that a program printed."""
+    return (output.strip().splitlines() or ["it printed nothing"])[-1]

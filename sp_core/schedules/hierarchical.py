@@ -1,0 +1,125 @@
+"""Hierarchical all-reduce: sum inside each node, send between nodes only what is summed there, and give it out inside each node.
+
+Two nodes of two ranks, the vector in two lanes `a` and `b`; what each rank has summed of which lane, and over how many ranks:
+
+    node                  0                    1
+    rank              0        1           2        3
+    0 <-> 1, 2 <-> 3 exchange lanes and add
+                   a over 2  b over 2    a over 2  b over 2
+    0 <-> 2, 1 <-> 3: a ring of the nodes for each lane (see `ring`)
+                   a over 4  b over 4    a over 4  b over 4
+    0 <-> 1, 2 <-> 3 exchange lanes
+                      ab       ab          ab       ab
+
+There are as many lanes as ranks in the largest node of L. In a smaller one a rank carries several of them, so nodes may have any
+number of ranks, in any order. With N nodes each sends 2 (N-1)/N n bytes to the next one, the least possible, where a ring over all
+ranks in an unlucky order sends up to L times as much; inside its node a rank sends 2 (L-1)/L n. The sum of a piece is made on one
+rank at a time and then copied, so that all ranks get the same bits. A half type is rounded at every addition.
+
+Source: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lane communication", IEEE Cluster 2020: the full-lane
+all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sp_core.schedules.definition import Combine, Message, Program, Region, Step, copy, inp, out, program, spans, tmp
+from sp_core.segments import split_sizes
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is: its node among all nodes, and the lanes that it carries."""
+
+    groups: tuple[Group, ...]
+    home: int
+    lanes: tuple[range, ...]
+    carried: range
+
+    @property
+    def mates(self) -> Group:
+        return self.groups[self.home]
+
+    def carrier(self, lane: int, node: int) -> int:
+        """The rank that carries a lane in a node, counted from this one."""
+        group = self.groups[(self.home + node) % len(self.groups)]
+        return group[lane % len(group)]
+
+    def carried_by(self, rank: int) -> range:
+        """The lanes of a rank of this node."""
+        return range(self.mates.index(rank), len(self.lanes), len(self.mates))
+
+
+def all_reduce(rank: int, size: int, count: int, nodes: Sequence[int] = ()) -> Program:
+    """Sums inside the node, a ring of nodes for each lane, copies inside the node."""
+    if size == 1:
+        return program([Step(then=(copy(inp(range(count)), out(range(count))),))])
+    place = _place(rank, nodes or (0,) * size, count)
+    number = len(place.groups)
+    widths = [len(place.lanes[lane]) for lane in place.carried]
+    if len(place.mates) == 1:
+        widths = [-(-width // number) for width in widths]
+    slots = dict(zip(place.carried, (span.start for span in spans(widths)), strict=True))
+    steps = [*_sums(place, rank, slots), *_rings(place, slots), *_copies(place, rank)]
+    return program(steps, sum(widths))
+
+
+def groups_of(nodes: Sequence[int]) -> tuple[Group, ...]:
+    """The ranks of each node; nodes in the order of their lowest ranks."""
+    return tuple(tuple(rank for rank, other in enumerate(nodes) if other == node) for node in dict.fromkeys(nodes))
+
+
+def _place(rank: int, nodes: Sequence[int], count: int) -> _Place:
+    groups = groups_of(nodes)
+    home = next(number for number, group in enumerate(groups) if rank in group)
+    lanes = spans(split_sizes(count, max(map(len, groups))))
+    return _Place(groups, home, lanes, range(groups[home].index(rank), len(lanes), len(groups[home])))
+
+
+def _sums(place: _Place, rank: int, slots: dict[int, int]) -> list[Step]:
+    """The node's sum of each lane that this rank carries, into OUT."""
+    steps, have = [], inp
+    for k in range(1, len(place.mates)):
+        dest, source = (place.mates[(place.mates.index(rank) + way * k) % len(place.mates)] for way in (1, -1))
+        sends = tuple(Message(dest, inp(place.lanes[lane])) for lane in place.carried_by(dest))
+        landed = {lane: tmp(slots[lane], len(place.lanes[lane])) for lane in place.carried}
+        sums = tuple(Combine(out(place.lanes[lane]), (landed[lane], have(place.lanes[lane]))) for lane in place.carried)
+        steps.append(Step(sends, tuple(Message(source, region) for region in landed.values()), sums))
+        have = out
+    return steps
+
+
+def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
+    """The all-reduce of each lane over the nodes, all lanes of this rank side by side."""
+    number, home = len(place.groups), place.home
+    have = out if len(place.mates) > 1 else inp
+    parts = {lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start) for lane in place.carried}
+    steps = []
+    for k in range(number - 1):
+        going, coming = ({lane: parts[lane][(home - k - behind) % number] for lane in parts} for behind in (1, 2))
+        landed = {lane: tmp(slots[lane], len(coming[lane])) for lane in parts}
+        sums = tuple(Combine(out(coming[lane]), (landed[lane], have(coming[lane]))) for lane in parts)
+        sent = out if k else have
+        steps.append(_passed_on(place, {lane: sent(going[lane]) for lane in parts}, landed, sums))
+    for k in range(number - 1):
+        sends, receives = ({lane: out(parts[lane][(home - k - behind) % number]) for lane in parts} for behind in (0, 1))
+        steps.append(_passed_on(place, sends, receives))
+    return steps
+
+
+def _passed_on(place: _Place, going: dict[int, Region], coming: dict[int, Region], then: tuple[Combine, ...] = ()) -> Step:
+    """A region of each lane to its carrier in the next node, and one from that in the node before."""
+    sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
+    return Step(sends, tuple(Message(place.carrier(lane, -1), region) for lane, region in coming.items()), then)
+
+
+def _copies(place: _Place, rank: int) -> list[Step]:
+    """Every lane from who carries it to the whole node."""
+    others = [mate for mate in place.mates if mate != rank]
+    sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried)
+    receives = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried_by(mate))
+    return [Step(sends, receives)]

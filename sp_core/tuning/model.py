@@ -1,0 +1,135 @@
+"""Seconds of a collective from the constants: the model adds up a schedule's steps, and what was measured of it corrects the model.
+
+    step       the messages of a step travel at once: the slowest kind of link they use, with all their bytes
+    sum, copy  the curve of each, once per addend
+    run        the steps of the rank that has most to do, and a constant beside
+
+Where steps overlap (depth above 1) and messages leave the node, the longer of messages and sums counts; inside a node the core that
+adds is the one that copies, so they add up. An algorithm that was timed takes its measured time, scaled by what the model says for
+the ranks and nodes at hand over what it says for those that were timed. The MPI library is no schedule: it is scaled like the
+quickest of ours.
+
+Source: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005), section 3 (alpha, beta, gamma); measured constants instead of tables of
+thresholds as in NCCL's `graph/tuning.cc`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from sp_core.schedules import SCHEDULED, SEGMENT_BYTES, Program, Step, Task, cost, program_of
+from sp_core.segments import split_sizes
+from sp_core.tuning.constants import Tuning
+
+Nodes = tuple[int, ...]
+DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one run of a collective is expected to cost the rank that has most to do.
+
+    Attributes:
+        seconds: it takes.
+        messages, bytes_sent: of that rank, where a schedule says so; what the MPI library does is its own business.
+        scratch: bytes of scratch memory.
+    """
+
+    seconds: float
+    messages: int = 0
+    bytes_sent: int = 0
+    scratch: int = 0
+
+
+def even_task(op: str, rank: int, nodes: Nodes, count: int) -> Task:
+    """The collective over a vector of `count` elements that is cut evenly; the root is rank 0."""
+    size = len(nodes)
+    pieces, whole = split_sizes(count, size), (count,)
+    square = (pieces[rank],) * size
+    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "all_gather": ((pieces[rank],), pieces),
+        "reduce_scatter": (pieces, (pieces[rank],)),
+        "all_reduce": (whole, whole),
+        "all_to_all": (pieces, square),
+        "broadcast": (whole, ()) if rank == 0 else ((), whole),
+        "reduce": (whole, whole if rank == 0 else ()),
+    }
+    return Task(op, rank, size, *sizes[op], segment=SEGMENT_BYTES // DTYPE.itemsize, nodes=nodes)
+
+
+def witnesses(size: int) -> list[int]:
+    """Ranks among which one has most to do: the root, the first that takes another along, and the last."""
+    return sorted({0, min(1, size - 1), size - 1})
+
+
+@lru_cache(maxsize=4096)
+def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int) -> float:
+    """Seconds by the model alone; infinite where a kind of link is used that was not measured."""
+    if algorithm not in SCHEDULED[op]:
+        return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
+    count = max(nbytes // DTYPE.itemsize, 1)
+    programs = {rank: program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))}
+    return tuning.start + max(_seconds(tuning, program, rank, nodes) for rank, program in programs.items())
+
+
+def predict(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, *, planned: bool = True) -> Prediction:
+    """What a collective costs.
+
+    Args:
+        tuning: constants of the machine.
+        op, algorithm: of `sp_core.schedules.ALGORITHMS`, but "auto".
+        nodes: the node of each rank.
+        nbytes: of the whole vector, float32, cut evenly: what an all-gather gives, a reduce-scatter takes, a rank of an all-to-all
+            sends.
+        planned: a run of a plan; else a call, which prepares its steps first.
+
+    Returns:
+        The prediction.
+    """
+    seconds = modelled(tuning, op, algorithm, nodes, nbytes)
+    measured = tuning.times.get(op, {}).get(algorithm)
+    if measured is not None:
+        there = 1.0 if nodes == tuning.nodes else seconds / modelled(tuning, op, algorithm, tuning.nodes, nbytes)
+        seconds = measured(nbytes) * there
+    if algorithm not in SCHEDULED[op]:
+        return Prediction(seconds)
+    count = max(nbytes // DTYPE.itemsize, 1)
+    programs = [program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))]
+    figures = max((cost(program, DTYPE) for program in programs), key=lambda found: found.bytes_sent)
+    if not planned:
+        seconds += tuning.bind[0] + tuning.bind[1] * max(len(program.steps) for program in programs)
+    return Prediction(seconds, figures.messages, figures.bytes_sent, figures.scratch)
+
+
+def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float:
+    travel = [_travel(tuning, step, rank, nodes) for step in program.steps]
+    work = [_work(tuning, step) for step in program.steps]
+    away = any(nodes[m.peer] != nodes[rank] for step in program.steps for m in (*step.sends, *step.receives))
+    if program.depth > 1 and away:
+        return max(sum(travel), sum(work))
+    return sum(travel) + sum(work)
+
+
+def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
+    """Seconds of the messages of a step: both directions at once, kinds of link side by side."""
+    slowest = 0.0
+    for kind in ("node", "network"):
+        sent, received = (
+            sum(len(m.region) for m in messages if (nodes[m.peer] != nodes[rank]) == (kind == "network"))
+            for messages in (step.sends, step.receives)
+        )
+        if sent or received:
+            curve = tuning.links.get(kind)
+            slowest = max(slowest, float("inf") if curve is None else curve(max(sent, received) * DTYPE.itemsize))
+    return slowest
+
+
+def _work(tuning: Tuning, step: Step) -> float:
+    seconds = 0.0
+    for combine in step.then:
+        nbytes = len(combine.into) * DTYPE.itemsize
+        seconds += tuning.copy(nbytes) if len(combine.parts) == 1 else (len(combine.parts) - 1) * tuning.add(nbytes)
+    return seconds

@@ -1,0 +1,133 @@
+"""The table of collectives: what counts as reached, and what "auto" is said to lose, on made-up samples."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.collectives_table import regret, rows, tables
+from benchmarks.collectives_table.contestants import CONTESTANTS, error_of
+from benchmarks.collectives_table.rows import KIB, MIB, ROWS, Row, needed
+from sp_core.tuning import Curve, Tuning
+
+FLAT = Curve(((1, 1e-9), (1 << 40, 1e-9)))
+BARE = Tuning({"host": "here"}, (0, 0), {"node": FLAT}, FLAT, FLAT)
+
+
+def launch(other: float, ours: float, *, scratch: int = 0, error: float = 0.0, malloc_tuned: bool = False) -> dict[str, Any]:
+    """Eight rounds, our every round a little different."""
+    samples = {"library": [other] * 8, "segmented_ring": [ours * (1 + 0.001 * place) for place in range(8)]}
+    figures = {"scratch": dict.fromkeys(samples, scratch), "errors": dict.fromkeys(samples, error)}
+    heats = {f"all_reduce {64 * MIB}": {"samples": samples, **figures}}
+    return {"status": "ok", "malloc_tuned": malloc_tuned, "heats": heats}
+
+
+def judged(row: Row, *launches: dict[str, Any]) -> rows.Line:
+    monkey = replace(row, nbytes=(64 * MIB,))
+    return rows._line(monkey, 64 * MIB, [one["heats"] for one in launches])
+
+
+RATIO = Row("ratio", "all_reduce", (64 * MIB,), ("segmented_ring", "window"), target=2.5, scratch=4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "mark"),
+    [
+        (RATIO, launch(3.0, 1.0), "reached"),
+        (RATIO, launch(2.0, 1.0), "not reached"),
+        (RATIO, launch(3.0, 1.0, scratch=5 * MIB), "not reached"),
+        (RATIO, launch(2.509, 1.0), "reached, open"),
+        (replace(RATIO, target=None), launch(2.0, 1.0), "-"),
+        (replace(RATIO, error=1.0), launch(3.0, 1.0, error=1.5), "not reached"),
+        (replace(RATIO, ours=("window",)), launch(3.0, 1.0), "not available here"),
+        (replace(RATIO, other="gloo"), launch(3.0, 1.0), "not available here"),
+        (replace(RATIO, microseconds=2.0), launch(1e-3, 1e-3), "not reached, open"),
+        (replace(RATIO, microseconds=20.0), launch(1e-3, 1e-3), "reached"),
+        (replace(RATIO, microseconds=2.0), launch(1e-3, 2e-3), "not reached"),
+    ],
+)
+def test_what_counts_as_reached(row: Row, found: dict[str, Any], mark: str) -> None:
+    assert judged(row, found).mark == mark
+
+
+def test_rounds_of_all_launches_count() -> None:
+    line = judged(RATIO, launch(3.0, 1.0), launch(2.0, 1.0))
+    assert line.value is not None
+    assert line.value.launches == 16
+    assert line.mark == "not reached" + ", open" or line.value.median < 2.5
+
+
+def test_malloc_tuned_rows_are_judged_in_their_own_launches() -> None:
+    found = {line.row.what: line for line in rows.lines([launch(3.0, 1.0), launch(1.0, 1.1, malloc_tuned=True)], "MPICH")}
+    plain, tuned = found["all_reduce, large, scratch of 4 MiB"], found["the same, malloc tuned"]
+    assert plain.nbytes == tuned.nbytes == 256 * MIB  # the last size, which these launches do not have
+    assert {line.row.only for line in found.values()} <= {"", "MPICH"}
+
+
+def test_every_contestant_that_a_row_names_is_there() -> None:
+    named = {name for row in ROWS for name in (row.other, *row.ours)}
+    assert named <= set(CONTESTANTS)
+    assert all(row.target is None or row.microseconds is None for row in ROWS)
+    assert set(needed(False)) | set(needed(True)) == {(row.op, nbytes) for row in ROWS for nbytes in row.nbytes}
+
+
+def test_an_error_is_told_in_roundings() -> None:
+    wanted = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    assert error_of(torch.tensor([1.0, -3.0]), wanted) == 0
+    assert error_of(torch.tensor([1.0, -3.0 * (1 + 2**-8)]), wanted) == pytest.approx(1)
+    assert error_of(torch.zeros(5), wanted[:0]) == 0
+
+
+def samples(odd: dict[str, float], even: dict[str, float]) -> regret.Samples:
+    """Every collective alike: seconds by algorithm in the rounds that are fitted, and in those that are judged."""
+    return {"all_reduce": {name: {64: [odd[name], even[name]] * 3, 4 * KIB: [odd[name], even[name]] * 3} for name in odd}}
+
+
+def test_a_choice_is_judged_on_rounds_that_it_has_not_seen() -> None:
+    odd, even = {"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}
+    found = regret.judged(BARE, samples(odd, even))
+    assert [(case.chosen, case.best, round(case.share, 3)) for case in found] == [("ring", "mpi", 0.5)] * 2
+    assert not regret.summary(found)["reached"]
+    same = regret.summary(regret.judged(BARE, samples(odd, odd)))
+    assert same["reached"]
+    assert same["median"] == same["p95"] == 0
+    assert same["prediction_error"]["p95"] == pytest.approx(0)
+
+
+def test_a_loss_of_two_microseconds_does_not_count() -> None:
+    lost = [regret.Regret("all_reduce", 64, "ring", "mpi", 2.5e-6, 1e-6, 1.0, 1.0)]
+    found = regret.summary([*lost, *[replace(lost[0], seconds=1e-6)] * 9])
+    assert found["p95"] == pytest.approx(1.5)
+    assert (found["p95_beyond_microseconds"], found["reached"]) == (0.0, True)
+    more = regret.summary([replace(lost[0], seconds=4e-6), *[replace(lost[0], seconds=1e-6)] * 9])
+    assert more["p95_beyond_microseconds"] == pytest.approx(3.0)
+    assert not more["reached"]
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 50), (0.95, 95), (1.0, 100), (0.001, 1)])
+def test_percentiles(share: float, value: int) -> None:
+    assert regret.percentile(list(range(1, 101)), share) == value
+
+
+def test_what_is_shown() -> None:
+    cases = regret.judged(BARE, samples({"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}))
+    facts = {
+        "transport": {"mpi": {"vendor": "MPICH", "version": "5.0.2"}},
+        "env": {"torch": "2", "cores": 2},
+        "device": {"name": "a processor"},
+    }
+    regrets = {"status": "ok", "cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
+    document = {"ranks": 2, "commit": {"sha": "abc"}, "launches": [{**launch(3.0, 1.0), **facts}, regrets, {"status": "failed"}]}
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    tables.show(console, document)
+    shown = screen.getvalue()
+    assert "MPICH 5.0.2" in shown
+    assert "reached" in shown
+    assert "median regret 50.0%" in shown
+    assert "all_reduce" in shown

@@ -1,0 +1,107 @@
+"""The projection of schemes and meshes: what it sends is what `cost` says, and its best answer follows the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import sp_core as sp
+from sp_core import cost
+from sp_core.__main__ import main
+from sp_core.planning import Link, Problem, Projection, link_of, project
+from sp_core.schemes.hybrid import groups_of
+
+FAST = Link(0.0, 0.0)
+SMALL = Problem(240, 2, 12, 4, 8, 2, 4, 2, FAST, FAST, 1e9)
+
+
+def of(problem: Problem, scheme: str, ulysses: int = 1) -> Projection:
+    return next(found for found in project(problem) if (found.scheme, found.ulysses) == (scheme, ulysses))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("kv_heads", [12, 4, 2])
+@pytest.mark.parametrize("itemsize", [2, 8])
+def test_every_projection_sends_what_its_formula_says(ranks: int, kv_heads: int, itemsize: int) -> None:
+    """Over the rank that sends most; even splits, all gradients wanted."""
+    problem = replace(SMALL, ranks=ranks, num_kv_heads=kv_heads, itemsize=itemsize)
+    sharding = sp.Sharding.zigzag(problem.seq_len, ranks)
+    sizes = cost.Attention(sharding, sharding, sp.Mask(causal=True), 2, 12, kv_heads, 8, itemsize)
+    for found in project(problem):
+        if found.scheme == "allgather_kv":
+            assert (found.forward, found.backward) == cost.allgather_kv(sizes, 0)
+            continue
+        groups = groups_of(found.ring, found.ulysses, ulysses_fastest=True)
+        sent = [cost.hybrid(sizes, 0, place, groups) for place in range(found.ulysses)]
+        assert found.forward.bytes_sent == max(forward.bytes_sent for forward, _ in sent), found
+        assert found.backward.bytes_sent == max(backward.bytes_sent for _, backward in sent), found
+        assert (found.forward.messages, found.backward.messages) == (sent[0][0].messages, sent[0][1].messages)
+
+
+def test_without_communication_all_take_the_time_of_attention_alone() -> None:
+    for found in project(SMALL):
+        assert found.seconds == pytest.approx(3.5 * SMALL.compute)
+        assert found.exposed == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_ring_hides_its_messages_behind_attention_and_an_all_gather_does_not() -> None:
+    hidden = replace(SMALL, network=Link(0.0, SMALL.compute / 1e6 / 1e2), node=FAST)
+    assert of(hidden, "ring").exposed < of(hidden, "allgather_kv").exposed / 2
+    assert of(replace(SMALL, network=Link(1.0, 0.0)), "ring").exposed > 3.0
+
+
+def test_the_best_mesh_follows_the_machine() -> None:
+    """Attention that takes longer than its messages hides a ring; where the network is what takes time, fewer bytes win."""
+    large = replace(SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8)
+    large = replace(large, node=Link(1e-6, 1e-11), network=Link(1e-5, 1e-9))
+    slow, quick = project(replace(large, flops=1e9)), project(replace(large, flops=1e16))
+    assert slow[0].scheme == "ring"
+    assert slow[0].exposed < 0.01 * slow[0].seconds
+    assert quick[0].ulysses == max(one.ulysses for one in quick)
+    assert quick[-1].ulysses == 1
+
+
+def test_thousands_of_ranks_take_no_time_to_plan() -> None:
+    found = project(replace(SMALL, seq_len=1 << 22, ranks=4096, num_heads=64, num_kv_heads=8, per_node=8))
+    assert {one.ulysses for one in found} == {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_links() -> None:
+    assert link_of("25gbit,10us") == Link(pytest.approx(1e-5), pytest.approx(8 / 25e9))
+    assert link_of("400MB/s, 1ms".replace(" ", "")) == Link(pytest.approx(1e-3), pytest.approx(1 / 400e6))
+    for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us"):
+        with pytest.raises(ValueError, match="RATE,LATENCY"):
+            link_of(wrong)
+
+
+ARGUMENTS = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--flops", "1e14", "--link", "25gbit,10us"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    assert main([*ARGUMENTS, "--ranks-per-node", "8", "--node-link", "200GB,3us", "--show", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 3 + 2
+    assert lines[0].split()[0] == "scheme"
+    assert "not known here" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--ranks-per-node", "8"], "pass --node-link"),
+        (["--seq", "65537"], "even splits"),
+        (["--kv-heads", "5"], "even splits"),
+        (["--ranks", "0"], "at least 1"),
+        (["--link", "quick"], "RATE,LATENCY"),
+    ],
+)
+def test_what_cannot_be_planned(
+    more: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    with pytest.raises(SystemExit) as stop:
+        main([*ARGUMENTS, *more])
+    assert stop.value.code == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Constants and what "auto" makes of them: the model is that of the papers, ranks decide alike, unusable files say why."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core import measuring
+from sp_core.collectives import choice
+from sp_core.mesh import fingerprint
+from sp_core.schedules import ALGORITHMS, SCHEDULED
+from sp_core.testing import given, run_threads, spmd
+from sp_core.testing.collective_cases import DTYPES, Case, cases
+from sp_core.testing.schedule_cases import nodes_of
+from sp_core.tuning import Curve, FileError, Tuning, decide, default_path, find, latest, load, modelled, predict, save
+from sp_core.tuning.constants import straight
+
+ALPHA, BETA, GAMMA = 1e-6, 1e-10, 2e-10
+PLAIN = Tuning({"host": "here"}, (0, 0), {"node": straight(ALPHA, BETA)}, straight(1e-15, GAMMA), straight(1e-15, BETA))
+SLOW = replace(PLAIN, links={**PLAIN.links, "network": straight(1e-4, 1e-8)})
+
+
+def timed(times: dict[str, dict[str, float]]) -> Tuning:
+    """Constants in which every algorithm takes the same time for any size."""
+    curves = {op: {name: Curve(((1, s), (1 << 40, s))) for name, s in by_name.items()} for op, by_name in times.items()}
+    return replace(PLAIN, times=curves)
+
+
+def drawn(seed: int) -> Tuning:
+    """Constants by which anything may be the quickest."""
+    random = Random(seed)
+    return timed({op: {name: random.random() for name in ("mpi", *names)} for op, names in SCHEDULED.items() if names})
+
+
+def test_a_curve_goes_through_its_points_and_grows_between_them() -> None:
+    curve = Curve(((64, 1e-6), (1024, 2e-6), (4096, 8e-6)))
+    assert [curve(size) for size in (1, 64, 1024, 4096, 8192)] == pytest.approx([1e-6, 1e-6, 2e-6, 8e-6, 16e-6])
+    between = [curve(size) for size in range(64, 4096, 64)]
+    assert between == sorted(between)
+    assert curve(2048) == pytest.approx(4e-6)
+    for points in ((), ((2, 1.0), (1, 1.0)), ((1, 0.0),), ((1, float("inf")),), ((1, float("nan")),)):
+        with pytest.raises(ValueError, match="curve"):
+            Curve(points)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_model_is_that_of_the_papers(size: int) -> None:
+    """Thakur et al., tables of section 4: n bytes in even pieces, powers of two."""
+    n, logs, nodes = 1 << 20, size.bit_length() - 1, (0,) * size
+    share = (size - 1) / size * n
+    expected = {
+        ("all_reduce", "ring"): 2 * (size - 1) * ALPHA + 2 * share * BETA + share * GAMMA,
+        ("all_reduce", "recursive_doubling"): logs * (ALPHA + n * BETA + n * GAMMA),
+        ("all_reduce", "rabenseifner"): 2 * logs * ALPHA + 2 * share * BETA + share * GAMMA,
+        ("reduce_scatter", "ring"): (size - 1) * ALPHA + share * (BETA + GAMMA),
+        ("all_gather", "recursive_doubling"): logs * ALPHA + share * BETA + n / size * BETA,
+        ("broadcast", "binomial"): logs * (ALPHA + n * BETA),
+    }
+    for (op, algorithm), seconds in expected.items():
+        assert modelled(PLAIN, op, algorithm, nodes, n) == pytest.approx(seconds, rel=0.05), (op, algorithm)
+
+
+def test_what_was_measured_corrects_the_model() -> None:
+    known = replace(PLAIN, times={"all_reduce": {"ring": straight(3e-6, 3e-10), "mpi": straight(1e-6, 9e-10)}})
+    for nbytes in (64, 4096, 1 << 22):
+        assert predict(known, "all_reduce", "ring", (0, 0), nbytes).seconds == pytest.approx(3e-6 + 3e-10 * nbytes, rel=0.02)
+    more = [predict(known, "all_reduce", "mpi", (0,) * size, 1 << 22).seconds for size in (2, 4, 8)]
+    assert more == sorted(more)
+    call, planned = (
+        predict(replace(known, bind=(1.0, 2.0)), "all_reduce", "ring", (0, 0), 64, planned=p).seconds for p in (False, True)
+    )
+    assert call == pytest.approx(planned + 1 + 2 * 2)
+
+
+def test_a_hierarchy_wins_where_the_network_is_slow() -> None:
+    nodes, names = (0, 1) * 4, ("ring", "hierarchical", "recursive_doubling")
+    seconds = {name: modelled(SLOW, "all_reduce", name, nodes, 1 << 24) for name in names}
+    assert min(seconds, key=lambda name: seconds[name]) == "hierarchical"
+    assert modelled(PLAIN, "all_reduce", "ring", nodes, 64) == float("inf")
+
+
+def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
+    known = replace(PLAIN, times={"all_reduce": {"mpi": straight(1e-6, 9e-10), "ring": straight(1e-5, 3e-10)}})
+    among = ("mpi", "ring")
+
+    def taken(nbytes: int, nodes: tuple[int, ...] = (0, 0), tuning: Tuning = known, op: str = "all_reduce") -> str:
+        return decide(tuning, op, nodes, nbytes, among=among, planned=True)
+
+    assert [taken(nbytes) for nbytes in (0, 64, 4096, 1 << 20)] == ["mpi", "mpi", "mpi", "ring"]
+    assert taken(1 << 20, (0,)) == taken(1 << 20, (0, 1)) == taken(1 << 20, tuning=PLAIN) == "mpi"
+    assert taken(1 << 20, (0, 1), replace(known, links=SLOW.links)) == "ring"
+    costly = replace(known, bind=(1.0, 0.0))
+    assert decide(costly, "all_reduce", (0, 0), 1 << 20, among=among, planned=False) == "mpi"
+
+
+@given(max_examples=40, case=cases(DTYPES, list(SCHEDULED), "auto"), seed=st.integers(0, 99), layout=st.integers(0, 9))
+def test_whatever_auto_takes_is_right(comm: Any, case: Case, seed: int, layout: int) -> None:
+    """With any constants on rank 0 and others elsewhere, by a call and by a plan."""
+    tuning = replace(drawn(seed), links=SLOW.links)
+    with sp.Mesh(comm, nodes=nodes_of(comm.size, layout), tuning=drawn(comm.rank) if comm.rank else tuning, sp=comm.size) as mesh:
+        inputs = case.inputs(comm.size)
+        wanted = case.expected(inputs, comm.rank, comm.size)
+        assert torch.equal(case.call(inputs[comm.rank], mesh["sp"]), wanted)
+        if case.op != "shift":
+            made = sp.plan(case.op, inputs[comm.rank], comm=mesh["sp"], **case.arguments(comm.size))
+            assert len(set(comm.allgather(made.algorithm))) == 1
+            assert torch.equal(made.run(), wanted)
+
+
+@spmd(2, 3)
+def test_in_place_and_with_nan_by_what_auto_takes(comm: Any) -> None:
+    """Both make their buffers before the algorithm runs, and must have the same one in mind."""
+    for name in ("mpi", *SCHEDULED["all_reduce"]):
+        tuning = timed({"all_reduce": dict.fromkeys(("mpi", *SCHEDULED["all_reduce"]), 1.0) | {name: 0.1}})
+        with sp.Mesh(comm, tuning=tuning, sp=comm.size) as mesh:
+            x = torch.full((40,), float(comm.rank))
+            assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"]), torch.full((40,), sum(range(comm.size)) * 1.0))
+            planned = torch.full((40,), 2.0)
+            assert sp.plan("all_reduce_", planned, comm=mesh["sp"]).run()[0] == 2 * comm.size
+            holes = torch.tensor([float("nan") if comm.rank else 1.0, comm.rank * 1.0])
+            greatest = sp.all_reduce(holes, comm=mesh["sp"], op="max")
+            assert greatest[0].isnan()
+            assert greatest[1] == comm.size - 1
+
+
+@spmd(2)
+def test_an_argument_is_stronger_than_constants(comm: Any) -> None:
+    with sp.Mesh(comm, tuning=timed({"all_reduce": {"mpi": 1.0, "ring": 0.1}}), sp=2) as mesh:
+        for algorithm, sends in (("auto", True), ("mpi", False)):
+            mesh["sp"].counters.reset()
+            sp.all_reduce(torch.ones(8), comm=mesh["sp"], algorithm=algorithm)
+            assert (mesh["sp"].counters.total().messages > 0) == sends
+
+
+def test_a_hierarchy_is_offered_only_where_there_are_nodes() -> None:
+    for nodes, there in (((0, 0), False), ((0, 1), False), ((0, 0, 1), True)):
+        assert ("hierarchical" in choice._usable(nodes, "all_reduce")) == there
+    assert choice._usable((0, 0), "all_gather") == tuple(name for name in ALGORITHMS["all_gather"] if name != "auto")
+
+
+def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    known = replace(drawn(3), fingerprint={"host": "here", "mpi": "x"}, bind=(1e-6, 2e-6), error=(0.1, 0.2), measured_at="2026")
+    path = default_path(known.fingerprint)
+    save(known, path)
+    found = load(path, known.fingerprint)
+    assert {**vars(found)} == {**vars(known)}
+    assert list(tmp_path.iterdir()) == [path]
+    assert latest("here") is not None
+    assert latest("elsewhere") is None
+    monkeypatch.setenv("SP_TUNING", "auto")
+    assert find(lambda: known.fingerprint) is not None
+    assert find(lambda: {"host": "other"}) is None
+    assert find(lambda: known.fingerprint, "off") is None
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tuning-1.json"
+    save(drawn(1), path)
+    before = path.read_text()
+
+    def torn(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "replace", torn)
+    with pytest.raises(OSError, match="no room"):
+        save(drawn(2), path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def changed(change: dict[str, Any]) -> str:
+    return json.dumps({**json.loads(GOOD), **change})
+
+
+GOOD = json.dumps(
+    {
+        "schema_version": 1,
+        "fingerprint": {"host": "here"},
+        "nodes": [0, 0],
+        "links": {"node": {"points": [[1, 1.0]]}},
+        "add": {"points": [[1, 1.0]]},
+        "copy": {"points": [[1, 1.0]]},
+        "start": 0.0,
+        "bind": [0, 0],
+        "times": {},
+        "error": [0, 0],
+        "measured_at": "",
+    }
+)
+BROKEN = {
+    "cannot be read": "{",
+    "version None": "[]",
+    "version 0": changed({"schema_version": 0}),
+    "damaged": changed({"add": 3}),
+    "curve": changed({"add": {"points": [[1, -1.0]]}}),
+    "another machine": changed({"fingerprint": {"host": "there"}}),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(BROKEN))
+def test_a_file_that_cannot_be_used_says_why(reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(GOOD)
+    load(path, {"host": "here"})
+    path.write_text(BROKEN[reason])
+    with pytest.raises(FileError, match=reason):
+        load(path, {"host": "here"})
+
+
+@spmd(2)
+def test_a_named_file_that_is_not_there_is_an_error_on_every_rank(comm: Any) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        sp.Mesh(comm, tuning="/nonexistent/tuning.json", sp=2)
+
+
+@spmd(2, 3)
+def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
+    tuning = measuring.measure(comm, seconds=0.0, sizes=(64, 256))
+    assert set(tuning.times) == set(measuring.OPS)
+    for op, by_name in tuning.times.items():
+        assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == set(by_name)
+    assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
+
+
+@spmd(1)
+def test_there_is_nothing_to_measure_on_one_rank(comm: Any) -> None:
+    with pytest.raises(ValueError, match="mpiexec -n 2"):
+        measuring.measure(comm)
+
+
+def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    save(timed({"all_reduce": {"mpi": 1.0, "ring": 0.1}}), path)
+    monkeypatch.setenv("SP_TUNING", str(path))
+
+    def body(comm: Any) -> str:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            return sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm
+
+    assert run_threads(2, body) == ["ring", "ring"]
+
+
+def test_a_slow_round_is_no_contestants_fault() -> None:
+    """Half of the rounds take ten times as long for both; one of them is missing from the quicker one's medians by chance."""
+    rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
+    found = measuring.typical(rounds)
+    assert found["slow"] / found["quick"] == pytest.approx(1.1)
+
+
+def test_the_doctor_says_what_auto_decides_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    there, text = measuring.told()
+    assert not there
+    assert "doctor --measure" in text
+    path = default_path(fingerprint())
+    path.write_text("{")
+    there, text = measuring.told()
+    assert not there
+    assert "cannot be read" in text
+    save(replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5)), path)
+    there, text = measuring.told()
+    assert there
+    assert "1/beta 10.0 GB/s" in text
+    assert "25% (median), 50%" in text
