@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "machine", "segments"),
     ("sharding", "mask", "schedules"),
-    ("attention", "rope", "counter_dropout"),
+    ("attention", "rope", "counter_dropout", "scheduling"),
     ("transport",),
     ("agreement", "scratch"),
     ("communicator",),
