@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.balance.workload import Setting
+from sp_core.communicator import Communicator
 from sp_core.llama import Decoder, Llama
 from sp_core.mesh import Mesh
 from sp_core.scheduling import bubble_share, prefill_only, timeline
@@ -23,8 +24,7 @@ SAMPLES = 5
 def bubbles(setting: Setting, mesh: Mesh, world: Intracomm) -> list[dict[str, Any]]:
     """For each number of micro-batches the share of waiting by the clock, by counting slots, and by formula.
 
-    Each stage has one layer more than the head is worth, so that stages are about equal; the waiting of a stage is what the
-    counter of its messages says.
+    The waiting of a stage is what its counters say: of hidden states, and in the end of the logits, which the last stage hands out.
     """
     model = replace(setting, layers=2 * mesh.size).model(mesh)
     found = []
@@ -46,11 +46,17 @@ def _sample(model: Llama, count: int, world: Intracomm) -> float:
     decoder = Decoder(model, [TOKENS] * count, micro_batches=count)
     tokens = [[(7 * t + number) % model.config.vocab_size for t in range(TOKENS)] for number in range(count)]
     stages = model.grid.stages
-    waited = stages.counters["pipeline"].seconds
+    waited = _waited(stages)
     world.Barrier()
     start = time.perf_counter()
     decoder.prefill(tokens)
     end = time.perf_counter()
-    sums = world.allgather((start, end, stages.counters["pipeline"].seconds - waited))
+    sums = world.allgather((start, end, _waited(stages) - waited))
     whole = max(stop for _, stop, _ in sums) - min(begin for begin, _, _ in sums)
-    return sum(wait for *_, wait in sums) / (whole * len(sums))
+    waiting: float = sum(wait for *_, wait in sums)
+    return waiting / (whole * len(sums))
+
+
+def _waited(stages: Communicator) -> float:
+    """Seconds so far that this stage has waited for others."""
+    return sum(stages.counters[name].seconds for name in ("pipeline", "broadcast"))

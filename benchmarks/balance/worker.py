@@ -1,7 +1,7 @@
 """One rank of one launch: `mpiexec -n P python -m mpi4py -m benchmarks.balance.worker FOLDER`.
 
-FOLDER holds `setting.json`. Each policy is carried out once under a counter of operations, and its logits are compared with those of
-sequences that are computed whole; then, if there are rounds, policies are timed in a new random order in each. Rank 0 writes
+FOLDER holds `setting.json`. Each policy is carried out once under a counter of operations, and its logits are compared with those
+of sequences that are computed whole; then, if there are rounds, policies are timed in a new random order in each. Rank 0 writes
 `record.json`. An exception on any rank ends all of them: `-m mpi4py` calls `MPI_Abort`.
 """
 

@@ -35,7 +35,7 @@ class Setting:
     """
 
     ranks: int = 2
-    rounds: int = 7
+    rounds: int = 6
     hidden: int = 64
     heads: int = 4
     kv_heads: int = 2
