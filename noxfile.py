@@ -84,6 +84,12 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def balance(session: nox.Session) -> None:
+    """Unequal sequences by policy: planned, counted, timed; and a pipeline's bubble. Arguments go to it; `--mpi mpich` is read here."""
+    _program(session, "benchmarks.balance", ".[bench,llama]")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
     _program(session, "benchmarks.record", ".[test,bench]")

@@ -25,6 +25,19 @@ def source_bytes(count: int) -> bytes:
     return (text * -(-count // len(text)))[:count]
 
 
+def source_files() -> list[bytes]:
+    """The contents of the standard library's .py files that are not empty, in the order of their names.
+
+    Raises:
+        RuntimeError: no source was found, as in an interpreter that ships only compiled modules.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    found = [text for text in _sources(library) if text]
+    if not found:
+        raise RuntimeError(f"no .py files under {library}: this Python has no source of its standard library.")
+    return found
+
+
 def _sources(folder: Path) -> Iterator[bytes]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name not in SKIPPED:

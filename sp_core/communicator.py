@@ -16,6 +16,7 @@ from sp_core.errors import RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Messages, Op, Transfer, Window, make_transport, make_window, wait
+from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -167,6 +168,11 @@ class Communicator:
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
         return self.track(self.transport.exchange(sends, recvs))
+
+    def counter(self) -> SharedCounter:
+        """Numbers that go to whichever rank asks next; every rank calls this, and `free` in the end."""
+        self.ensure_open()
+        return make_counter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
         """Let `poll` and `wait` keep a handle going."""

@@ -29,12 +29,14 @@ class Placement:
         dim: along which it is cut.
         held: for each rank the ranges of slices that it holds, in ascending order; ranks may hold the same ones.
         partial: several ranks hold a slice, and the gradient of each is only a part of the sum.
+        copy: another pipeline stage holds the same parameter, and counts it in the norm.
     """
 
     shape: tuple[int, ...]
     dim: int
     held: tuple[tuple[range, ...], ...]
     partial: bool = False
+    copy: bool = False
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int) -> Placement:
@@ -64,7 +66,8 @@ class Placement:
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
         """The slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
-        first = torch.tensor([self._first_holder[index] == rank for index in self._indices[rank]], dtype=torch.bool)
+        is_here = (self._first_holder[index] == rank and not self.copy for index in self._indices[rank])
+        first = torch.tensor(list(is_here), dtype=torch.bool)
         return part if first.all() else part.index_select(self.dim, first.nonzero().squeeze(1).to(part.device))
 
     @cached_property
@@ -123,19 +126,22 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
 
 
 @torch.no_grad()
-def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float, *, tensor: Communicator) -> float:
+def clip_gradient_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, *, tensor: Communicator, stages: Communicator | None = None
+) -> float:
     """Scale reduced gradients so that the norm of all of them together is at most `max_norm`.
 
     Args:
         parameters: as in `reduce_gradients`, which has to come first.
         max_norm: greater than 0; infinity only measures.
         tensor: the ranks along the tensor axis.
+        stages: the ranks that hold other layers, if there are any.
 
     Returns:
         The norm before, in float64: each slice of each whole parameter counted once.
 
     Communication:
-        One all-reduce of one number over `tensor`.
+        One all-reduce of one number over `tensor`, one over `stages`.
 
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite. On every rank.
@@ -146,7 +152,8 @@ def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float, *, t
     own = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in wanted:
         own += torch.linalg.vector_norm(placement.counted(x, tensor.rank), dtype=torch.float64).square()
-    norm = float(all_reduce(own, comm=tensor).sqrt())
+    total = all_reduce(own, comm=tensor)
+    norm = float((total if stages is None else all_reduce(total, comm=stages)).sqrt())
     if not norm < torch.inf:
         raise ValueError(f"the norm of the gradients is {norm}; skip this step, or look for what overflows.")
     if norm > max_norm:

@@ -71,7 +71,9 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
     return 0
 
 
-def next_token_loss(logits: Tensor, labels: Tensor, *, tensor: Communicator, data: Communicator) -> Tensor:
+def next_token_loss(
+    logits: Tensor, labels: Tensor, *, tensor: Communicator, data: Communicator, count: int | None = None
+) -> Tensor:
     """Mean cross-entropy over the valid tokens of all ranks.
 
     It counts once: call backward on every rank, then `reduce_gradients`. The logits are never gathered.
@@ -81,6 +83,8 @@ def next_token_loss(logits: Tensor, labels: Tensor, *, tensor: Communicator, dat
         labels: int64 (...), numbers in the whole vocabulary, or `IGNORED`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have other tokens.
+        count: of valid tokens by which the sum is divided, the same on every rank; that of these labels if not given. Losses of
+            micro-batches with the count of all of them add up to the mean.
 
     Returns:
         The mean on every rank, a scalar in float32 or wider.
@@ -94,9 +98,9 @@ def next_token_loss(logits: Tensor, labels: Tensor, *, tensor: Communicator, dat
 
     All of these on every rank of both groups.
     """
-    sizes = _agreed_sizes(logits, labels, tensor, data)
+    sizes = _agreed_sizes(logits, labels, tensor, data, count)
     valid = labels != IGNORED
-    count = int(all_reduce(valid.sum(), comm=data))
+    count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
     if count == 0:
         raise ValueError(f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined.")
     losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
@@ -115,11 +119,11 @@ def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: 
     return total.log() - target
 
 
-def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Communicator) -> Sequence[int]:
+def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Communicator, count: int | None) -> Sequence[int]:
     """The parts of the vocabulary. What one rank finds wrong reaches its tensor group first, and with it every data group."""
     sizes: Sequence[int] = ()
     found: Exception | None = None
-    call = f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad})"
+    call = f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
     try:
         same = f"{call}, labels {tuple(labels.shape)} with sum {int(labels.sum())}"
         sizes = tensor.agree_on(lambda: f"{same} on {tensor.name}", lambda: _check_loss(logits, labels))

@@ -37,6 +37,11 @@ MESHES = {
     ]
     for size in (1, 2, 3, 4)
 }
+PIPELINES = {
+    size: [{**axes, "pp": stages} for stages in range(2, size + 1) if size % stages == 0 for axes in MESHES[size // stages]]
+    for size in MESHES
+}
+"""The meshes with several stages."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,10 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
     return Case(
         heads=draw(st.sampled_from(HEADS)),
-        layers=draw(st.integers(1, 2)),
+        layers=draw(st.integers(1, max_layers)),
         head_dim=draw(st.sampled_from([2, 4])),
         hidden=draw(st.sampled_from([6, 10])),
         ffn=draw(st.integers(4, 9)),
@@ -131,15 +136,15 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def mesh_of(comm: Any, number: int, **options: Any) -> sp.Mesh:
-    """One of the meshes of this many ranks, without the axes that have one."""
-    shapes = MESHES[comm.size]
+def mesh_of(comm: Any, number: int, stages: int = 1, **options: Any) -> sp.Mesh:
+    """One of the meshes of this many ranks, with no more stages than that, without the axes that have one rank."""
+    shapes = [*MESHES[comm.size], *(axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages)]
     axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1}
     return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))
 
 
 def meshes() -> st.SearchStrategy[int]:
-    return st.integers(0, max(map(len, MESHES.values())) - 1)
+    return st.integers(0, len(MESHES[4]) + len(PIPELINES[4]) - 1)
 
 
 def schemes() -> st.SearchStrategy[str | None]:

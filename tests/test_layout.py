@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("errors", "machine", "probing", "segments"),
     ("sharding", "mask", "schedules"),
-    ("attention", "rope", "counter_dropout", "tuning"),
+    ("attention", "rope", "counter_dropout", "scheduling", "tuning"),
     ("transport",),
     ("agreement", "scratch"),
     ("communicator",),

@@ -43,7 +43,7 @@ def test_any_split_into_prefill_and_decode_gives_the_same_logits(
         return (reference.llama(texts, dict(zip(weights, values, strict=True)), rounding=rounding, **case.options()),)
 
     (values,), (scales,) = reference.sensitivity(run, list(weights.values()), samples=4)
-    with mesh_of(comm, mesh) as made:
+    with mesh_of(comm, mesh, stages=case.layers) as made:
         model = case.model(made, scheme)
         decoder, lengths = Decoder(model, totals), [0] * batch
         size = model.grid.sequence.size
@@ -54,12 +54,13 @@ def test_any_split_into_prefill_and_decode_gives_the_same_logits(
             last = [(i, lengths[i] - 1) for i, n in enumerate(counts) if n]
             want, scale = (torch.stack([x[place] for place in last]) for x in (values, scales))
             record_ratio("llama decode", check_close("logits", logits.cpu(), want, bound(scale, getattr(torch, case.dtype))))
-            kept = [len(owned) for owned in decoder.cache.owned]
-            assert sum(kept) == sum(lengths)
-            assert max(kept) - min(kept) <= 1
-        heads = model.layers[0].self_attn.k_proj.weight.shape[0] // case.head_dim
-        token = 2 * case.layers * heads * case.head_dim
-        assert decoder.cache.rows.numel() <= (sum(totals) / size + 1) * token
+            for cache, part in zip(decoder.caches, decoder.parts, strict=True):
+                kept = [len(owned) for owned in cache.owned]
+                assert sum(kept) == sum(lengths[number] for number in part)
+                assert max(kept) - min(kept) <= 1
+        heads = model.layers[model.own[0]].self_attn.k_proj.weight.shape[0] // case.head_dim
+        token = 2 * len(model.own) * heads * case.head_dim
+        assert sum(cache.rows.numel() for cache in decoder.caches) <= (sum(totals) / size + len(decoder.caches)) * token
 
 
 GREEDY = Case((6, 3), layers=1, scaling="llama3", vocab=31, seed=11)

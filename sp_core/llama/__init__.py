@@ -10,5 +10,6 @@ from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama
+from sp_core.llama.unequal import prefill_unequal
 
-__all__ = ["Checkpoint", "Decoder", "Grid", "Llama", "LlamaConfig", "Sampling", "generate", "load"]
+__all__ = ["Checkpoint", "Decoder", "Grid", "Llama", "LlamaConfig", "Sampling", "generate", "load", "prefill_unequal"]

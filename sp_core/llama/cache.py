@@ -26,7 +26,7 @@ class Cache:
         model: whose keys and values these are.
         room: for each sequence, how many tokens it may get.
 
-    The tensors are made at once: for each layer, 2 * K/T * D numbers for ceil(sum(room) / P) tokens on every rank.
+    The tensors are made at once: for each layer of this stage, 2 * K/T * D numbers for ceil(sum(room) / P) tokens on every rank.
     """
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
@@ -37,23 +37,23 @@ class Cache:
         self.lengths = [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
         heads = len(held_kv_heads(config, model.grid.tensor))
-        shape = (config.num_hidden_layers, 2, -(-sum(room) // comm.size), heads, config.head_dim)
+        shape = (len(model.own), 2, -(-sum(room) // comm.size), heads, config.head_dim)
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
 
-    def place(self, counts: Sequence[int]) -> list[int]:
+    def place(self, counts: Sequence[int], first: int = 0) -> list[int]:
         """The positions of so many new tokens for each sequence, in the order of the sequences.
+
+        Args:
+            counts: one for each sequence.
+            first: the number that an error gives to the first sequence.
 
         Raises:
             ShapeError: there is no room for them.
         """
-        if len(counts) != len(self.room):
-            raise ShapeError(
-                f"tokens for {len(counts)} sequences were given; there are {len(self.room)}. Give an empty list for none."
-            )
         for number, (length, count, room) in enumerate(zip(self.lengths, counts, self.room, strict=True)):
             if length + count > room:
                 raise ShapeError(
-                    f"sequence {number} has {length} tokens and room for {room}; {count} more were given. Make more room."
+                    f"sequence {first + number} has {length} tokens and room for {room}; {count} more were given. Make more room."
                 )
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [start + t for start, count in zip(starts, counts, strict=True) for t in range(count)]

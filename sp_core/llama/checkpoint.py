@@ -14,7 +14,7 @@ from sp_core.errors import CheckpointError
 from sp_core.gradients import Placement
 from sp_core.llama.config import LlamaConfig, read_json
 from sp_core.llama.grid import Grid
-from sp_core.llama.model import Llama, checkpoint_name
+from sp_core.llama.model import Llama, parameter_names
 from sp_core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -132,11 +132,11 @@ class Checkpoint:
 
 
 def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None) -> Llama:
-    """Load a LLaMA from a folder in Hugging Face's format, each rank only its own slices.
+    """Load a LLaMA from a folder in Hugging Face's format, each rank only its own slices of its own layers.
 
     Args:
         folder: holds `config.json` and either `model.safetensors`, or several files and `model.safetensors.index.json`.
-        mesh: with any of the axes "dp", "ring", "ulysses" and "tp".
+        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
         dtype: in which to compute; that of the file if not given.
         scheme: as in `Grid.of`.
 
@@ -180,7 +180,7 @@ def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Refuse tensors that the model has no place for: without them it would compute something else."""
-    expected = {checkpoint_name(name) for name, _ in model.named_parameters()}
+    expected = parameter_names(model)
     missing = sorted(expected - set(checkpoint.names))
     if missing:
         raise CheckpointError(f"{_some(missing)} missing from the weights in {checkpoint.folder}; config.json asks for them.")

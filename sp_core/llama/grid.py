@@ -1,4 +1,4 @@
-"""A model's view of a mesh: which ranks split the weights, which the sequence, and which hold replicas for other sequences."""
+"""A model's view of a mesh: which ranks split weights, layers and sequences, and which hold replicas for other sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES, hybrid_attention
 
 SEQUENCE_AXES = ("ring", "ulysses")
-AXES = ("dp", *SEQUENCE_AXES, "tp")
+AXES = ("dp", "pp", *SEQUENCE_AXES, "tp")
 HYBRID = "hybrid"
 
 
@@ -29,15 +29,17 @@ class Grid:
     Args:
         tensor: split heads, feed-forward features and vocabulary; they have the same tokens.
         sequence: split each sequence.
+        stages: hold the layers one after the other; each computes its own for a micro-batch and passes it on.
         replicas: hold the same weights for other sequences.
         data: sequence ranks and replicas together: all that hold the same slices of the weights and have other tokens.
-        model: tensor and sequence ranks together: all that work on one sequence.
+        model: tensor and sequence ranks of all stages together: all that work on one sequence.
         everyone: all ranks of the mesh.
         attention: the scheme over `sequence`.
     """
 
     tensor: Communicator
     sequence: Communicator
+    stages: Communicator
     replicas: Communicator
     data: Communicator
     model: Communicator
@@ -46,7 +48,7 @@ class Grid:
 
     @classmethod
     def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
-        """The grid of a mesh with any of the axes "dp", "ring", "ulysses" and "tp"; one that it lacks has one rank.
+        """The grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp"; one that it lacks has one rank.
 
         Args:
             mesh: the ranks.
@@ -65,9 +67,10 @@ class Grid:
         return cls(
             tensor=group("tp"),
             sequence=group(*SEQUENCE_AXES),
+            stages=group("pp"),
             replicas=group("dp"),
             data=group("dp", *SEQUENCE_AXES),
-            model=group(*SEQUENCE_AXES, "tp"),
+            model=group("pp", *SEQUENCE_AXES, "tp"),
             everyone=group(*AXES),
             attention=_attention(mesh, group(*SEQUENCE_AXES), scheme),
         )

@@ -9,6 +9,7 @@ tensor ranks; `/T` is this rank's part, which may be uneven.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,11 @@ class Norm(Weight):
 
 
 class Embedding(Weight):
-    """The vectors of tokens, of which each rank holds those of a part of the vocabulary."""
+    """The vectors of tokens, of which each rank holds those of a part of the vocabulary; a `copy` is the head of a later stage."""
 
-    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
-        super().__init__(Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype)
+    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, *, copy: bool = False) -> None:
+        placement = Placement.split((config.vocab_size, config.hidden_size), 0, comm.size)
+        super().__init__(replace(placement, copy=copy), comm, dtype)
         self.comm = comm
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""LLaMA over a mesh: weights split over the tensor ranks, sequences over the sequence ranks, batches over replicas."""
+"""LLaMA over a mesh: weights split over tensor ranks, layers over stages, sequences over sequence ranks, batches over replicas."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sp_core.llama.layers import Embedding, Layer, Norm, Weight, kv_slots
 from sp_core.loss import check_shard
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
+from sp_core.scheduling import split_stages
 from sp_core.sharding import Sharding
 
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +36,8 @@ class Llama(nn.Module):
         dtype: of the weights, and in which everything is computed.
 
     Raises:
-        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary. On every rank.
+        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary, or more stages than layers. On
+            every rank.
     """
 
     def __init__(self, config: LlamaConfig, grid: Grid, *, dtype: torch.dtype = torch.float32) -> None:
@@ -45,10 +47,16 @@ class Llama(nn.Module):
         self.grid = grid
         self.dtype = dtype
         comm = grid.tensor
-        self.embed_tokens = Embedding(config, comm, dtype)
-        self.layers = nn.ModuleList([Layer(config, comm, dtype) for _ in range(config.num_hidden_layers)])
-        self.norm = Norm(config, comm, dtype)
-        if not config.tie_word_embeddings:
+        self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
+        self.is_first, self.is_last = grid.stages.rank == 0, grid.stages.rank == grid.stages.size - 1
+        if self.is_first or (self.is_last and config.tie_word_embeddings):
+            self.embed_tokens = Embedding(config, comm, dtype, copy=not self.is_first)
+        self.layers = nn.ModuleList(
+            [Layer(config, comm, dtype) if number in self.own else nn.Module() for number in range(config.num_hidden_layers)]
+        )
+        if self.is_last:
+            self.norm = Norm(config, comm, dtype)
+        if self.is_last and not config.tie_word_embeddings:
             self.lm_head = Weight(Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype)
         self.rope = config.rope()
         self.slots = kv_slots(config, comm)
@@ -75,7 +83,8 @@ class Llama(nn.Module):
             for the embedding. Backward as many again.
 
         Raises:
-            ShapeError, DtypeError, ValueError: tokens that do not fit, or are not in the vocabulary. On every rank of the mesh.
+            ShapeError, DtypeError, ValueError: tokens that do not fit, or are not in the vocabulary, or layers that are split over
+                stages, for which there are `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
         """
         self.grid.everyone.agree_on(lambda: f"Llama({self.dtype})", lambda: self._check(tokens, sharding))
         attend = partial(self.attend, sharding=sharding, mask=mask)
@@ -83,12 +92,15 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v)))
 
     def hidden(self, tokens: Tensor, positions: Positions, attend: LayerAttend) -> Tensor:
-        """(B, S) tokens at these positions of their own sequences to (B, S, E), after the last norm."""
-        x = self.embed_tokens(tokens)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, self.rope, positions, partial(attend, number))
-        normed: Tensor = self.norm(x)
-        return normed
+        """(B, S) tokens at these positions of their own sequences to (B, S, E), after the last norm.
+
+        A later stage takes (B, S, E) from the one before it, and none but the last applies the norm. `attend` gets the number of a
+        layer among those of this stage.
+        """
+        x: Tensor = self.embed_tokens(tokens) if self.is_first else tokens
+        for place, number in enumerate(self.own):
+            x = self.layers[number](x, self.rope, positions, partial(attend, place))
+        return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., E) to (..., V/T)."""
@@ -108,6 +120,11 @@ class Llama(nn.Module):
         return x if self.slots is None else x[:, :, self.slots]
 
     def _check(self, tokens: Tensor, sharding: Sharding) -> int:
+        if self.grid.stages.size > 1:
+            raise ShapeError(
+                f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. Use "
+                "Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
+            )
         check_shard(tokens, self.grid.sequence, sharding)
         check_tokens(tokens, self.config)
         return 0
@@ -127,6 +144,26 @@ def check_tokens(tokens: Tensor, config: LlamaConfig) -> None:
 def checkpoint_name(name: str) -> str:
     """The name of a parameter in a Hugging Face checkpoint."""
     return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def parameter_names(model: Llama) -> set[str]:
+    """The names of all parameters of all stages in a checkpoint."""
+    layer = [name for name, _ in model.layers[model.own[0]].named_parameters()]
+    names = [f"layers.{number}.{name}" for number in range(model.config.num_hidden_layers) for name in layer]
+    head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
+    return {checkpoint_name(name) for name in ("embed_tokens.weight", *names, "norm.weight", *head)}
+
+
+def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
+    """The layers of each stage, such that the slowest one, with the head on the last, is as fast as can be.
+
+    Raises:
+        ShapeError: more stages than layers.
+    """
+    layer = config.hidden_size * (
+        2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim + 3 * config.intermediate_size
+    )
+    return split_stages([layer] * config.num_hidden_layers, stages, last=config.hidden_size * config.vocab_size)
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:

@@ -13,8 +13,9 @@ from sp_core.testing.family import Family
 from sp_core.testing.lockstep import Lockstep, Request
 from sp_core.testing.mpi import MpiCarrier, patiently, wait
 from sp_core.testing.outcome import Mismatched
-from sp_core.testing.signatures import op_name
+from sp_core.testing.signatures import call, op_name
 from sp_core.testing.stuck import Detector, Report
+from sp_core.transport.counter import MpiCounter, SharedCounter
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -133,6 +134,11 @@ class CheckedComm(LockstepComm):
 
         made = self._raw.Split(color if color >= 0 else MPI.UNDEFINED, key)
         return CheckedComm(cast("Intracomm", made), self.family, f"{name}[{color}]") if made != MPI.COMM_NULL else made
+
+    def make_counter(self) -> SharedCounter:
+        """A counter that these ranks share."""
+        self._enter(call("make_counter", self.rank, self.size))
+        return MpiCounter(self._raw)
 
     def _release(self) -> None:
         pass  # MPI itself moves what was started

@@ -196,6 +196,7 @@ _RULES: dict[str, Callable[..., Call]] = {
     "Dup": _barrier,
     "Split": _barrier,
     "Free": _barrier,
+    "make_counter": _barrier,
     "barrier": _barrier,
     "bcast": _object,
     "gather": _object,

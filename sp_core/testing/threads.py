@@ -7,9 +7,11 @@ not now and then.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,8 +20,9 @@ from sp_core.testing.comm import LockstepComm
 from sp_core.testing.delivery import contribution, deliver, receives
 from sp_core.testing.family import Family
 from sp_core.testing.lockstep import Lockstep, Record, Steps, Ticket, until
-from sp_core.testing.signatures import Array, array
+from sp_core.testing.signatures import Array, array, call
 from sp_core.testing.world import Stopped, World
+from sp_core.transport.counter import SharedCounter
 
 T = TypeVar("T")
 
@@ -162,6 +165,20 @@ class _Receive(_Request):
         return True
 
 
+class _Draws:
+    """A counter of ranks that are threads: one step of an iterator in C is never interrupted by another thread."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+
+    def take(self) -> int:
+        """The next number."""
+        return next(self._numbers)
+
+    def free(self) -> None:
+        """Nothing to give back."""
+
+
 def spoil(buffer: Array | None) -> None:
     """Fill a buffer with bytes that no test expects (NaN in floating point)."""
     if buffer is not None:
@@ -228,6 +245,11 @@ class ThreadComm(LockstepComm):
         mine = ranks.index((key, self.rank))
         name = f"{name}[{color}]"
         return ThreadComm(self._world, name, mine, len(ranks), world_rank=self._world_rank, family=self.family)
+
+    def make_counter(self) -> SharedCounter:
+        """A counter that these ranks share."""
+        self._enter(call("make_counter", self.rank, self.size))
+        return _Draws(self._world.shared((self._name, "counter", next(self.children)), itertools.count))
 
     def _release(self) -> None:
         pending, self._pending = self._pending, []

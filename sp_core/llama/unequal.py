@@ -1,0 +1,159 @@
+"""Prefill of sequences of unequal length as a plan says: some shared by all sequence ranks, the others each whole on one of them.
+
+    shared:  q_r, (k v)_r of a zigzag shard -> the grid's scheme            packed: whole sequences as documents -> local attention
+
+Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sp_core.attention.function import attention
+from sp_core.autograd import all_gather, broadcast
+from sp_core.errors import ShapeError
+from sp_core.llama.config import LlamaConfig
+from sp_core.llama.model import CAUSAL, Llama, check_tokens, document_positions
+from sp_core.mask import Mask
+from sp_core.scheduling import Plan, Work
+from sp_core.scheduling.plan import passes
+from sp_core.sharding import Sharding, split_sizes
+
+PASS_TOKENS = 1024
+"""Tokens of short sequences that are computed together; more need more memory, and less makes the products small."""
+Rows = dict[int, Tensor]
+"""Hidden states (E,) of the last tokens of some sequences, by the number of the sequence."""
+
+
+def work_of(config: LlamaConfig) -> Work:
+    """Floating-point operations of the layers, forward; embedding, norms and the head of a single token are left out."""
+    width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    weights = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
+    return Work(2 * weights * config.num_hidden_layers, 4 * width * config.num_hidden_layers)
+
+
+def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
+    """The logits after the last token of each sequence.
+
+    Args:
+        model: the weights; without replicas and pipeline stages.
+        sequences: of any lengths, at least one token each; the same on every rank.
+        plan: from `sp_core.scheduling`, for these lengths and the sequence ranks.
+        pass_tokens: how many tokens of packed sequences are computed together.
+
+    Returns:
+        (N, V) in the order of the sequences, on every rank.
+
+    Communication:
+        For a shared sequence that of the scheme over the sequence ranks; none over them for a packed one; for a waiting one an
+        access to a shared counter. Over the tensor ranks two all-reduces per layer, for each shared sequence and each run of
+        packed ones. In the end an all-gather of (N/P, V/T) over the sequence ranks and one over the tensor ranks.
+
+    Raises:
+        ShapeError, ValueError: a plan for other lengths or ranks, an empty sequence, a token that is not in the vocabulary, or
+            a mesh with replicas or stages.
+        CollectiveMismatch: ranks with different sequences or plans.
+
+    All of these on every rank.
+    """
+    model.grid.everyone.agree_on(lambda: _call(sequences, plan, pass_tokens), lambda: _check(model, sequences, plan, pass_tokens))
+    return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
+
+
+@torch.no_grad()
+def compute(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
+    """This rank's part of `prefill_unequal`, which has agreed on the arguments: the rows whose last token it had."""
+    rows: Rows = {}
+    for number in plan.sharded:
+        rows |= _shared(model, number, _filled(sequences, plan, number), len(sequences[number]))
+    for numbers in passes(plan, plan.packed[model.grid.sequence.rank], pass_tokens):
+        rows |= _packed(model, numbers, sequences, plan)
+    for numbers in _taken(model, list(passes(plan, plan.waiting, pass_tokens))):
+        rows |= _packed(model, numbers, sequences, plan)
+    return rows
+
+
+@torch.no_grad()
+def collect(model: Llama, rows: Rows, count: int) -> Tensor:
+    """(N, V) on every rank, from the rows that each has."""
+    sequence, tensor, config = model.grid.sequence, model.grid.tensor, model.config
+    numbers = torch.tensor(list(rows), dtype=torch.int64, device=sequence.device)
+    empty = torch.empty(0, config.hidden_size, dtype=model.dtype, device=sequence.device)
+    own = model.logits(torch.stack(list(rows.values())) if rows else empty)
+    order = all_gather(numbers, comm=sequence).argsort()
+    assert len(order) == count
+    gathered = all_gather(own, comm=sequence)[order]
+    return all_gather(gathered, comm=tensor, dim=1, sizes=split_sizes(config.vocab_size, tensor.size))
+
+
+def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
+    """A sequence whose tokens are split over the sequence ranks; the row of the last token is on the rank that has it."""
+    comm = model.grid.sequence
+    sharding = Sharding.zigzag(len(tokens), comm.size)
+    positions = sharding.positions(comm.rank)
+    mine = torch.tensor(tokens, dtype=torch.int64)[positions].unsqueeze(0).to(comm.device)
+    hidden = model.hidden(mine, positions, lambda _, q, k, v: model.attend(q, k, v, sharding=sharding, mask=CAUSAL))
+    last = positions == length - 1
+    return {number: hidden[0, last][0]} if last.any() else {}
+
+
+def _packed(model: Llama, numbers: Sequence[int], sequences: Sequence[Sequence[int]], plan: Plan) -> Rows:
+    """Whole sequences, one after the other on a line, each seeing itself only."""
+    line = [token for number in numbers for token in _filled(sequences, plan, number)]
+    starts = list(accumulate((plan.tokens(number) for number in numbers), initial=0))
+    mask = Mask(causal=True, documents=tuple(starts))
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attention(q, model.spread(k), model.spread(v), mask=mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    tokens = torch.tensor([line], dtype=torch.int64, device=model.grid.sequence.device)
+    hidden = model.hidden(tokens, document_positions(torch.arange(len(line)), mask), attend)
+    ends = (start + len(sequences[number]) - 1 for number, start in zip(numbers, starts, strict=False))
+    return {number: hidden[0, end] for number, end in zip(numbers, ends, strict=True)}
+
+
+def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """What this rank takes of the waiting runs; the first of its tensor ranks draws for all of them."""
+    if not waiting:
+        return
+    counter = model.grid.sequence.counter()
+    while True:
+        drawn = torch.tensor([counter.take() if model.grid.tensor.rank == 0 else 0], device=model.grid.tensor.device)
+        place = int(broadcast(drawn, comm=model.grid.tensor))
+        if place >= len(waiting):
+            break
+        yield waiting[place]
+    counter.free()
+
+
+def _filled(sequences: Sequence[Sequence[int]], plan: Plan, number: int) -> list[int]:
+    """A sequence with its padding, which no token before it sees."""
+    return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
+
+
+def _call(sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> str:
+    digest = hashlib.blake2b(repr((list(map(list, sequences)), plan)).encode(), digest_size=8).hexdigest()
+    return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
+
+
+def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> int:
+    grid, lengths = model.grid, tuple(map(len, sequences))
+    if grid.everyone.size > grid.model.size:
+        raise ShapeError(f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. Leave dp out.")
+    if plan.lengths != lengths or plan.size != grid.sequence.size:
+        raise ShapeError(
+            f"the plan is for {len(plan.lengths)} sequences of {sum(plan.lengths)} tokens on {plan.size} ranks; given were "
+            f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks. Make a plan for these."
+        )
+    if pass_tokens < 1 or 0 in lengths:
+        what = f"pass_tokens={pass_tokens}" if pass_tokens < 1 else f"sequence {lengths.index(0)} without tokens"
+        raise ValueError(f"{what} was given; needed at least 1.")
+    check_tokens(torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64), model.config)
+    return 0

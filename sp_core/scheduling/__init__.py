@@ -1,0 +1,29 @@
+"""Who computes what, and when, decided from plain integers before anything is computed: sequences of unequal length onto ranks,
+and micro-batches through the stages of a pipeline. No communication here; `sp_core.llama` carries these plans out."""
+
+from sp_core.scheduling.pictures import picture
+from sp_core.scheduling.pipeline import Slot, Timeline, bubble_share, gpipe, one_forward_one_backward, prefill_only, timeline
+from sp_core.scheduling.plan import Plan
+from sp_core.scheduling.policies import POLICIES, balanced, contiguous, dynamic, padded, round_robin
+from sp_core.scheduling.stages import split_stages
+from sp_core.scheduling.work import Work
+
+__all__ = [
+    "POLICIES",
+    "Plan",
+    "Slot",
+    "Timeline",
+    "Work",
+    "balanced",
+    "bubble_share",
+    "contiguous",
+    "dynamic",
+    "gpipe",
+    "one_forward_one_backward",
+    "padded",
+    "picture",
+    "prefill_only",
+    "round_robin",
+    "split_stages",
+    "timeline",
+]

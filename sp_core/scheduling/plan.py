@@ -1,0 +1,100 @@
+"""A plan for sequences of unequal length: which ones all ranks share, which ones one rank computes alone, and in which order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sp_core.errors import ShapeError
+from sp_core.scheduling.work import Work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every sequence, by its place in the caller's list, exactly once.
+
+    Args:
+        lengths: tokens of each sequence.
+        sharded: sequences that all ranks share, computed first.
+        packed: for each rank the sequences that it computes alone, in this order.
+        waiting: sequences that ranks take one after the other, whenever they have nothing else to do.
+        padded_to: tokens to which each sequence is filled up; None for none.
+
+    Raises:
+        ShapeError: a negative length, no rank, a sequence that is not there exactly once, or one longer than `padded_to`.
+    """
+
+    lengths: tuple[int, ...]
+    sharded: tuple[int, ...]
+    packed: tuple[tuple[int, ...], ...]
+    waiting: tuple[int, ...] = ()
+    padded_to: int | None = None
+
+    def __post_init__(self) -> None:
+        placed = [*self.sharded, *self.waiting, *(number for numbers in self.packed for number in numbers)]
+        if not self.packed or min(self.lengths, default=0) < 0 or sorted(placed) != list(range(len(self.lengths))):
+            raise ShapeError(
+                f"a plan for {len(self.lengths)} sequences and {len(self.packed)} ranks places {len(placed)}; needed are at least "
+                "1 rank, lengths >= 0, and every sequence exactly once."
+            )
+        if self.padded_to is not None and self.padded_to < max(self.lengths, default=0):
+            raise ShapeError(f"padded_to={self.padded_to} is less than the longest sequence has, {max(self.lengths)}.")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.packed)
+
+    def tokens(self, number: int) -> int:
+        """Tokens of a sequence as it is computed, padding included."""
+        return self.lengths[number] if self.padded_to is None else self.padded_to
+
+    def loads(self, work: Work) -> tuple[int, ...]:
+        """Operations of each rank, if ranks are equally fast: a waiting sequence goes to the rank that has least so far."""
+        loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
+        for number in self.sharded:
+            loads = [load + share for load, share in zip(loads, work.shares(self.tokens(number), self.size), strict=True)]
+        taken = deal([work.of(self.tokens(number)) for number in self.waiting], loads)
+        for place, number in enumerate(self.waiting):
+            loads[taken[place]] += work.of(self.tokens(number))
+        return tuple(loads)
+
+    def useful(self, work: Work) -> int:
+        """Operations without those on padding."""
+        return sum(map(work.of, self.lengths))
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """max/mean, 1 if all are equal; 1 also where there is nothing to do."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
+    """For each cost in turn the rank that takes it: the one with least load so far, the lowest of equal ones.
+
+    Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), list scheduling.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    taken = []
+    for cost in costs:
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + cost, rank))
+        taken.append(rank)
+    return taken
+
+
+def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[int, ...]]:
+    """Cut sequences, in their order, into runs of at most `max_tokens` tokens that are computed together; a longer one is alone."""
+    together: list[int] = []
+    total = 0
+    for number in numbers:
+        if together and total + plan.tokens(number) > max_tokens:
+            yield tuple(together)
+            together, total = [], 0
+        together.append(number)
+        total += plan.tokens(number)
+    if together:
+        yield tuple(together)

@@ -1,0 +1,105 @@
+"""How sequences are dealt out: two policies that balance, and the naive ones to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sp_core.errors import ShapeError
+from sp_core.scheduling.plan import Plan, deal, imbalance
+from sp_core.scheduling.work import Work
+from sp_core.segments import split_ranges
+
+Policy = Callable[[Sequence[int], int, Work], Plan]
+TOLERANCE = 0.02
+"""How far above the mean a balanced plan's greatest load may be."""
+
+
+def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
+    """The longest sequences are shared by all ranks; the others go, longest first, to the rank with least work.
+
+    The greatest load is at most (1 + tolerance) times the mean, unless it were greater still if every sequence was shared, as with
+    few short ones. How many are shared is found by bisection, and is 0 wherever that is enough.
+
+    Args:
+        lengths: tokens of each sequence.
+        size: number of ranks.
+        work: what a sequence costs.
+        tolerance: above 0; smaller lets more sequences be shared, which costs communication.
+
+    Raises:
+        ShapeError: a negative length, no rank, or a tolerance that is not above 0.
+
+    Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2): longest processing time first.
+    """
+    _check(lengths, size)
+    if not tolerance > 0:
+        raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
+    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+    allowed = tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)  # then the last one placed cannot end too late
+    most = sum(work.of(lengths[number]) > allowed for number in order)
+    tried: dict[int, Plan] = {}
+
+    def is_enough(count: int) -> bool:
+        tried[count] = _longest_first(lengths, size, work, order, count)
+        return imbalance(tried[count].loads(work)) <= 1 + tolerance
+
+    low, high = (0, 0) if is_enough(0) else (min(1, most), most)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    is_enough(high)
+    return min(tried.values(), key=lambda plan: (max(1 + tolerance, imbalance(plan.loads(work))), len(plan.sharded)))
+
+
+def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
+    """What `balanced` shares is shared; ranks take the others as they finish, the longest first.
+
+    Args, raises: as `balanced`.
+    """
+    plan = balanced(lengths, size, work, tolerance)
+    waiting = sorted((number for numbers in plan.packed for number in numbers), key=lambda number: (-lengths[number], number))
+    return replace(plan, packed=((),) * size, waiting=tuple(waiting))
+
+
+def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
+    """Naive: as many sequences for each rank, in the caller's order."""
+    _check(lengths, size)
+    return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
+
+
+def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
+    """Naive: rank r computes the sequences r, r + size, ..."""
+    _check(lengths, size)
+    return Plan(tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size)))
+
+
+def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
+    """Naive: as `round_robin`, with all sequences filled up to the longest, so that equal numbers are equal work."""
+    return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
+
+
+POLICIES: dict[str, Policy] = {
+    "balanced": balanced,
+    "dynamic": dynamic,
+    "round_robin": round_robin,
+    "contiguous": contiguous,
+    "padded": padded,
+}
+
+
+def _longest_first(lengths: Sequence[int], size: int, work: Work, order: Sequence[int], count: int) -> Plan:
+    """The `count` longest sequences are shared, the others placed longest first."""
+    shared, rest = order[:count], order[count:]
+    loads = [0] * size
+    for number in shared:
+        loads = [load + share for load, share in zip(loads, work.shares(lengths[number], size), strict=True)]
+    packed: list[list[int]] = [[] for _ in range(size)]
+    for number, rank in zip(rest, deal([work.of(lengths[number]) for number in rest], loads), strict=True):
+        packed[rank].append(number)
+    return Plan(tuple(lengths), tuple(shared), tuple(map(tuple, packed)))
+
+
+def _check(lengths: Sequence[int], size: int) -> None:
+    if size < 1 or min(lengths, default=0) < 0:
+        raise ShapeError(f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths >= 0 and size >= 1.")

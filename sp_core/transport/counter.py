@@ -1,0 +1,65 @@
+"""A number in the memory of one rank from which all ranks draw by one-sided access, so that nobody has to answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+HOME = 0
+"""The rank whose memory holds the number."""
+
+
+class SharedCounter(Protocol):
+    """Gives 0, 1, 2, ... to whichever rank asks next."""
+
+    def take(self) -> int:
+        """The next number, which no other rank gets."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back; every rank calls this."""
+        ...
+
+
+def make_counter(comm: Intracomm) -> SharedCounter:
+    """A counter over the ranks of a communicator; every rank calls this. A checked communicator makes one of its own kind."""
+    own = getattr(comm, "make_counter", None)
+    return MpiCounter(comm) if own is None else cast("SharedCounter", own())
+
+
+class MpiCounter:
+    """A window of eight bytes, in which the library's own atomic addition counts.
+
+    Args:
+        comm: an mpi4py communicator; all its ranks make this together.
+
+    Source: MPI 4.1, section 12.3.4, MPI_Fetch_and_op.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        from mpi4py import MPI
+
+        self._sum = MPI.SUM
+        self._window = MPI.Win.Allocate(8 if comm.rank == HOME else 0, 8, comm=comm)
+        if comm.rank == HOME:
+            self._window.Lock(HOME, MPI.LOCK_EXCLUSIVE)
+            np.frombuffer(cast("bytes", self._window.tomemory()), np.int64)[:] = 0
+            self._window.Unlock(HOME)
+        comm.Barrier()
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def take(self) -> int:
+        """The next number."""
+        one, got = np.ones(1, np.int64), np.empty(1, np.int64)
+        self._window.Fetch_and_op(one, got, HOME, 0, self._sum)
+        self._window.Flush(HOME)
+        return int(got[0])
+
+    def free(self) -> None:
+        """Free the window."""
+        self._window.Unlock_all()
+        self._window.Free()

@@ -1,0 +1,189 @@
+"""A LLaMA whose layers are split over stages: loss, gradients and tokens are those of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from llama_cases import PIPELINES, Case, cases
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
+from sp_core.llama import Decoder, Grid, Llama, generate, load
+from sp_core.llama.model import checkpoint_name
+from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
+from sp_core.loss import next_token_labels
+from sp_core.scheduling import gpipe, one_forward_one_backward
+from sp_core.testing import device, event, given, record_ratio, reference, spmd
+from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing.tolerance import bound, check_close
+
+Shapes = list[tuple[int, int]]
+"""Sequences and tokens of each micro-batch."""
+
+
+def pipelined(comm: Any, number: int, stages: int) -> sp.Mesh:
+    """A mesh with several stages where that many ranks allow it, the axes of one rank left out, in either order."""
+    shapes = [axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages] or [{"tp": comm.size}]
+    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1} or {"tp": 1}
+    return sp.Mesh(comm, device=device(), **dict(reversed(axes.items()) if number % 2 else axes.items()))
+
+
+def expected(case: Case, texts: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The mean loss over all texts (B, S) and its gradients on one device, and how far rounding may move each."""
+    weights = case.weights()
+
+    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        leaves = [value.detach().requires_grad_() for value in values]
+        named = dict(zip(weights, leaves, strict=True))
+        counts = [x.shape[0] * (x.shape[1] - 1) for x in texts]
+        losses = [
+            reference.next_token_loss(reference.llama(x, named, rounding=rounding, **case.options()), x, []) * count
+            for x, count in zip(texts, counts, strict=True)
+            if count
+        ]
+        loss = torch.stack(losses).sum() / sum(counts)
+        return loss.detach().reshape(1), *torch.autograd.grad(loss, leaves)
+
+    values, scales = reference.sensitivity(run, list(weights.values()), samples=2)
+    return dict(zip(("loss", *weights), values, strict=True)), dict(zip(("loss", *weights), scales, strict=True))
+
+
+@given(
+    max_ranks=4,
+    max_examples=10,
+    case=cases(max_layers=4),
+    shapes=st.lists(st.tuples(st.integers(1, 2), st.integers(2, 7)), min_size=1, max_size=4),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    ordering=st.sampled_from([gpipe, one_forward_one_backward]),
+    mesh=st.integers(0, 19),
+)
+def test_loss_and_gradients_are_those_of_one_device(
+    comm: Any, case: Case, shapes: Shapes, layout: str, ordering: Any, mesh: int
+) -> None:
+    """Micro-batches of any sizes; a replica takes every other sequence of each, so its share may be empty."""
+    texts = [case.tokens(2 * b, s) for b, s in shapes]
+    values, scales = expected(case, texts)
+    with pipelined(comm, mesh, case.layers) as made:
+        event(str(made.axes))
+        model = case.model(made)
+        grid = model.grid
+        batches = [micro_batch(text, layout, grid) for text in texts]
+        loss = loss_and_gradients(model, batches, ordering=ordering)
+        sum_tied_gradients(model)
+        reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
+
+        def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
+            allowed = bound(cut(scales[name]), getattr(torch, case.dtype))
+            kind = "pipeline " + (name if name == "loss" else "gradients")
+            record_ratio(kind, check_close(name, got.detach().cpu(), cut(values[name]), allowed))
+
+        check("loss", loss.reshape(1))
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            placement = placement_of(parameter)
+            check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
+        norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
+        want, scale = (torch.cat([x[n].flatten() for n in case.weights()]).norm().reshape(1) for x in (values, scales))
+        allowed = bound(scale, getattr(torch, case.dtype))
+        record_ratio("pipeline norm", check_close("norm", torch.tensor([norm], dtype=torch.float64), want, allowed))
+
+
+def micro_batch(text: Tensor, layout: str, grid: Grid) -> MicroBatch:
+    """This rank's part of sequences."""
+    sharding = LAYOUTS[layout](text.shape[1], grid.sequence.size)
+    rows = text[grid.replicas.rank :: grid.replicas.size]
+    mine = sharding.shard(rows, grid.sequence.rank, 1).to(grid.everyone.device)
+    return MicroBatch(mine, next_token_labels(mine, comm=grid.sequence, sharding=sharding), sharding)
+
+
+CASE = Case((4, 2), layers=4, vocab=31, seed=5)
+PROMPTS = [[5, 1, 4], [2], [7, 7, 0, 3, 9, 30, 8], [1, 1], [12]]
+
+
+@pytest.mark.parametrize("micro_batches", [2, 5])
+@spmd(2, 4)
+def test_tokens_do_not_depend_on_the_number_of_stages(comm: Any, micro_batches: int) -> None:
+    """Logits in float64, after a prefill of unequal prompts and after steps in which some wait."""
+    with sp.Mesh(comm, pp=comm.size) as mesh, sp.Mesh(comm.Split(comm.rank, 0), tp=1, check="off") as alone:
+        model, whole = CASE.model(mesh), CASE.model(alone)
+        room = [len(prompt) + 2 for prompt in PROMPTS]
+        decoders = [Decoder(model, room, micro_batches=micro_batches), Decoder(whole, room)]
+        for tokens in (PROMPTS, [[1], [], [2], [3], [4]], [[], [9], [], [], []]):
+            step = [(d.prefill if tokens is PROMPTS else d.decode)(tokens) for d in decoders]
+            torch.testing.assert_close(step[0], step[1], rtol=0, atol=1e-12)
+        assert generate(model, PROMPTS, max_tokens=3) == generate(whole, PROMPTS, max_tokens=3)
+
+
+@spmd(1, 2, 4)
+def test_each_stage_holds_and_reads_its_own_layers_only(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = str(tmp_path_factory.mktemp("model")) if comm.rank == 0 else ""
+    folder = comm.bcast(folder)
+    case = Case((4, 2), layers=4, tied=True, dtype="float64")
+    if comm.rank == 0:
+        save(case, Path(folder))
+    comm.barrier()
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = load(folder, mesh)
+        held = {checkpoint_name(name): p for name, p in model.named_parameters()}
+        layers = [int(name.split(".")[2]) for name in held if ".layers." in name]
+        first, last = comm.rank == 0, comm.rank == comm.size - 1
+        assert sorted(set(layers)) == list(model.own)
+        assert ("model.embed_tokens.weight" in held) == (first or last)
+        assert ("model.norm.weight" in held) == last
+        for name, parameter in held.items():
+            assert torch.equal(parameter, case.weights()[name])
+        owners = comm.allgather(list(model.own))
+        assert [layer for own in owners for layer in own] == list(range(4))
+
+
+def save(case: Case, folder: Path) -> None:
+    import json
+
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(case.config.to_dict()))
+    save_file({name: x.contiguous() for name, x in case.weights().items()}, folder / "model.safetensors")
+
+
+@spmd(2, 4)
+def test_a_stage_sends_each_micro_batch_once_and_no_more(comm: Any) -> None:
+    with sp.Mesh(comm, pp=comm.size, check="off") as mesh:
+        model = CASE.model(mesh)
+        stages = model.grid.stages
+        texts = [CASE.tokens(1, length) for length in (3, 5, 2)]
+        batches = [micro_batch(text, "contiguous", model.grid) for text in texts]
+        stages.counters.reset()
+        loss_and_gradients(model, batches)
+        ways = (comm.rank > 0) + (comm.rank < comm.size - 1)
+        count = stages.counters["pipeline"]
+        assert (count.messages, count.bytes_sent) == (3 * ways, 10 * CASE.hidden * 8 * ways)
+
+
+@spmd(2, 4)
+def test_what_stages_cannot_do_is_refused_on_every_rank(comm: Any) -> None:
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = CASE.model(mesh)
+        text = CASE.tokens(1, 4)
+        with pytest.raises(sp.ShapeError, match="Use Decoder"):
+            model(text, sharding=sp.Sharding.contiguous(4, 1))
+        with pytest.raises(sp.ShapeError, match="Use pp <= 1"):
+            Llama(Case((4, 2), layers=1).config, Grid.of(mesh))
+        good = micro_batch(text, "contiguous", model.grid)
+        bad = MicroBatch(good.tokens + 31, good.labels, good.sharding)
+        for given_here, kind, words in (
+            ([], sp.ShapeError, "no micro-batch"),
+            ([bad], ValueError, "vocabulary has 0..30"),
+            ([MicroBatch(good.tokens, good.labels[:, 1:], good.sharding)], sp.ShapeError, "needed as many"),
+        ):
+            with pytest.raises(kind, match=words):
+                loss_and_gradients(model, given_here if comm.rank == comm.size - 1 else [good])
+        with pytest.raises(sp.RankError, match="2 micro-batches"):
+            loss_and_gradients(model, [good] * (1 + (comm.rank == 0)))
+        with pytest.raises(sp.ShapeError, match="micro_batches=0"):
+            Decoder(model, [3], micro_batches=0)
+        assert torch.isfinite(loss_and_gradients(model, [good]))

@@ -1,0 +1,188 @@
+"""Plans for unequal sequences and for pipelines, as plain integers: every law holds without a message being sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core.scheduling import (
+    POLICIES,
+    Plan,
+    Work,
+    balanced,
+    bubble_share,
+    dynamic,
+    gpipe,
+    one_forward_one_backward,
+    picture,
+    prefill_only,
+    split_stages,
+    timeline,
+)
+from sp_core.scheduling.pipeline import Slot, needs
+from sp_core.scheduling.plan import imbalance, passes
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size=40)
+SIZES = st.integers(1, 8)
+WORKS = st.builds(Work, st.integers(1, 100), st.integers(0, 10))
+
+
+@given(length=st.integers(0, 60), size=SIZES, work=WORKS)
+def test_the_work_of_a_shard_is_that_of_its_tokens(length: int, size: int, work: Work) -> None:
+    """By counting pairs one by one, with the shards of `Sharding.zigzag`."""
+    sharding = sp.Sharding.zigzag(length, size)
+    want = [sum(work.per_token + work.per_pair * (t + 1) for t in sharding.positions(rank).tolist()) for rank in range(size)]
+    assert list(work.shares(length, size)) == want
+    assert work.of(length) == sum(want)
+
+
+@given(policy=st.sampled_from(sorted(POLICIES)), lengths=LENGTHS, size=SIZES, work=WORKS)
+def test_every_sequence_is_placed_once_and_all_work_is_counted(policy: str, lengths: list[int], size: int, work: Work) -> None:
+    plan = POLICIES[policy](lengths, size, work)
+    places = [*plan.sharded, *plan.waiting, *(number for numbers in plan.packed for number in numbers)]
+    assert sorted(places) == list(range(len(lengths)))
+    assert plan.size == len(plan.loads(work)) == size
+    assert sum(plan.loads(work)) == sum(work.of(plan.tokens(number)) for number in range(len(lengths)))
+    assert plan == POLICIES[policy](lengths, size, work)
+
+
+@example(lengths=[], size=3, work=Work(1, 1), tolerance=0.02)
+@example(lengths=[1], size=4, work=Work(1, 1), tolerance=0.02)
+@example(lengths=[7] * 8, size=4, work=Work(1, 1), tolerance=0.02)
+@example(lengths=[100_000, *[10] * 30], size=4, work=Work(100, 1), tolerance=0.02)
+@given(lengths=LENGTHS, size=SIZES, work=WORKS, tolerance=st.sampled_from([0.01, 0.02, 0.2]))
+def test_a_balanced_plan_keeps_its_promise(lengths: list[int], size: int, work: Work, tolerance: float) -> None:
+    """No load is above the mean by more than the tolerance, unless sharding every sequence is not better either."""
+    plan = balanced(lengths, size, work, tolerance)
+    loads = plan.loads(work)
+    mean = sum(loads) / size
+
+    def shared(numbers: Iterable[int]) -> list[int]:
+        return [sum(shares) for shares in zip([0] * size, *(work.shares(lengths[number], size) for number in numbers), strict=True)]
+
+    assert max(loads) <= max((1 + tolerance) * mean, max(shared(range(len(lengths))))) * (1 + 1e-12)
+    sharded = shared(plan.sharded)
+    longest = max((work.of(lengths[number]) for numbers in plan.packed for number in numbers), default=0)
+    assert max(loads) <= max(mean + (1 - 1 / size) * longest, max(sharded)) * (1 + 1e-12)
+    whole = [lengths[number] for numbers in plan.packed for number in numbers]
+    assert not plan.sharded or not whole or min(lengths[number] for number in plan.sharded) >= max(whole)
+
+
+@given(lengths=LENGTHS, size=SIZES, work=WORKS, tolerance=st.sampled_from([0.02, 0.5]))
+def test_no_sequence_is_shared_where_balance_needs_none(lengths: list[int], size: int, work: Work, tolerance: float) -> None:
+    """Where longest first alone keeps the promise, as with equal work for every rank."""
+    whole = balanced(lengths, size, work, 2.0 * size)
+    assert not whole.sharded
+    if imbalance(whole.loads(work)) > 1 + tolerance:
+        return
+    plan = balanced(lengths, size, work, tolerance)
+    assert imbalance(plan.loads(work)) <= 1 + tolerance
+    equal = balanced([9] * (3 * size), size, work)
+    assert not equal.sharded
+    assert len(set(equal.loads(work))) == 1
+
+
+@given(lengths=LENGTHS, size=SIZES, work=WORKS, order=st.randoms(use_true_random=False))
+def test_the_order_of_the_caller_changes_nothing(lengths: list[int], size: int, work: Work, order: Random) -> None:
+    def kinds(plan: Plan) -> list[list[int]]:
+        return [[plan.lengths[n] for n in numbers] for numbers in (plan.sharded, plan.waiting, *plan.packed)]
+
+    shuffled = order.sample(lengths, len(lengths))
+    for policy in (balanced, dynamic):
+        assert kinds(policy(lengths, size, work)) == kinds(policy(shuffled, size, work))
+
+
+@given(lengths=LENGTHS, size=SIZES, most=st.integers(1, 200))
+def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, most: int) -> None:
+    plan = POLICIES["contiguous"](lengths, size, Work(1, 1))
+    for numbers in plan.packed:
+        cut = list(passes(plan, numbers, most))
+        assert [number for part in cut for number in part] == list(numbers)
+        assert all(len(part) == 1 or sum(map(plan.tokens, part)) <= most for part in cut)
+        assert all(sum(map(plan.tokens, (*a, b[0]))) > most for a, b in pairwise(cut))
+
+
+def test_a_plan_that_cannot_be_is_refused() -> None:
+    work = Work(1, 1)
+    for lengths, size in (([1], 0), ([-1], 2)):
+        for policy in POLICIES.values():
+            with pytest.raises(sp.ShapeError, match="size >= 1"):
+                policy(lengths, size, work)
+    with pytest.raises(sp.ShapeError, match="exactly once"):
+        Plan((3, 4), (0,), ((), (0, 1)))
+    with pytest.raises(sp.ShapeError, match="less than the longest"):
+        Plan((3,), (), ((0,),), padded_to=2)
+    with pytest.raises(sp.ShapeError, match="tolerance"):
+        balanced([1], 1, work, 0.0)
+    with pytest.raises(sp.ShapeError, match="one above 0"):
+        Work(0, 0)
+
+
+@given(
+    costs=st.lists(st.integers(1, 9), min_size=1, max_size=7), stages=st.integers(1, 5), ends=st.tuples(*[st.integers(0, 20)] * 2)
+)
+def test_layers_are_split_as_evenly_as_can_be(costs: list[int], stages: int, ends: tuple[int, int]) -> None:
+    """Against every other split."""
+    if stages > len(costs):
+        with pytest.raises(sp.ShapeError, match="Use pp"):
+            split_stages(costs, stages)
+        return
+
+    def worst(parts: tuple[range, ...]) -> float:
+        loads = [sum(costs[layer] for layer in part) for part in parts]
+        loads[0] += ends[0]
+        loads[-1] += ends[1]
+        return max(loads)
+
+    def splits(start: int, left: int) -> list[tuple[range, ...]]:
+        if left == 1:
+            return [(range(start, len(costs)),)]
+        stops = range(start + 1, len(costs) - left + 2)
+        return [(range(start, stop), *rest) for stop in stops for rest in splits(stop, left - 1)]
+
+    found = split_stages(costs, stages, first=ends[0], last=ends[1])
+    assert found in splits(0, stages)
+    assert worst(found) == min(map(worst, splits(0, stages)))
+
+
+SCHEDULES = {"forward": prefill_only, "gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
+@given(name=st.sampled_from(sorted(SCHEDULES)), stages=st.integers(1, 6), batches=st.integers(1, 9))
+def test_a_schedule_does_everything_once_in_an_order_that_can_be(name: str, stages: int, batches: int) -> None:
+    """With the bubble of the formula, and in 1F1B no more micro-batches held than there are stages ahead."""
+    orders = SCHEDULES[name](stages, batches)
+    directions = ("F",) if name == "forward" else ("F", "B")
+    for order in orders:
+        assert sorted((s.direction, s.batch) for s in order) == sorted((d, b) for d in directions for b in range(batches))
+    shown = timeline(orders)
+    ends = {(stage, slot): stop for stage, slots in enumerate(shown.stages) for slot, _, stop in slots}
+    for stage, slots in enumerate(shown.stages):
+        assert all(a[2] <= b[1] for a, b in pairwise(slots))
+        assert all(ends[need] <= start for slot, start, _ in slots for need in needs(slot, stage, stages))
+    assert shown.bubble == pytest.approx(bubble_share(stages, batches), abs=1e-12)
+    if name == "1f1b":
+        for stage, order in enumerate(orders):
+            held = [sum(1 if s.direction == "F" else -1 for s in order[: n + 1]) for n in range(len(order))]
+            assert max(held) == min(stages - stage, batches)
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(sp.ShapeError, match="for ever after 1 of 4"):
+        timeline([(Slot("F", 0), Slot("B", 0)), (Slot("B", 0), Slot("F", 0))])
+    with pytest.raises(sp.ShapeError, match="micro-batches"):
+        gpipe(2, 0)
+
+
+def test_a_schedule_can_be_seen() -> None:
+    assert picture(timeline(one_forward_one_backward(2, 3))).splitlines() == [
+        "stage 0 |  0  1 .. 0'  2 1' .. 2'",
+        "stage 1 | ..  0 0'  1 1'  2 2' ..",
+        "bubble: 25.0% of the stages' time",
+    ]

@@ -1,0 +1,102 @@
+"""Sequences of unequal length, computed as a plan says: in the caller's order, each as it would be alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.llama import prefill_unequal
+from sp_core.llama.unequal import work_of
+from sp_core.scheduling import POLICIES, Plan, Work, balanced
+from sp_core.testing import event, given, record_ratio, reference, spmd
+from sp_core.testing.tolerance import bound, check_close
+
+
+def texts_of(case: Case, lengths: list[int]) -> list[list[int]]:
+    line: list[int] = case.tokens(sum(lengths)).tolist()
+    return [line[sum(lengths[:n]) : sum(lengths[: n + 1])] for n in range(len(lengths))]
+
+
+@given(
+    max_ranks=4,
+    max_examples=20,
+    case=cases(),
+    lengths=st.lists(st.integers(1, 9), max_size=5),
+    policy=st.sampled_from(sorted(POLICIES)),
+    mesh=meshes(),
+    scheme=schemes(),
+    pass_tokens=st.sampled_from([1, 8, 1000]),
+    tolerance=st.sampled_from([0.02, 10.0]),
+)
+def test_each_sequence_is_as_it_would_be_alone(
+    comm: Any,
+    case: Case,
+    lengths: list[int],
+    policy: str,
+    mesh: int,
+    scheme: str | None,
+    pass_tokens: int,
+    tolerance: float,
+) -> None:
+    single = [number for number, axes in enumerate(MESHES[comm.size]) if axes["dp"] == 1]
+    texts, weights = texts_of(case, lengths), case.weights()
+    with mesh_of(comm, single[mesh % len(single)]) as made:
+        model = case.model(made, scheme)
+        size, extra = model.grid.sequence.size, {"tolerance": tolerance} if policy in ("balanced", "dynamic") else {}
+        plan = POLICIES[policy](lengths, size, work_of(case.config), **extra)
+        event(f"{policy}, {bool(plan.sharded)} sharded")
+        logits = prefill_unequal(model, texts, plan, pass_tokens=pass_tokens).cpu()
+    assert logits.shape == (len(lengths), case.vocab)
+
+    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        named = dict(zip(weights, values, strict=True))
+        return tuple(reference.llama(torch.tensor([x]), named, rounding=rounding, **case.options())[0, -1] for x in texts)
+
+    values, scales = reference.sensitivity(run, list(weights.values()), samples=2)
+    for row, value, scale in zip(logits, values, scales, strict=True):
+        record_ratio("llama unequal", check_close("logits", row, value, bound(scale, getattr(torch, case.dtype))))
+
+
+@spmd(1, 2, 4)
+def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        for _ in range(2):
+            counter = mesh["ring"].counter()
+            mine = []
+            while (number := counter.take()) < 50:
+                mine.append(number)
+            counter.free()
+            found = sorted(number for numbers in comm.allgather(mine) for number in numbers)
+            assert found == list(range(50))
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "another length": ("Make a plan for these", lambda texts, plan: ([[1], *texts], plan)),
+    "other ranks": ("Make a plan for these", lambda texts, plan: (texts, balanced(plan.lengths, 3, Work(1, 1)))),
+    "no token": ("sequence 1 without tokens", lambda texts, plan: ([*texts[:1], []], Plan((3, 0), (), ((0,), (1,))))),
+    "a token beyond the vocabulary": ("vocabulary has 0..12", lambda texts, plan: ([[13, 13, 13], texts[1]], plan)),
+}
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG))
+@spmd(2)
+def test_what_cannot_be_planned_is_refused_on_every_rank(comm: Any, wrong: str) -> None:
+    text, change = WRONG[wrong]
+    case = Case((4, 2), layers=1)
+    texts, plan = texts_of(case, [3, 2]), balanced([3, 2], 2, Work(1, 1))
+    with sp.Mesh(comm, ring=2) as mesh:
+        model = case.model(mesh)
+        with pytest.raises(ValueError, match=text):
+            prefill_unequal(model, *(change(texts, plan) if comm.rank else (texts, plan)))
+        with pytest.raises(sp.CollectiveMismatch, match="a plan #"):
+            prefill_unequal(model, texts, replace(plan, sharded=(), packed=((0,), (1,)) if comm.rank else ((1,), (0,))))
+        assert prefill_unequal(model, texts, plan).shape == (2, 13)
+    with sp.Mesh(comm, dp=2) as mesh, pytest.raises(sp.ShapeError, match="Leave dp out"):
+        prefill_unequal(case.model(mesh), texts, balanced([3, 2], 1, Work(1, 1)))
