@@ -131,7 +131,9 @@ class Checkpoint:
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
 
-def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None) -> Llama:
+def load(
+    folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None, tp_sp: bool = False
+) -> Llama:
     """Load a LLaMA from a folder in Hugging Face's format, each rank only its own slices.
 
     Args:
@@ -139,6 +141,7 @@ def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, sc
         mesh: with any of the axes "dp", "ring", "ulysses" and "tp".
         dtype: in which to compute; that of the file if not given.
         scheme: as in `Grid.of`.
+        tp_sp: as in `Llama`.
 
     Returns:
         The model.
@@ -158,13 +161,17 @@ def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, sc
 
     def read() -> int:
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
-        model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype)
+        model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
         found.append((model, checkpoint))
         return 0
 
-    grid.everyone.agree_on(lambda: f"load({found[0][0].config}, {found[0][1].fingerprint()}, {found[0][0].dtype})", read)
+    def call() -> str:
+        model, checkpoint = found[0]
+        return f"load({model.config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
+
+    grid.everyone.agree_on(call, read)
     return found[0][0]
 
 

@@ -17,8 +17,9 @@ from sp_core.attention import block_attention, merge_into
 from sp_core.autograd import all_gather
 from sp_core.communicator import Communicator
 from sp_core.llama.cache import Cache
+from sp_core.llama.layers import Lengths
 from sp_core.llama.model import LayerAttend, Llama, check_tokens
-from sp_core.sharding import Sharding, split_sizes
+from sp_core.sharding import Sharding, split_ranges, split_sizes
 
 Tokens = Sequence[Sequence[int]]
 
@@ -46,7 +47,7 @@ class Decoder:
 
         Communication:
             Per layer that of the scheme, with everything that is kept as keys, and two all-reduces over the tensor ranks; then one
-            all-gather of (N', E) and one of (N', V).
+            all-gather of (N', E) and one of (N', V). With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E).
 
         Raises:
             ShapeError, ValueError: no room, no token, or one that is not in the vocabulary. On every rank.
@@ -60,8 +61,9 @@ class Decoder:
             cache.write(layer, k, v)
             return self.model.attend(q, *cache.read(layer), sharding=new, kv_sharding=kept, mask=mask)
 
-        hidden = self._hidden(tokens, positions, shares[rank], attend)
-        return self._logits(self._last(hidden, tokens, shares))
+        lengths = split_sizes(len(shares[rank]), self.model.grid.tensor.size) if self.model.tp_sp else None
+        hidden = self._hidden(tokens, positions, shares[rank], attend, lengths)
+        return self._logits(self._last(hidden[0], tokens, shares, lengths))
 
     def decode(self, tokens: Tokens) -> Tensor:
         """Append tokens to each sequence, usually one, with the work on every sequence rank and the cache split over them.
@@ -106,18 +108,26 @@ class Decoder:
         return found[0], shares
 
     @torch.no_grad()
-    def _hidden(self, tokens: Tokens, positions: Sequence[int], places: Sequence[int], attend: LayerAttend) -> Tensor:
-        """(1, S of these places, E)."""
+    def _hidden(
+        self, tokens: Tokens, positions: Sequence[int], places: Sequence[int], attend: LayerAttend, lengths: Lengths = None
+    ) -> Tensor:
+        """(1, S of these places, E), or with `lengths` this tensor rank's part of them."""
         device = self.model.grid.everyone.device
         where = [positions[place] % self.cache.slot for place in places]
-        return self.model.hidden(_flat(tokens)[list(places)].unsqueeze(0).to(device), where, attend)
+        return self.model.hidden(_flat(tokens)[list(places)].unsqueeze(0).to(device), where, attend, lengths)
 
-    def _last(self, hidden: Tensor, tokens: Tokens, shares: Sequence[Sequence[int]]) -> Tensor:
-        """The last new token of each sequence (N', E), from the ranks that have them."""
-        comm, ends = self.model.grid.sequence, set(_ends(tokens))
+    @torch.no_grad()
+    def _last(self, hidden: Tensor, tokens: Tokens, shares: Sequence[Sequence[int]], lengths: Lengths) -> Tensor:
+        """The last new token of each sequence (N', E), from the ranks that have them: first those of the same shard."""
+        tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(_ends(tokens))
         held = [[place for place in share if place in ends] for share in shares]
         mine = [index for index, place in enumerate(shares[comm.rank]) if place in ends]
-        rows = all_gather(hidden[0, mine], comm=comm, sizes=list(map(len, held)))
+        if lengths is None:
+            rows = hidden[mine]
+        else:
+            parts = [[index - part.start for index in mine if index in part] for part in split_ranges(sum(lengths), tensor.size)]
+            rows = all_gather(hidden[parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts)))
+        rows = all_gather(rows, comm=comm, sizes=list(map(len, held)))
         order = torch.tensor([place for part in held for place in part]).argsort()
         return rows[order.to(rows.device)]
 
