@@ -21,6 +21,7 @@ from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)
 INDEX = "model.safetensors.index.json"
+SPRUNG = "unpickled"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -88,7 +89,21 @@ def cut(folder: Path) -> None:
 def pickled(folder: Path) -> None:
     for path in (folder / INDEX, folder / FIRST, folder / SECOND):
         path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    (folder / "pytorch_model.bin").write_bytes(trap(folder))
+
+
+def trap(folder: Path) -> bytes:
+    """What shows whether it has been unpickled."""
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (folder / SPRUNG,)
+
+    return pickle.dumps(Trap())
+
+
+def configured(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", lambda values: values.update(changes))
 
 
 def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
@@ -107,7 +122,12 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a configuration that is no JSON": ("config.json cannot be read", lambda f: (f / "config.json").write_text("{")),
     "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
     "a shard that is cut off": (f"{SECOND} is broken", cut),
-    "a shard that is something else": (f"{FIRST} is broken", lambda f: (f / FIRST).write_bytes(b"PK")),
+    "a shard that is something else": (f"{FIRST} is broken", lambda f: (f / FIRST).write_bytes(trap(f))),
+    "another architecture": ("config.json: model_type 'mistral'", configured(model_type="mistral")),
+    "more layers than there are weights": (
+        "num_hidden_layers=1000000000; the weights in .* of 1",
+        configured(num_hidden_layers=10**9),
+    ),
     "an index that is no JSON": (f"{INDEX} cannot be read", lambda f: (f / INDEX).write_text("weights")),
     "an index without a map": ("no weight_map", lambda f: edit(f / INDEX, lambda x: x.pop("weight_map"))),
     "an index that leaves the folder": (
@@ -134,6 +154,14 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(comm: Any, what: str, t
     text, damage = BROKEN[what]
     folder = saved(comm, tmp_path, damage)
     with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
+        load(folder, mesh)
+    assert not (folder / SPRUNG).exists()
+
+
+@spmd(4)
+def test_more_tensor_ranks_than_heads_are_refused_on_every_rank(comm: Any, tmp_path: Path) -> None:
+    folder = saved(comm, tmp_path, configured(num_attention_heads=3))
+    with sp.Mesh(comm, tp=4) as mesh, pytest.raises(sp.ShapeError, match="4 tensor ranks are too many for num_attention_heads=3"):
         load(folder, mesh)
 
 
