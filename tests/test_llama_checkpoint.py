@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 import sp_core as sp
 from sp_core.gradients import placement_of
-from sp_core.llama import LlamaConfig, load
+from sp_core.llama import Decoder, LlamaConfig, load
 from sp_core.llama.model import checkpoint_name
 from sp_core.testing import spmd
+from sp_core.testing.live_bytes import LiveBytes
 
 CASE = Case((6, 3), layers=1)
 INDEX = "model.safetensors.index.json"
@@ -55,10 +56,12 @@ def shared(comm: Any, tmp_path: Path) -> Path:
     return folder
 
 
-def saved(comm: Any, tmp_path: Path, then: Callable[[Path], None] = lambda folder: None, **options: Any) -> Path:
+def saved(
+    comm: Any, tmp_path: Path, then: Callable[[Path], None] = lambda folder: None, *, case: Case = CASE, **options: Any
+) -> Path:
     folder = shared(comm, tmp_path)
     if comm.rank == 0:
-        save(CASE, folder, **options)
+        save(case, folder, **options)
         then(folder)
     comm.Barrier()
     return folder
@@ -75,6 +78,32 @@ def test_every_rank_gets_its_part(comm: Any, shards: bool, tmp_path: Path) -> No
             whole = CASE.weights()[checkpoint_name(name)]
             assert torch.equal(parameter, placement_of(parameter).take(whole, mesh["tp"].rank))
         assert load(folder, mesh, dtype=torch.float32).norm.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@spmd(4)
+def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(comm: Any, tensor: int, tmp_path: Path) -> None:
+    """Bytes alive. Weights: 1/tp and the norms; while loading also one tensor of the file and the part that is cut from it.
+
+    Cache: 1/4 and one token; and no step of a decoder leaves anything else behind.
+    """
+    case = Case((8, 4), layers=3, head_dim=8, hidden=64, ffn=128, vocab=96)
+    norms, room, angles = (2 * case.layers + 1) * case.hidden * 8, [30, 9, 3], case.head_dim // 2 * 8
+    sizes = [x.nbytes for x in case.weights().values()]
+    token = case.layers * 2 * case.heads[1] * case.head_dim * 8
+    folder = saved(comm, tmp_path, case=case)
+    with sp.Mesh(comm, check="off", ring=4 // tensor, tp=tensor) as mesh, LiveBytes() as live:
+        model = load(folder, mesh)
+        weights = live.now
+        assert weights <= (sum(sizes) - norms) // tensor + norms + angles
+        assert live.peak <= weights + 2 * max(sizes)
+        decoder = Decoder(model, room)
+        cache = live.now - weights
+        assert cache <= sum(room) * token / 4 + token
+        decoder.prefill([[1] * (most - 2) for most in room])
+        for _ in range(2):
+            decoder.decode([[1]] * len(room))
+        assert live.now == weights + cache
 
 
 def drop(name: str) -> Callable[[Path], None]:
