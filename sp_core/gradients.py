@@ -39,9 +39,9 @@ class Placement:
     copy: bool = False
 
     @classmethod
-    def replicated(cls, shape: Sequence[int], size: int) -> Placement:
-        """Every one of `size` ranks holds all of it, and uses it alike."""
-        return cls(tuple(shape), 0, ((range(shape[0]),),) * size)
+    def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
+        """Every one of `size` ranks holds all of it, and uses it alike; or, if `partial`, for tokens of its own."""
+        return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
 
     @classmethod
     def split(cls, shape: Sequence[int], dim: int, size: int) -> Placement:

@@ -19,10 +19,11 @@ from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
-from sp_core.llama.model import check_ranks
+from sp_core.llama.model import Llama, check_ranks
 from sp_core.llama.text import Stream, Text
 from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
+from sp_core.schedules import defaults
 from sp_core.testing import launch
 
 AXES = ("dp", "ring", "ulysses", "tp")
@@ -62,6 +63,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if min(sizes.values()) < 1:
             raise ShapeError(f"{sizes} ranks along the axes were asked for; each needs at least 1.")
         check_ranks(LlamaConfig.from_folder(options.model), sizes["tp"])  # before any rank is started
+        defaults(options.algorithm or "auto")
     except ERRORS as error:
         return _refuse(error)
     ranks = math.prod(sizes.values())
@@ -86,6 +88,10 @@ def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
     for axis in axes:
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{helps[axis]} (default: 1)")
     parser.add_argument("--scheme", help="attention over the ranks that share a prompt; default: what they are named after")
+    parser.add_argument("--tp-sp", action="store_true", help="tensor ranks share the tokens of a prompt, too, between their layers")
+    parser.add_argument(
+        "--algorithm", help="of collectives: ring, or all_reduce=ring,all_gather=bruck; default: that of the MPI library"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="in which to compute; default: that of the weights")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--timeout", type=float, default=86400.0, help="seconds for ranks that are started (default: a day)")
@@ -97,7 +103,7 @@ def _run(options: argparse.Namespace, sizes: dict[str, int]) -> int:
 
     axes: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1} or {"tp": 1}
     try:
-        with Mesh(MPI.COMM_WORLD, device=options.device, check="off", **axes) as mesh:
+        with Mesh(MPI.COMM_WORLD, device=options.device, check="off", algorithm=options.algorithm, **axes) as mesh:
             (_generate if options.command == "generate" else _logits)(options, mesh)
     except ERRORS as error:
         return _refuse(error) if MPI.COMM_WORLD.rank == 0 else REFUSED
@@ -127,15 +133,15 @@ def _read(options: argparse.Namespace, mesh: Mesh) -> tuple[Text, list[list[int]
     return found[0]
 
 
-def _dtype(options: argparse.Namespace) -> torch.dtype | None:
+def _load(options: argparse.Namespace, mesh: Mesh) -> Llama:
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
-    return dtype
+    return load(options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp)
 
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     text, prompts = _read(options, mesh)
-    model = load(options.model, mesh, dtype=_dtype(options), scheme=options.scheme)
+    model = _load(options, mesh)
     stream = Stream(text)
     is_shown = mesh.rank == 0 and len(prompts) == 1
 
@@ -152,7 +158,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
 
 def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
     text, prompts = _read(options, mesh)
-    model = load(options.model, mesh, dtype=_dtype(options), scheme=options.scheme)
+    model = _load(options, mesh)
     logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
     if mesh.rank:
         return

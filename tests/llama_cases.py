@@ -101,10 +101,10 @@ class Case:
         head = {} if self.tied else {"lm_head.weight": (self.vocab, e)}
         return {"model.embed_tokens.weight": (self.vocab, e), **shapes, "model.norm.weight": (e,), **head}
 
-    def model(self, mesh: sp.Mesh, scheme: str | None = None) -> Llama:
+    def model(self, mesh: sp.Mesh, scheme: str | None = None, *, tp_sp: bool = False) -> Llama:
         hybrid = scheme == "hybrid" and not {"ring", "ulysses"} <= set(mesh.axes)
         grid, weights = Grid.of(mesh, None if hybrid else scheme), self.weights()
-        model = Llama(self.config, grid, dtype=getattr(torch, self.dtype))
+        model = Llama(self.config, grid, dtype=getattr(torch, self.dtype), tp_sp=tp_sp)
         model.fill(lambda name, placement: placement.take(weights[name], grid.tensor.rank))
         return model
 

@@ -16,7 +16,7 @@ from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.testing import event, given, record_ratio, reference, spmd
-from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing.strategies import LAYOUTS, algorithms
 from sp_core.testing.tolerance import bound, check_close
 
 BATCH = 4
@@ -46,17 +46,27 @@ def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tupl
     ignored=st.lists(st.tuples(st.integers(0, BATCH - 1), st.integers(1, 10)), max_size=8),
     mesh=meshes(),
     scheme=schemes(),
+    algorithm=algorithms(),
+    tp_sp=st.booleans(),
 )
 def test_logits_loss_and_gradients_are_those_of_one_device(
-    comm: Any, case: Case, seq_len: int, layout: str, ignored: list[tuple[int, int]], mesh: int, scheme: str | None
+    comm: Any,
+    case: Case,
+    seq_len: int,
+    layout: str,
+    ignored: list[tuple[int, int]],
+    mesh: int,
+    scheme: str | None,
+    algorithm: str,
+    tp_sp: bool,
 ) -> None:
     """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
     values, scales = expected(case, tokens, left_out)
-    with mesh_of(comm, mesh) as made:
-        event(str(made.axes))
-        model = case.model(made, scheme)
+    with mesh_of(comm, mesh, algorithm=algorithm) as made:
+        event(f"{made.axes}{', tp_sp' if tp_sp else ''}")
+        model = case.model(made, scheme, tp_sp=tp_sp)
         grid = model.grid
         sharding = LAYOUTS[layout](seq_len, grid.sequence.size)
 

@@ -15,12 +15,14 @@ from safetensors.torch import save_file
 
 import sp_core as sp
 from sp_core.gradients import placement_of
-from sp_core.llama import LlamaConfig, load
+from sp_core.llama import Decoder, LlamaConfig, load
 from sp_core.llama.model import checkpoint_name
 from sp_core.testing import spmd
+from sp_core.testing.live_bytes import LiveBytes
 
 CASE = Case((6, 3), layers=1)
 INDEX = "model.safetensors.index.json"
+SPRUNG = "unpickled"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -54,10 +56,12 @@ def shared(comm: Any, tmp_path: Path) -> Path:
     return folder
 
 
-def saved(comm: Any, tmp_path: Path, then: Callable[[Path], None] = lambda folder: None, **options: Any) -> Path:
+def saved(
+    comm: Any, tmp_path: Path, then: Callable[[Path], None] = lambda folder: None, *, case: Case = CASE, **options: Any
+) -> Path:
     folder = shared(comm, tmp_path)
     if comm.rank == 0:
-        save(CASE, folder, **options)
+        save(case, folder, **options)
         then(folder)
     comm.Barrier()
     return folder
@@ -76,6 +80,32 @@ def test_every_rank_gets_its_part(comm: Any, shards: bool, tmp_path: Path) -> No
         assert load(folder, mesh, dtype=torch.float32).norm.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@spmd(4)
+def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(comm: Any, tensor: int, tmp_path: Path) -> None:
+    """Bytes alive. Weights: 1/tp and the norms; while loading also one tensor of the file and the part that is cut from it.
+
+    Cache: 1/4 and one token; and no step of a decoder leaves anything else behind.
+    """
+    case = Case((8, 4), layers=3, head_dim=8, hidden=64, ffn=128, vocab=96)
+    norms, room, angles = (2 * case.layers + 1) * case.hidden * 8, [30, 9, 3], case.head_dim // 2 * 8
+    sizes = [x.nbytes for x in case.weights().values()]
+    token = case.layers * 2 * case.heads[1] * case.head_dim * 8
+    folder = saved(comm, tmp_path, case=case)
+    with sp.Mesh(comm, check="off", ring=4 // tensor, tp=tensor) as mesh, LiveBytes() as live:
+        model = load(folder, mesh)
+        weights = live.now
+        assert weights <= (sum(sizes) - norms) // tensor + norms + angles
+        assert live.peak <= weights + 2 * max(sizes)
+        decoder = Decoder(model, room)
+        cache = live.now - weights
+        assert cache <= sum(room) * token / 4 + token
+        decoder.prefill([[1] * (most - 2) for most in room])
+        for _ in range(2):
+            decoder.decode([[1]] * len(room))
+        assert live.now == weights + cache
+
+
 def drop(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -88,7 +118,21 @@ def cut(folder: Path) -> None:
 def pickled(folder: Path) -> None:
     for path in (folder / INDEX, folder / FIRST, folder / SECOND):
         path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    (folder / "pytorch_model.bin").write_bytes(trap(folder))
+
+
+def trap(folder: Path) -> bytes:
+    """What shows whether it has been unpickled."""
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (folder / SPRUNG,)
+
+    return pickle.dumps(Trap())
+
+
+def configured(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", lambda values: values.update(changes))
 
 
 def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
@@ -107,7 +151,12 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a configuration that is no JSON": ("config.json cannot be read", lambda f: (f / "config.json").write_text("{")),
     "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
     "a shard that is cut off": (f"{SECOND} is broken", cut),
-    "a shard that is something else": (f"{FIRST} is broken", lambda f: (f / FIRST).write_bytes(b"PK")),
+    "a shard that is something else": (f"{FIRST} is broken", lambda f: (f / FIRST).write_bytes(trap(f))),
+    "another architecture": ("config.json: model_type 'mistral'", configured(model_type="mistral")),
+    "more layers than there are weights": (
+        "num_hidden_layers=1000000000; the weights in .* of 1",
+        configured(num_hidden_layers=10**9),
+    ),
     "an index that is no JSON": (f"{INDEX} cannot be read", lambda f: (f / INDEX).write_text("weights")),
     "an index without a map": ("no weight_map", lambda f: edit(f / INDEX, lambda x: x.pop("weight_map"))),
     "an index that leaves the folder": (
@@ -134,6 +183,14 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(comm: Any, what: str, t
     text, damage = BROKEN[what]
     folder = saved(comm, tmp_path, damage)
     with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
+        load(folder, mesh)
+    assert not (folder / SPRUNG).exists()
+
+
+@spmd(4)
+def test_more_tensor_ranks_than_heads_are_refused_on_every_rank(comm: Any, tmp_path: Path) -> None:
+    folder = saved(comm, tmp_path, configured(num_attention_heads=3))
+    with sp.Mesh(comm, tp=4) as mesh, pytest.raises(sp.ShapeError, match="4 tensor ranks are too many for num_attention_heads=3"):
         load(folder, mesh)
 
 

@@ -51,7 +51,8 @@ def command(name: str, folder: Path, *more: str) -> tuple[str, ...]:
 @pytest.mark.starts_mpi
 def test_two_ranks_write_what_one_writes(folder: Path) -> None:
     options = ("--max-tokens", "12", "--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
-    one, two = (ran(*command("generate", folder, *options, "--tp", tp)) for tp in ("1", "2"))
+    one = ran(*command("generate", folder, *options))
+    two = ran(*command("generate", folder, *options, "--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck"))
     assert one[0] == two[0] == 0, one[2] + two[2]
     assert len(one[1]) > 5
     assert two[1] == one[1]
@@ -85,6 +86,7 @@ def test_what_one_rank_finds_wrong_ends_the_job(folder: Path) -> None:
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "too many ranks": ("7 tensor ranks are too many for num_attention_heads=6", ("--tp", "7")),
     "no ranks": ("each needs at least 1", ("--ring", "0")),
+    "an unknown algorithm": ("'bubble'", ("--tp", "2", "--algorithm", "bubble")),
 }
 
 

@@ -131,7 +131,9 @@ class Checkpoint:
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
 
-def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None) -> Llama:
+def load(
+    folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None, tp_sp: bool = False
+) -> Llama:
     """Load a LLaMA from a folder in Hugging Face's format, each rank only its own slices of its own layers.
 
     Args:
@@ -139,6 +141,7 @@ def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, sc
         mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
         dtype: in which to compute; that of the file if not given.
         scheme: as in `Grid.of`.
+        tp_sp: as in `Llama`.
 
     Returns:
         The model.
@@ -158,13 +161,18 @@ def load(folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, sc
 
     def read() -> int:
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
-        model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype)
+        _check_layers(checkpoint, config)
+        model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
         found.append((model, checkpoint))
         return 0
 
-    grid.everyone.agree_on(lambda: f"load({found[0][0].config}, {found[0][1].fingerprint()}, {found[0][0].dtype})", read)
+    def call() -> str:
+        model, checkpoint = found[0]
+        return f"load({model.config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
+
+    grid.everyone.agree_on(call, read)
     return found[0][0]
 
 
@@ -176,6 +184,16 @@ def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
             f"the weights in {checkpoint.folder} have the dtypes {', '.join(names)}. Say in which one to compute: dtype=..."
         )
     return dtypes.pop()
+
+
+def _check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
+    """Refuse another number of layers before they are built, which for a number that is absurd would never end."""
+    layers = {name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")}
+    if len(layers) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in {checkpoint.folder} are those of "
+            f"{len(layers)}. They belong to different models."
+        )
 
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:

@@ -20,6 +20,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
 from sp_core.llama.cache import Cache
+from sp_core.llama.layers import Lengths
 from sp_core.llama.model import LayerAttend, Llama, check_tokens
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
@@ -59,8 +60,8 @@ class Decoder:
 
         Communication:
             Per layer that of the scheme, with everything that is kept as keys, and two all-reduces over the tensor ranks; then one
-            all-gather of (N', E) and one of (N', V). Between stages one message of (S/P, E) for each micro-batch; then one
-            broadcast of (N', V).
+            all-gather of (N', E) and one of (N', V). With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E). Between
+            stages one message of (S/P, E), or (S/P/T, E), for each micro-batch; then one broadcast of (N', V).
 
         Raises:
             ShapeError, ValueError: no room, no token, or one that is not in the vocabulary. On every rank.
@@ -99,7 +100,8 @@ class Decoder:
             cache.write(layer, k, v)
             return self.model.attend(q, *cache.read(layer), sharding=sharding, kv_sharding=kept, mask=mask)
 
-        return _Step(self._flight(cache, new, new.shares[rank], attend), lambda hidden: self._last(hidden, new))
+        lengths = split_sizes(len(new.shares[rank]), self.model.grid.tensor.size) if self.model.tp_sp else None
+        return _Step(self._flight(cache, new, new.shares[rank], attend, lengths), lambda hidden: self._last(hidden, new, lengths))
 
     def _everywhere(self, cache: Cache, new: _New) -> _Step:
         """Every rank computes all new tokens, against the keys that it keeps."""
@@ -147,18 +149,26 @@ class Decoder:
                 added.append((cache, _New([tokens[number] for number in part], positions, shares)))
         return added
 
-    def _flight(self, cache: Cache, new: _New, places: Sequence[int], attend: LayerAttend) -> pipeline.Flight:
+    def _flight(
+        self, cache: Cache, new: _New, places: Sequence[int], attend: LayerAttend, lengths: Lengths = None
+    ) -> pipeline.Flight:
         """New tokens at these places of their line, as (1, S)."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = _flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
-        return pipeline.Flight(tokens, where, attend)
+        return pipeline.Flight(tokens, where, attend, lengths)
 
-    def _last(self, hidden: Tensor, new: _New) -> Tensor:
-        """The last new token of each sequence (N', E), from the ranks that have them."""
-        comm, ends = self.model.grid.sequence, set(_ends(new.tokens))
+    @torch.no_grad()
+    def _last(self, hidden: Tensor, new: _New, lengths: Lengths) -> Tensor:
+        """The last new token of each sequence (N', E), from the ranks that have them: first those of the same shard."""
+        tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(_ends(new.tokens))
         held = [[place for place in share if place in ends] for share in new.shares]
         mine = [index for index, place in enumerate(new.shares[comm.rank]) if place in ends]
-        rows = all_gather(hidden[0, mine], comm=comm, sizes=list(map(len, held)))
+        if lengths is None:
+            rows = hidden[0, mine]
+        else:
+            parts = [[index - part.start for index in mine if index in part] for part in split_ranges(sum(lengths), tensor.size)]
+            rows = all_gather(hidden[0, parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts)))
+        rows = all_gather(rows, comm=comm, sizes=list(map(len, held)))
         order = torch.tensor([place for part in held for place in part]).argsort()
         return rows[order.to(rows.device)]
 

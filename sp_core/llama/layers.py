@@ -1,9 +1,12 @@
-"""The layers of a LLaMA, with their weights split over the tensor ranks and the activations of a token held alike by all of them.
+"""The layers of a LLaMA, with their weights split over the tensor ranks. Between two splits the activations of a token are held
+alike by all of them, or, as Megatron's TP-SP has it, by one of them:
 
-    copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)
+    copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)       x (B, S, E) on every rank
+    all_gather(x_r) W_r^T   ->  this rank's features  ->  reduce_scatter(y_r W_r^T)          x_r (B, S/T, E)
 
-Shapes: B batch, S tokens of this rank, E model dim, H heads, K key/value heads, D head dim, F feed-forward dim, V vocabulary, T
-tensor ranks; `/T` is this rank's part, which may be uneven.
+The second one takes `lengths`, how many of the S tokens each tensor rank has between the splits; None means the first one.
+Shapes: B batch, S tokens of the tensor ranks, E model dim, H heads, K key/value heads, D head dim, F feed-forward dim, V
+vocabulary, T tensor ranks; `/T` is this rank's part, which may be uneven; (B, S*, E) is either (B, S, E) or (B, S/T, E).
 """
 
 from __future__ import annotations
@@ -15,39 +18,61 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_core.autograd import copy_to_group, reduce_from_group
+from sp_core.autograd import copy_to_group, reduce_from_group, reduce_scatter
 from sp_core.communicator import Communicator
 from sp_core.gradients import Placement, place, placement_of
 from sp_core.llama.config import LlamaConfig
 from sp_core.mask import Positions
 from sp_core.rope import Rope
 from sp_core.schemes.heads import split_heads
+from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of this rank's heads: q (B, S, H/T, D), k and v (B, S, K/T, D) to (B, S, H/T, D)."""
+Lengths = tuple[int, ...] | None
 
 
 class Weight(nn.Module):
-    """A weight of which this rank holds the part that its placement says; as a module, the linear layer with it."""
+    """A weight of which this rank holds the part that its placement says."""
 
     def __init__(self, placement: Placement, comm: Communicator, dtype: torch.dtype) -> None:
         super().__init__()
         part = torch.empty(placement.local_shape(comm.rank), dtype=dtype, device=comm.device)
         self.weight = place(nn.Parameter(part), placement)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        return F.linear(x, self.weight)
+
+def project(x: Tensor, *layers: Weight, comm: Communicator, lengths: Lengths) -> tuple[Tensor, ...]:
+    """(B, S*, E) to this rank's features of each layer, (B, S, out/T).
+
+    Communication:
+        None forward and one all-reduce of the gradient of x backward; or, with `lengths`, as `gather_linears`.
+    """
+    weights = [layer.weight for layer in layers]
+    if lengths is not None:
+        return gather_linears(x, weights, comm=comm, lengths=lengths)
+    x = copy_to_group(x, comm=comm)
+    return tuple(F.linear(x, weight) for weight in weights)
+
+
+def sum_over_ranks(y: Tensor, layer: Weight, *, comm: Communicator, lengths: Lengths) -> Tensor:
+    """This rank's features (B, S, in/T) through a layer, summed over the ranks: (B, S*, E).
+
+    Communication:
+        One all-reduce of the result, and none backward; or, with `lengths`, as `linear_scatter`.
+    """
+    if lengths is not None:
+        return linear_scatter(y, layer.weight, comm=comm, lengths=lengths)
+    return reduce_from_group(F.linear(y, layer.weight), comm=comm)
 
 
 class Norm(Weight):
-    """Division of each token by its root mean square; all ranks hold the weight.
+    """Division of each token by its root mean square; all ranks hold the weight, and with TP-SP each uses it for other tokens.
 
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
     """
 
-    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
-        super().__init__(Placement.replicated((config.hidden_size,), comm.size), comm, dtype)
+    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool) -> None:
+        super().__init__(Placement.replicated((config.hidden_size,), comm.size, partial=tp_sp), comm, dtype)
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,16 +88,19 @@ class Embedding(Weight):
         super().__init__(replace(placement, copy=copy), comm, dtype)
         self.comm = comm
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, S) to (B, S, E).
+    def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
+        """(B, S) to (B, S*, E).
 
         Communication:
-            One all-reduce of the result.
+            One all-reduce, or with `lengths` one reduce-scatter, of (B, S, E).
         """
         own = placement_of(self.weight).held[self.comm.rank][0]
         here = (tokens >= own.start) & (tokens < own.stop)
         vectors = F.embedding((tokens - own.start).where(here, 0), self.weight)
-        return reduce_from_group(vectors.where(here.unsqueeze(-1), 0.0), comm=self.comm)
+        vectors = vectors.where(here.unsqueeze(-1), 0.0)
+        if lengths is not None:
+            return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)
+        return reduce_from_group(vectors, comm=self.comm)
 
 
 class Attention(nn.Module):
@@ -92,16 +120,16 @@ class Attention(nn.Module):
         self.v_proj = Weight(kv, comm, dtype)
         self.o_proj = Weight(Placement((hidden, width), 1, cut), comm, dtype)
 
-    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend) -> Tensor:
-        """(B, S, E) to (B, S, E).
+    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
+        """(B, S*, E) to (B, S*, E).
 
         Communication:
-            That of `attend`, and one all-reduce of the result; backward one of the gradient of x.
+            That of `project`, `attend` and `sum_over_ranks`.
         """
-        x = copy_to_group(x, comm=self.comm)
-        q, k, v = (proj(x).unflatten(2, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj, comm=self.comm, lengths=lengths)
+        q, k, v = (y.unflatten(2, (-1, self.head_dim)) for y in projected)
         out = attend(rope.apply(q, positions), rope.apply(k, positions), v)
-        return reduce_from_group(self.o_proj(out.flatten(2)), comm=self.comm)
+        return sum_over_ranks(out.flatten(2), self.o_proj, comm=self.comm, lengths=lengths)
 
 
 class FeedForward(nn.Module):
@@ -118,30 +146,30 @@ class FeedForward(nn.Module):
         self.up_proj = Weight(Placement.split((inner, hidden), 0, comm.size), comm, dtype)
         self.down_proj = Weight(Placement.split((hidden, inner), 1, comm.size), comm, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, S, E) to (B, S, E).
+    def forward(self, x: Tensor, lengths: Lengths) -> Tensor:
+        """(B, S*, E) to (B, S*, E).
 
         Communication:
-            One all-reduce of the result; backward one of the gradient of x.
+            That of `project` and `sum_over_ranks`.
         """
-        x = copy_to_group(x, comm=self.comm)
-        return reduce_from_group(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), comm=self.comm)
+        gate, up = project(x, self.gate_proj, self.up_proj, comm=self.comm, lengths=lengths)
+        return sum_over_ranks(F.silu(gate) * up, self.down_proj, comm=self.comm, lengths=lengths)
 
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
+    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config, comm, dtype)
+        self.input_layernorm = Norm(config, comm, dtype, tp_sp)
         self.self_attn = Attention(config, comm, dtype)
-        self.post_attention_layernorm = Norm(config, comm, dtype)
+        self.post_attention_layernorm = Norm(config, comm, dtype, tp_sp)
         self.mlp = FeedForward(config, comm, dtype)
 
-    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend) -> Tensor:
-        """(B, S, E) to (B, S, E)."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, positions, attend)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
+        """(B, S*, E) to (B, S*, E)."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, positions, attend, lengths)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), lengths)
         return out
 
 

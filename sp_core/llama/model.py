@@ -8,17 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from sp_core.autograd import copy_to_group
 from sp_core.errors import ShapeError
 from sp_core.gradients import Placement, placement_of
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.grid import Grid
-from sp_core.llama.layers import Embedding, Layer, Norm, Weight, kv_slots
+from sp_core.llama.layers import Embedding, Layer, Lengths, Norm, Weight, kv_slots, project
 from sp_core.loss import check_shard
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.scheduling import split_stages
-from sp_core.sharding import Sharding
+from sp_core.sharding import Sharding, split_sizes
 
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of the layer of that number, with rotated q and k."""
@@ -34,28 +33,31 @@ class Llama(nn.Module):
         config: the architecture.
         grid: the ranks, as from `Grid.of`.
         dtype: of the weights, and in which everything is computed.
+        tp_sp: between the splits of the weights each tensor rank has a part of the tokens, which takes 1/T of the memory; but not
+            where a decoder takes single tokens. The gradients of norms are then `partial`.
 
     Raises:
         ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary, or more stages than layers. On
             every rank.
     """
 
-    def __init__(self, config: LlamaConfig, grid: Grid, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: LlamaConfig, grid: Grid, *, dtype: torch.dtype = torch.float32, tp_sp: bool = False) -> None:
         super().__init__()
         check_ranks(config, grid.tensor.size)
         self.config = config
         self.grid = grid
         self.dtype = dtype
+        self.tp_sp = tp_sp
         comm = grid.tensor
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
         self.is_first, self.is_last = grid.stages.rank == 0, grid.stages.rank == grid.stages.size - 1
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(config, comm, dtype, copy=not self.is_first)
         self.layers = nn.ModuleList(
-            [Layer(config, comm, dtype) if number in self.own else nn.Module() for number in range(config.num_hidden_layers)]
+            [Layer(config, comm, dtype, tp_sp) if number in self.own else nn.Module() for number in range(config.num_hidden_layers)]
         )
         if self.is_last:
-            self.norm = Norm(config, comm, dtype)
+            self.norm = Norm(config, comm, dtype, tp_sp)
         if self.is_last and not config.tie_word_embeddings:
             self.lm_head = Weight(Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype)
         self.rope = config.rope()
@@ -80,32 +82,38 @@ class Llama(nn.Module):
 
         Communication:
             Per layer that of the scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more
-            for the embedding. Backward as many again.
+            for the embedding. Backward as many again. With `tp_sp` each of these is a reduce-scatter, and an all-gather comes
+            before each split; backward the same, and each all-gather once more.
 
         Raises:
             ShapeError, DtypeError, ValueError: tokens that do not fit, or are not in the vocabulary, or layers that are split over
                 stages, for which there are `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
         """
-        self.grid.everyone.agree_on(lambda: f"Llama({self.dtype})", lambda: self._check(tokens, sharding))
+        self.grid.everyone.agree_on(lambda: f"Llama({self.dtype}, tp_sp={self.tp_sp})", lambda: self._check(tokens, sharding))
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
-        return self.logits(self.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v)))
+        lengths = self.lengths(tokens)
+        return self.logits(self.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v), lengths), lengths)
 
-    def hidden(self, tokens: Tensor, positions: Positions, attend: LayerAttend) -> Tensor:
-        """(B, S) tokens at these positions of their own sequences to (B, S, E), after the last norm.
+    def lengths(self, tokens: Tensor) -> Lengths:
+        """How many of the tokens (B, S) each tensor rank has between the splits; None if they have them all."""
+        return split_sizes(tokens.shape[1], self.grid.tensor.size) if self.tp_sp else None
 
-        A later stage takes (B, S, E) from the one before it, and none but the last applies the norm. `attend` gets the number of a
+    def hidden(self, tokens: Tensor, positions: Positions, attend: LayerAttend, lengths: Lengths = None) -> Tensor:
+        """(B, S) tokens at these positions of their own sequences to (B, S, E), with `lengths` (B, S/T, E), after the last norm.
+
+        A later stage takes what the one before it gives, and none but the last applies the norm. `attend` gets the number of a
         layer among those of this stage.
         """
-        x: Tensor = self.embed_tokens(tokens) if self.is_first else tokens
+        x: Tensor = self.embed_tokens(tokens, lengths) if self.is_first else tokens
         for place, number in enumerate(self.own):
-            x = self.layers[number](x, self.rope, positions, partial(attend, place))
+            x = self.layers[number](x, self.rope, positions, partial(attend, place), lengths)
         return self.norm(x) if self.is_last else x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., E) to (..., V/T)."""
+    def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
+        """(B, S, E), or with `lengths` (B, S/T, E), to (B, S, V/T)."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return nn.functional.linear(copy_to_group(hidden, comm=self.grid.tensor), head.weight)
+        return project(hidden, head, comm=self.grid.tensor, lengths=lengths)[0]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, kv_sharding: Sharding | None = None, mask: Mask

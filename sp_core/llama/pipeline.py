@@ -17,6 +17,7 @@ from torch import Tensor
 from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce, broadcast
 from sp_core.errors import ShapeError
+from sp_core.llama.layers import Lengths
 from sp_core.llama.mail import Mail
 from sp_core.llama.model import CAUSAL, LayerAttend, Llama, check_tokens, document_positions
 from sp_core.loss import IGNORED, check_shard, next_token_loss
@@ -30,11 +31,13 @@ Ordering = Callable[[int, int], tuple[Order, ...]]
 
 @dataclass(frozen=True)
 class Flight:
-    """What every stage knows of a micro-batch: the tokens (B, S) of this rank, their positions, and how they attend."""
+    """What every stage knows of a micro-batch: the tokens (B, S) of this rank, their positions, how they attend, and with TP-SP how
+    many of them each tensor rank has between the splits of the weights."""
 
     tokens: Tensor
     positions: Positions
     attend: LayerAttend
+    lengths: Lengths = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,12 @@ def forward(model: Llama, flights: Sequence[Flight]) -> list[Tensor]:
     """
     stages = model.grid.stages
     order = prefill_only(stages.size, len(flights))[stages.rank] if flights else ()
-    mail = Mail(stages, model.dtype, [_shape(model, flights[slot.batch].tokens) for slot in order])
+    mail = Mail(stages, model.dtype, [_shape(model, flights[slot.batch].tokens, flights[slot.batch].lengths) for slot in order])
     results = []
     for slot in order:
         flight = flights[slot.batch]
         x = flight.tokens if model.is_first else mail.receive()
-        results.append(model.hidden(x, flight.positions, flight.attend))
+        results.append(model.hidden(x, flight.positions, flight.attend, flight.lengths))
         if not model.is_last:
             mail.send(results[-1])
     mail.finish()
@@ -96,7 +99,7 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
         The mean on every rank, a scalar without gradient.
 
     Communication:
-        For each micro-batch one message of (B, S/P, E) from each stage to the next, and one back; one broadcast of a number. Over
+        For each micro-batch one message of (B, S/P, E), or (B, S/P/T, E), from each stage to the next, and one back; one broadcast of a number. Over
         the other ranks that of the layers and of `next_token_loss`.
 
     Raises:
@@ -107,7 +110,8 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=grid.data))
     order = ordering(grid.stages.size, len(batches))[grid.stages.rank]
-    shapes = {d: [_shape(model, batches[s.batch].tokens) for s in order if s.direction == d] for d in ("F", "B")}
+    every = [(slot.direction, batches[slot.batch].tokens) for slot in order]
+    shapes = {d: [_shape(model, tokens, model.lengths(tokens)) for direction, tokens in every if direction == d] for d in "FB"}
     mail = Mail(grid.stages, model.dtype, shapes["F"], shapes["B"])
     stage = _Stage(model, batches, mail, count)
     for slot in order:
@@ -130,10 +134,11 @@ class _Stage:
         x = batch.tokens if model.is_first else self._mail.receive().requires_grad_()
         positions = document_positions(batch.sharding.positions(model.grid.sequence.rank), batch.mask)
         attend = partial(model.attend, sharding=batch.sharding, mask=batch.mask)
-        y = model.hidden(x, positions, lambda layer, q, k, v: attend(q, k, v))
+        lengths = model.lengths(batch.tokens)
+        y = model.hidden(x, positions, lambda layer, q, k, v: attend(q, k, v), lengths)
         if model.is_last:
             tensor, data = model.grid.tensor, model.grid.data
-            y = next_token_loss(model.logits(y), batch.labels, tensor=tensor, data=data, count=self._count)
+            y = next_token_loss(model.logits(y, lengths), batch.labels, tensor=tensor, data=data, count=self._count)
             self.loss += y.detach()
         else:
             self._mail.send(y)
@@ -173,9 +178,10 @@ def sum_tied_gradients(model: Llama) -> None:
         weight.grad += recvs[0][1].view_as(weight)
 
 
-def _shape(model: Llama, tokens: Tensor) -> tuple[int, ...]:
-    """Of what a stage sends for these tokens."""
-    return (*tokens.shape, model.config.hidden_size)
+def _shape(model: Llama, tokens: Tensor, lengths: Lengths) -> tuple[int, ...]:
+    """Of what a rank of a stage sends for these tokens."""
+    batch, length = tokens.shape
+    return batch, length if lengths is None else lengths[model.grid.tensor.rank], model.config.hidden_size
 
 
 def _agree(model: Llama, batches: Sequence[MicroBatch]) -> None:

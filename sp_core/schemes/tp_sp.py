@@ -11,7 +11,7 @@ for its backward grows with S/P on the side of E. Shapes: B batch, S sequence, E
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.schemes.chunks import Chunk, Tokens
 from sp_core.schemes.overlap import one_ahead
+
+Linear = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
 
 
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
@@ -38,9 +41,15 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, comm: Commu
 
     Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, section 4.2.
     """
-    apply: Any = _GatherLinear.apply
-    result: Tensor = apply(x, weight, bias, Tokens(comm, lengths))
-    return result
+    return _gather_linears(x, [(weight, bias)], comm, lengths)[0]
+
+
+def gather_linears(x: Tensor, weights: Sequence[Tensor], *, comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Gather the tokens once for several weights (F/P, E), as `gather_linear` does for one; (B, S, F/P) for each.
+
+    Communication, raises, source: as `gather_linear`.
+    """
+    return _gather_linears(x, [(weight, None) for weight in weights], comm, lengths)
 
 
 def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
@@ -59,28 +68,41 @@ def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tu
     return result
 
 
-class _GatherLinear(torch.autograd.Function):
+def _gather_linears(x: Tensor, layers: Sequence[Linear], comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    apply: Any = _GatherLinears.apply
+    results: tuple[Tensor, ...] = apply(Tokens(comm, lengths), x, *(tensor for layer in layers for tensor in layer))
+    return results
+
+
+class _GatherLinears(torch.autograd.Function):
+    """Of weights and biases in turn."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens) -> Tensor:
+    def forward(ctx: Any, tokens: Tokens, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
         ctx.tokens = tokens
-        ctx.save_for_backward(x, weight)
-        y = x.new_empty(x.shape[0], sum(tokens.lengths), weight.shape[0])
+        weights: Any = layers[::2]
+        ctx.save_for_backward(x, *weights)
+        out = tuple(x.new_empty(x.shape[0], sum(tokens.lengths), weight.shape[0]) for weight in weights)
         for chunk, gathered in _gathered(x, tokens):
-            tokens.put(y, chunk, F.linear(gathered, weight, bias))
-        return y
+            for y, weight, bias in zip(out, weights, layers[1::2], strict=True):
+                tokens.put(y, chunk, F.linear(gathered, weight, bias))
+        return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = saved
-        tokens, (grad,) = ctx.tokens, grads
-        dx = _scattered(grad, weight, tokens, x.shape[2]) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            pairs = ((tokens.take(grad, chunk), gathered) for chunk, gathered in _gathered(x, tokens))
-            dw = _weight_gradient(pairs, weight)
-        db = grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)).to(grad.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None
+        x, *weights = saved
+        needs = ctx.needs_input_grad
+        dx = _scattered(list(zip(grads, weights, strict=True)), ctx.tokens, x.shape[2]) if needs[1] else None
+        sums = {number: _zeros(weight) for number, weight in enumerate(weights) if needs[2 + 2 * number]}
+        for chunk, gathered in _gathered(x, ctx.tokens) if sums else ():
+            for number, total in sums.items():
+                _add(total, ctx.tokens.take(grads[number], chunk), gathered)
+        found: list[Tensor | None] = []
+        for number, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            found.append(sums[number].to(weight.dtype) if number in sums else None)
+            found.append(_bias_gradient(grad) if needs[3 + 2 * number] else None)
+        return None, dx, *found
 
 
 class _LinearScatter(torch.autograd.Function):
@@ -88,22 +110,18 @@ class _LinearScatter(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
         ctx.tokens = tokens
         ctx.save_for_backward(y, weight)
-        return _scattered(y, weight.T, tokens, weight.shape[0])
+        return _scattered([(y, weight.T)], tokens, weight.shape[0])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, weight = saved
         tokens = ctx.tokens
-        dy = torch.empty_like(y)
-
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for chunk, gathered in _gathered(grads[0], tokens):
-                tokens.put(dy, chunk, gathered @ weight)
-                yield gathered, tokens.take(y, chunk)
-
-        dw = _weight_gradient(pairs(), weight)
-        return dy, dw, None
+        dy, dw = torch.empty_like(y), _zeros(weight)
+        for chunk, gathered in _gathered(grads[0], tokens):
+            tokens.put(dy, chunk, gathered @ weight)
+            _add(dw, gathered, tokens.take(y, chunk))
+        return dy, dw.to(weight.dtype), None
 
 
 def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
@@ -113,19 +131,34 @@ def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
     yield from zip(chunks, one_ahead(calls), strict=True)
 
 
-def _scattered(y: Tensor, matrix: Tensor, tokens: Tokens, features: int) -> Tensor:
-    """This rank's tokens of the sum over the ranks of y @ matrix, (B, S/P, features), while the next chunk is multiplied."""
-    out = y.new_empty(y.shape[0], tokens.lengths[tokens.comm.rank], features)
+def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
+    """This rank's tokens of the sum over ranks and products of y @ matrix, (B, S/P, features), while the next is multiplied."""
+    first = products[0][0]
+    out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
-    calls = ((ReduceScatter(tokens.comm, 1, chunk[1]), tokens.take(y, chunk) @ matrix) for chunk in chunks)
+    calls = ((ReduceScatter(tokens.comm, 1, chunk[1]), _product(products, tokens, chunk)) for chunk in chunks)
     for chunk, mine in zip(chunks, one_ahead(calls), strict=True):
         tokens.own(out, chunk).copy_(mine)
     return out
 
 
-def _weight_gradient(pairs: Iterator[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
-    """The sum over chunks of grad^T x, (out, in), rounded once."""
-    total = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
-    for grad, x in pairs:
-        total += grad.flatten(0, 1).T @ x.flatten(0, 1)
-    return total.to(weight.dtype)
+def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: Chunk) -> Tensor:
+    (y, matrix), *others = products
+    total = tokens.take(y, chunk) @ matrix
+    for y, matrix in others:
+        total += tokens.take(y, chunk) @ matrix
+    return total
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    """Room for the gradient of a weight, which is rounded once."""
+    return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
+
+
+def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad^T x, (out, in), the part of some tokens in the gradient of a weight."""
+    total += grad.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    return grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)).to(grad.dtype)

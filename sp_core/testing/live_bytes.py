@@ -20,11 +20,17 @@ class LiveBytes(TorchDispatchMode):
         tensors: those that are alive when it begins.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         TorchDispatchMode.__init__(self)
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self._note(tensors)
+
+    @property
+    def now(self) -> int:
+        """The bytes that are alive at this moment."""
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what is alive after it."""
@@ -35,5 +41,4 @@ class LiveBytes(TorchDispatchMode):
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for storage in (x.untyped_storage() for x in tensors):
             self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        self.peak = max(self.peak, self.now)
