@@ -15,6 +15,7 @@ from torch import Tensor
 
 import sp_core as sp
 from benchmarks.training import faults
+from benchmarks.training.__main__ import main
 from benchmarks.training.alone import CURVE, run_alone
 from benchmarks.training.judging import allowed, complaints, divergence
 from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
@@ -190,3 +191,24 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
             Setting(**wrong)
     with pytest.raises(SettingError, match="no mesh"):
         chosen([1, 2], "hybrid")
+
+
+WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
+    "one rank only": ("one rank is always run", ("--ranks", "1")),
+    "no numbers": ("not a list of numbers", ("--ranks", "two")),
+    "no such mesh": ("no mesh", ("--only", "pp")),
+    "no steps": ("steps=0", ("--steps", "0")),
+    "nothing to go on with": ("leave --resume out", ("--resume",)),
+    "a folder of something else": ("something else than an earlier run", ()),
+}
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize("what", sorted(WRONG))
+def test_options_that_cannot_be_run_are_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is in the folder stays."""
+    text, options = WRONG[what]
+    (tmp_path / "notes").write_text("mine")
+    assert main([*options, "--out", str(tmp_path), "--results", str(tmp_path)]) == 2
+    assert text in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from benchmarks.training.writing import continued
 
 OUT = ROOT / "reports" / "train"
 RESULTS = ROOT / "benchmarks" / "results"
-JOB = "job.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,9 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--seed", type=int, default=usual.seed, metavar="N", help="default: %(default)s")
     made.add_argument("--plant", choices=tuple(FAULTS), help="train with this fault on all meshes: then the exit code must be 1")
-    made.add_argument(
-        "--resume", action="store_true", help="keep what is in --out from a run of the same setting, do what is missing"
-    )
+    made.add_argument("--resume", action="store_true", help="do what is missing in --out, from a run of the same setting")
     made.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help="default: reports/train")
     made.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="for train.json and train.png")
     made.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="limit of one launch (default: %(default)g)")
@@ -88,11 +84,11 @@ def _conclude(setting: Setting, curves: dict[str, Any], records: list[Any], opti
         print(f"one rank, {dtype}: {ratio:.3g} times the bound around the float64 reference")
     if not options.plant:
         options.results.mkdir(parents=True, exist_ok=True)
-        told = {"schema_version": 1, "commit": commit(), "setting": setting.as_dict(), "curves": curves, "meshes": records}
-        write_json(options.results / "train.json", told)
+        kept = {"schema_version": 1, "commit": commit(), "setting": setting.as_dict(), "curves": curves, "meshes": records}
+        write_json(options.results / "train.json", kept)
         draw(curves, records, options.results / "train.png")
-        model = options.out / next(iter(reversed(curves))) / MODEL
-        print(f"\nA model is in {model}; it writes, on two ranks:\n{continued(model)}")
+        model = options.out / list(curves)[-1] / MODEL
+        print(f"\nThe model that one rank has trained is in {model}. On two ranks it writes:\n{continued(model)}")
     return int(bool(wrong) or any(found))
 
 
@@ -111,16 +107,12 @@ def _prepare(options: argparse.Namespace, setting: Setting) -> None:
 
 
 def _alone(setting: Setting, dtypes: Sequence[str], options: argparse.Namespace) -> list[str]:
-    """The runs of one rank, side by side; what went wrong."""
+    """The runs of one rank, side by side, each by a rank of one launch; what went wrong."""
     missing = [dtype for dtype in dtypes if not (options.out / dtype / CURVE).exists()]
-
-    def run(dtype: str) -> list[str]:
+    for dtype in missing:
         shutil.rmtree(options.out / dtype, ignore_errors=True)
-        job = {"ranks": 1, "dtypes": [dtype], "places": [], "fault": None, "setting": setting.as_dict(), "out": str(options.out)}
-        return _launch(job, options.out / f"alone-{dtype}", options.timeout, is_shown=dtype == missing[-1])
-
-    with ThreadPoolExecutor(len(DTYPES)) as pool:
-        return [text for texts in pool.map(run, missing) for text in texts]
+    job = {"ranks": len(missing), "dtypes": missing, "places": [], "fault": None}
+    return _launch(job, setting, options, options.out / "alone") if missing else []
 
 
 def _meshes(
@@ -134,32 +126,27 @@ def _meshes(
             shutil.rmtree(folder, ignore_errors=True)
         paths = {(dtype, place.name): folder / f"{dtype}-{place.name}.json" for dtype in dtypes for place in some}
         missing = [asdict(place) for place in some if not all(paths[dtype, place.name].exists() for dtype in dtypes)]
-        told = {"ranks": ranks, "dtypes": list(dtypes), "places": missing, "fault": options.plant}
-        died = _launch({**told, "setting": setting.as_dict(), "out": str(options.out)}, folder, options.timeout) if missing else []
+        job = {"ranks": ranks, "dtypes": list(dtypes), "places": missing, "fault": options.plant}
+        died = _launch(job, setting, options, folder) if missing else []
         for (dtype, place), path in paths.items():
             lost = {"place": place, "ranks": ranks, "dtype": dtype, "reason": (died or ["it left no record"])[0]}
             records.append(json.loads(path.read_text()) if path.exists() else lost)
     return records
 
 
-def _launch(job: dict[str, Any], folder: Path, timeout: float, *, is_shown: bool = True) -> list[str]:
+def _launch(job: dict[str, Any], setting: Setting, options: argparse.Namespace, folder: Path) -> list[str]:
     """Run a job; nothing, or the reason why it failed."""
     from rich.console import Console
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / JOB).write_text(json.dumps(job))
-    launch = Launch(timeout=timeout)
+    (folder / "job.json").write_text(json.dumps({**job, "setting": setting.as_dict(), "out": str(options.out.resolve())}))
+    command = Launch(timeout=options.timeout).command(job["ranks"], "benchmarks.training.worker", str(folder.resolve()))
     with Console().status(f"{job['ranks']} ranks: starting") as status:
-
-        def progress(news: dict[str, Any]) -> None:
-            status.update(f"{job['ranks']} ranks: {news['phase']} {news['done']}/{news['total']}")
-
-        command = launch.command(job["ranks"], "benchmarks.training.worker", str(folder))
-        code, output = watch(command, folder, timeout, progress if is_shown else lambda news: None)
-    if code == 0:
-        return []
+        code, output = watch(
+            command, folder, options.timeout, lambda news: status.update(f"{job['ranks']} ranks: {news['phase']} {news['done']}")
+        )
     doing = (told(folder) or {}).get("phase", "starting")
-    return [str(failure(code, output, timeout, doing)["reason"])]
+    return [] if code == 0 else [str(failure(code, output, options.timeout, doing)["reason"])]
 
 
 def _ranks(text: str) -> list[int]:

@@ -29,8 +29,8 @@ FAULTS = {
     "gradients of norms are not reduced": Fault(
         gradients,
         "reduce_gradients",
-        "_sum_in_place(gradients, data)",
-        "_sum_in_place([x for x in gradients if x.dim() > 1], data)",
+        "    gradients = [parameter.grad",
+        "    wanted = [pair for pair in wanted if pair[0].dim() > 1]\n    gradients = [parameter.grad",
     ),
     "a mean of the ranks' means": Fault(
         loss,

@@ -37,13 +37,13 @@ def show(
             console.print(
                 f"WRONG P = {record['ranks']}, {record['place']}, {record['dtype']}: {text}", markup=False, highlight=False
             )
-    right = sum(not texts for texts in found)
     for dtype, curve in curves.items():
         spread = max(abs(run[-1] - curve["losses"][-1]) for run in curve["perturbed"])
         first, last = curve["losses"][0], curve["losses"][-1]
         print(f"one rank, {dtype}: loss {first:.3f} to {last:.3f}; from weights one ulp away the last loss differs by {spread:.1e}")
+    right = sum(not texts for texts in found)
     print(
-        f"{right} of {len(records)} runs over several ranks have learned what one rank has, in {setting.steps} steps each; {seconds:.0f} s"
+        f"{right} of {len(records)} runs over several ranks have learned what one rank has; {setting.steps} steps, {seconds:.0f} s"
     )
 
 

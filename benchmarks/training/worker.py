@@ -1,7 +1,7 @@
 """One launch: `mpiexec -n P python -m mpi4py -m benchmarks.training.worker FOLDER`, with `job.json` in the folder.
 
 Rank 0 writes `progress` while it works, and a file for each mesh as soon as that is done, also where all ranks have raised the same
-error; any other exception ends all ranks.
+error; any other exception ends all ranks. A job without meshes is that of one rank: each does it in one of the dtypes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def main(folder: Path) -> None:
         if world.rank == 0:
             (folder / "progress").write_text(json.dumps({"phase": what, "done": done, "total": total}))
 
+    if not job["places"]:  # each rank by itself
+        run_alone(MPI.COMM_SELF, job["dtypes"][world.rank], setting, out, tell)
+        return
     for dtype in job["dtypes"]:
-        if not job["places"]:
-            run_alone(world, dtype, setting, out, tell)
         for values in job["places"]:
             place = Place(**values)
             with planted(job["fault"]) if job["fault"] else contextlib.nullcontext():
