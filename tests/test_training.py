@@ -17,7 +17,7 @@ import sp_core as sp
 from benchmarks.training import faults
 from benchmarks.training.__main__ import main
 from benchmarks.training.alone import CURVE, run_alone
-from benchmarks.training.judging import allowed, complaints, divergence
+from benchmarks.training.judging import allowed, complaints, divergence, yardstick
 from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
 from benchmarks.training.worker import attempt
 from sp_core.gradients import placement_of
@@ -176,6 +176,11 @@ def test_a_curve_may_be_ten_times_as_far_away_as_a_perturbed_one() -> None:
     assert allowed(curve) == [10 * unit, 20 * unit, 80 * unit, 80 * unit]
     assert divergence([5.0 + 10 * unit] * 4, curve) == 1.0
     assert divergence([5.0, 5.0 - 40 * unit, 5.0, 5.0], curve) == 2.0
+    assert yardstick({**curve, "losses": [5.0, 4.0, 3.0, 2.0], "perturbed": [[5.0, 4.0, 3.0, 2.0]], "worst": 1.0}) == []
+    (text,) = yardstick({**curve, "losses": [5.0, 4.0, 3.0, 2.0], "perturbed": [[5.0, 4.0, 3.0, 2.01]], "worst": 1.0})
+    assert "a lower learning rate" in text
+    (text,) = yardstick({**curve, "losses": [5.0, 2.0], "perturbed": [[5.0, 2.0]], "worst": 1.5})
+    assert text.startswith("1.5 times the bound")
     assert divergence([5.0] * 3, curve) == divergence([float("nan")] * 4, curve) == float("inf")
 
 

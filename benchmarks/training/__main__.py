@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.launching import ROOT, Launch, commit, failure, told, watch
 from benchmarks.training.alone import CURVE, MODEL
 from benchmarks.training.faults import FAULTS
-from benchmarks.training.judging import complaints
+from benchmarks.training.judging import complaints, yardstick
 from benchmarks.training.picture import draw
 from benchmarks.training.runs import write_json
 from benchmarks.training.setting import DTYPES, Place, Setting, SettingError, chosen
@@ -77,11 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _conclude(setting: Setting, curves: dict[str, Any], records: list[Any], options: argparse.Namespace, seconds: float) -> int:
     """Judge, show, draw and keep everything, and let the trained model write."""
-    wrong = {dtype: curve["worst"] for dtype, curve in curves.items() if curve["worst"] > 1}
+    wrong = [f"one rank, {dtype}: {text}" for dtype, curve in curves.items() for text in yardstick(curve)]
     found = [complaints(record, curves[record["dtype"]]) for record in records]
     show(setting, curves, records, found, seconds)
-    for dtype, ratio in wrong.items():
-        print(f"one rank, {dtype}: {ratio:.3g} times the bound around the float64 reference")
+    print("".join(f"WRONG {text}\n" for text in wrong), end="")
     if not options.plant:
         options.results.mkdir(parents=True, exist_ok=True)
         kept = {"schema_version": 1, "commit": commit(), "setting": setting.as_dict(), "curves": curves, "meshes": records}
@@ -89,7 +88,7 @@ def _conclude(setting: Setting, curves: dict[str, Any], records: list[Any], opti
         draw(curves, records, options.results / "train.png")
         model = options.out / list(curves)[-1] / MODEL
         print(f"\nThe model that one rank has trained is in {model}. On two ranks it writes:\n{continued(model)}")
-    return int(bool(wrong) or any(found))
+    return int(any((wrong, *found)))
 
 
 def _prepare(options: argparse.Namespace, setting: Setting) -> None:

@@ -12,6 +12,9 @@ import numpy as np
 FACTOR = 10.0
 """How many times as far as a run from weights one unit in the last place away a mesh may be."""
 
+SHARE = 0.01
+"""What is allowed may be at most this share of what was learned: a longer yardstick could not tell right from wrong."""
+
 
 def allowed(curve: Mapping[str, Any]) -> list[float]:
     """How far from one rank's loss a mesh's may be at each step: ten times the largest divergence so far of a perturbed run.
@@ -31,6 +34,20 @@ def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
     limits = allowed(curve)
     ratios = [abs(mine - alone) / limit for mine, alone, limit in zip(losses, curve["losses"], limits, strict=True)]
     return max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=math.inf)
+
+
+def yardstick(curve: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the runs of one rank."""
+    longest, learned = allowed(curve)[-1], curve["losses"][0] - min(curve["losses"])
+    found = []
+    if not curve["worst"] <= 1:
+        found.append(f"{curve['worst']:.3g} times the bound around the float64 reference")
+    if not longest <= SHARE * learned:
+        found.append(
+            f"training amplifies one unit in the last place so much that {longest:.2g} would be allowed, where {learned:.2g} was "
+            "learned; take fewer steps, or a lower learning rate"
+        )
+    return found
 
 
 def complaints(record: Mapping[str, Any], curve: Mapping[str, Any]) -> list[str]:

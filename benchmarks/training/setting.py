@@ -97,8 +97,8 @@ class Setting:
     sequences: int = 4
     shortest: int = 16
     longest: int = 64
-    learning_rate: float = 3e-3
-    warmup: int = 10
+    learning_rate: float = 1e-3
+    warmup: int = 20
     max_norm: float = 1.0
     perturbed: int = 3
     seed: int = 1
