@@ -90,6 +90,12 @@ def balance(session: nox.Session) -> None:
 
 
 @nox.session
+def train(session: nox.Session) -> None:
+    """A LLaMA trained on every mesh of 1 to 4 ranks learns what it learns on one; `-- --help` lists the arguments, and `--mpi`."""
+    _program(session, "benchmarks.training", ".[test,bench,llama]")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
     _program(session, "benchmarks.record", ".[test,bench]")

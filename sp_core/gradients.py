@@ -7,6 +7,7 @@ and so is the gradient of a parameter that all ranks use alike. What several ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,11 @@ class Placement:
         """Cut evenly along `dim`, the first ranks one slice more."""
         return cls(tuple(shape), dim, tuple((part,) for part in split_ranges(shape[dim], size)))
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what a rank holds."""
         return (*self.shape[: self.dim], sum(map(len, self.held[rank])), *self.shape[self.dim + 1 :])
@@ -63,6 +69,11 @@ class Placement:
         for held, piece in zip(self.held[rank], pieces, strict=True):
             whole.narrow(self.dim, held.start, len(held)).copy_(piece)
         return whole
+
+    def join(self, parts: Tensor) -> Tensor:
+        """The whole parameter, from what all ranks hold put together along `dim` in rank order."""
+        places = torch.tensor([index for indices in self._indices for index in indices], device=parts.device)
+        return parts.new_empty(self.shape).index_copy_(self.dim, places, parts)
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
         """The slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""

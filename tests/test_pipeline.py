@@ -61,16 +61,17 @@ def expected(case: Case, texts: list[Tensor]) -> tuple[dict[str, Tensor], dict[s
     layout=st.sampled_from(sorted(LAYOUTS)),
     ordering=st.sampled_from([gpipe, one_forward_one_backward]),
     mesh=st.integers(0, 19),
+    tp_sp=st.booleans(),
 )
 def test_loss_and_gradients_are_those_of_one_device(
-    comm: Any, case: Case, shapes: Shapes, layout: str, ordering: Any, mesh: int
+    comm: Any, case: Case, shapes: Shapes, layout: str, ordering: Any, mesh: int, tp_sp: bool
 ) -> None:
     """Micro-batches of any sizes; a replica takes every other sequence of each, so its share may be empty."""
     texts = [case.tokens(2 * b, s) for b, s in shapes]
     values, scales = expected(case, texts)
     with pipelined(comm, mesh, case.layers) as made:
         event(str(made.axes))
-        model = case.model(made)
+        model = case.model(made, tp_sp=tp_sp)
         grid = model.grid
         batches = [micro_batch(text, layout, grid) for text in texts]
         loss = loss_and_gradients(model, batches, ordering=ordering)

@@ -1,15 +1,31 @@
 """LLaMA over MPI: a Hugging Face checkpoint whose weights are split over the ranks, for sequences that are split over others.
 
-`load` reads a model folder, `Llama` is the model, `Decoder` makes sequences grow with a cache that is split along the sequence, and
-`generate` chooses tokens. Reading needs `safetensors`.
+`load` reads a model folder, `save` writes one, and `create` makes a model with random weights. `Llama` is the model, `Decoder`
+makes sequences grow with a cache that is split along the sequence, and `generate` chooses tokens. Files need `safetensors`.
 """
 
 from sp_core.llama.checkpoint import Checkpoint, load
 from sp_core.llama.config import LlamaConfig
+from sp_core.llama.create import create
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama
+from sp_core.llama.saving import save
+from sp_core.llama.text import byte_tokenizer
 from sp_core.llama.unequal import prefill_unequal
 
-__all__ = ["Checkpoint", "Decoder", "Grid", "Llama", "LlamaConfig", "Sampling", "generate", "load", "prefill_unequal"]
+__all__ = [
+    "Checkpoint",
+    "Decoder",
+    "Grid",
+    "Llama",
+    "LlamaConfig",
+    "Sampling",
+    "byte_tokenizer",
+    "create",
+    "generate",
+    "load",
+    "prefill_unequal",
+    "save",
+]

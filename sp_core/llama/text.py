@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sp_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what stands for bytes that are not yet a character
 
@@ -60,3 +64,16 @@ class Stream:
     def _show(self, whole: str) -> str:
         added, self._shown = whole[len(self._shown) :], whole
         return added
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}  # the library writes the others as characters from 256 on
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -12,7 +12,8 @@ from llama_cases import SCALINGS, Case
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.llama import generate, load
+from sp_core.llama import create, generate, load
+from sp_core.llama import save as save_ours
 from sp_core.testing import record_ratio, reference, run_threads
 from sp_core.testing.tolerance import bound, check_close
 
@@ -116,3 +117,24 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
             else:
                 error, theirs = (float((x - want).square().mean().sqrt()) for x in (logits, single))
                 assert error <= 2 * theirs  # two draws of one size: which is the smaller one is chance
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path) -> None:
+    """In several files; its logits are those of the reference with these weights, as near as its casts to float32 let them."""
+    from transformers import AutoModelForCausalLM
+
+    case = CASES[name]
+    tokens = case.tokens(1, SEQ_LEN)
+
+    def write(comm: Any) -> None:
+        with sp.Mesh(comm, tp=4) as mesh:
+            save_ours(create(case.config, mesh, seed=7, dtype=torch.float64), tmp_path / "model", max_file_bytes=8000)
+
+    run_threads(4, write)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa").eval()
+    assert model.dtype == torch.float64
+    with torch.no_grad():
+        want = reference.llama(tokens, model.state_dict(), **case.options())
+        torch.testing.assert_close(model(tokens).logits, want, rtol=1e-5, atol=1e-6)
+    assert float(want.std()) > 0.01

@@ -1,0 +1,1 @@
+"""A LLaMA trained on every mesh must learn what it learns on one rank: `python -m benchmarks.training`."""

@@ -1,0 +1,152 @@
+"""What is trained, on what, and on which meshes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from benchmarks.corpus import source_bytes
+from sp_core.llama import LlamaConfig
+from sp_core.llama.train import Layout
+from sp_core.sharding import Sharding
+
+CORPUS_BYTES = 1 << 20
+DTYPES = ("float64", "float32")
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": Sharding.contiguous,
+    "zigzag": Sharding.zigzag,
+    "striped": Sharding.striped,
+}
+
+
+class SettingError(ValueError):
+    """Options that cannot be run."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mesh, the attention scheme over the ranks that share a sequence, and which of them owns which tokens."""
+
+    axes: dict[str, Any]
+    scheme: str | None = None
+    layout: str = "zigzag"
+
+    @property
+    def name(self) -> str:
+        """For people and for files."""
+        return "_".join([*(f"{axis}{size}" for axis, size in self.axes.items()), *([self.scheme] if self.scheme else [])])
+
+
+def places(ranks: int) -> list[Place]:
+    """Every scheme on every mesh of so many ranks: all of them along one axis, and two along each of two axes."""
+    if ranks == 1:
+        return [Place({"tp": 1})]
+    kinds = {
+        "dp": Place({"dp": ranks}),
+        "ring": Place({"ring": ranks}),
+        "allgather_kv": Place({"ring": ranks}, "allgather_kv", "contiguous"),
+        "ulysses": Place({"ulysses": ranks}, None, "striped"),
+        "tp": Place({"tp": ranks}),
+    }
+    if ranks != 4:
+        return list(kinds.values())
+    pairs = [
+        *(Place({"dp": 2, "ring": 2}, scheme, layout) for scheme, layout in ((None, "striped"), ("allgather_kv", "zigzag"))),
+        Place({"dp": 2, "ulysses": 2}),
+        Place({"dp": 2, "tp": 2}),
+        Place({"ring": 2, "ulysses": 2}),
+        *(Place({"ring": 2, "tp": 2}, scheme, layout) for scheme, layout in ((None, "contiguous"), ("allgather_kv", "striped"))),
+        Place({"ulysses": 2, "tp": 2}, None, "contiguous"),
+    ]
+    return [*kinds.values(), *pairs]
+
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 144,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+"""A million parameters; 3 and 4 tensor ranks share key/value heads, and 4 do not divide the heads."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training run.
+
+    Args:
+        steps: how many.
+        every: steps between those at which gradients are compared.
+        sequences: in a batch.
+        shortest, longest: lengths of sequences, in tokens.
+        learning_rate: of AdamW, reached after `warmup` steps.
+        max_norm: to which gradients are clipped.
+        perturbed: runs from weights that differ by one unit in the last place.
+        seed: of weights, batches and perturbations.
+        model: sizes of the LLaMA.
+    """
+
+    steps: int = 150
+    every: int = 25
+    sequences: int = 4
+    shortest: int = 16
+    longest: int = 64
+    learning_rate: float = 1e-3
+    warmup: int = 20
+    max_norm: float = 1.0
+    perturbed: int = 3
+    seed: int = 1
+    model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no run."""
+        least = {"steps": 1, "every": 1, "sequences": 1, "shortest": 2, "perturbed": 1, "warmup": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise SettingError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
+        if self.longest < self.shortest:
+            raise SettingError(f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much.")
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The architecture."""
+        return LlamaConfig(**self.model)
+
+    @property
+    def checkpoints(self) -> range:
+        """The steps before which gradients are compared; the last one comes after the training."""
+        return range(0, self.steps + 1, self.every)
+
+    def batch(self, step: int) -> list[list[int]]:
+        """Pieces of the standard library's source, of unequal lengths, as bytes."""
+        chance = random.Random(f"{self.seed} {step}")
+        lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.sequences)]
+        starts = [chance.randrange(len(self._text) - length) for length in lengths]
+        return [list(self._text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+    @cached_property
+    def _text(self) -> bytes:
+        return source_bytes(CORPUS_BYTES)
+
+
+def chosen(ranks: Iterable[int], only: str) -> dict[int, list[Place]]:
+    """The meshes of these numbers of ranks whose names contain a text.
+
+    Raises:
+        SettingError: there is none.
+    """
+    found = {size: [place for place in places(size) if only in place.name] for size in ranks}
+    found = {size: some for size, some in found.items() if some}
+    if not found:
+        raise SettingError(f"no mesh of the ranks asked for has a name with {only!r} in it.")
+    return found

@@ -1,0 +1,107 @@
+"""One step of training a LLaMA over a mesh, on sequences of any lengths.
+
+each replica packs its sequences into one row, without padding    loss -> backward -> reduce -> clip -> optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sp_core.gradients import clip_gradient_norm, reduce_gradients
+from sp_core.llama.model import Llama
+from sp_core.loss import next_token_labels, next_token_loss
+from sp_core.mask import Mask
+from sp_core.segments import split_ranges
+from sp_core.sharding import Sharding
+
+Tokens = Sequence[Sequence[int]]
+Layout = Callable[[int, int], Sharding]
+"""The sharding of a number of tokens over a number of ranks."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step has seen.
+
+    Args:
+        loss: mean over the tokens of all sequences that have a next one, before the step.
+        norm: of all gradients together, before clipping.
+    """
+
+    loss: float
+    norm: float
+
+
+def train_step(
+    model: Llama, optimizer: torch.optim.Optimizer, sequences: Tokens, *, max_norm: float, layout: Layout = Sharding.zigzag
+) -> Step:
+    """Bring the weights one step nearer to what continues these sequences.
+
+    Args:
+        model: on any mesh.
+        optimizer: of `model.parameters()`; one that treats each element by itself, as AdamW and SGD do, for weights are split.
+        sequences: as in `backward`.
+        max_norm: to which the norm of all gradients together is clipped; infinity for no clipping.
+        layout: as in `backward`.
+
+    Communication:
+        That of `backward`, and an all-reduce of one number over the tensor ranks.
+
+    Raises:
+        ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On every rank.
+    """
+    loss = backward(model, sequences, layout=layout)
+    norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
+    optimizer.step()
+    return Step(loss, norm)
+
+
+def backward(model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigzag) -> float:
+    """Set the gradient of each weight to that of the mean loss over all sequences, on every rank that holds it.
+
+    Args:
+        model: on any mesh.
+        sequences: tokens, at least one in each; the same ones on every rank. Replicas take shares of them.
+        layout: how a replica's tokens are dealt to its sequence ranks.
+
+    Returns:
+        The loss: mean over all tokens that have a next one in their sequence.
+
+    Communication:
+        That of the model and of `next_token_loss` forward and backward, of `next_token_labels`, and of `reduce_gradients`.
+
+    Raises:
+        ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no token with a next one.
+        CollectiveMismatch: ranks with different sequences. All on every rank.
+    """
+    grid = model.grid
+    grid.everyone.agree_on(lambda: f"backward({list(map(list, sequences))})", lambda: _check(sequences))
+    share = split_ranges(len(sequences), grid.replicas.size)[grid.replicas.rank]
+    row, mask = packed([sequences[number] for number in share])
+    sharding = layout(row.shape[1], grid.sequence.size)
+    tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
+    model.zero_grad()
+    logits = model(tokens, sharding=sharding, mask=mask)
+    labels = next_token_labels(tokens, comm=grid.sequence, sharding=sharding, mask=mask)
+    loss = next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data)
+    loss.backward()
+    reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
+    return float(loss.detach())
+
+
+def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
+    """Sequences one after the other in a row (1, S), and the mask under which none sees another."""
+    row = torch.tensor([[token for sequence in sequences for token in sequence]], dtype=torch.int64)
+    return row, Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)
+
+
+def _check(sequences: Tokens) -> int:
+    for number, sequence in enumerate(sequences):
+        if not sequence:
+            raise ValueError(f"sequence {number} is empty; leave it out, or give it at least one token.")
+    return 0

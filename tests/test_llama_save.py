@@ -1,0 +1,158 @@
+"""Random models and saved ones: the same for every mesh, and a folder is whole or not there."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from llama_cases import Case, mesh_of
+
+import sp_core as sp
+from sp_core.gradients import placement_of
+from sp_core.llama import byte_tokenizer, create, load, save, saving
+from sp_core.llama.text import Text
+from sp_core.testing import spmd
+
+CASE = Case((6, 3), layers=1)
+WAYS = {
+    "one file": (0, False, None),
+    "several files, tied, other axes": (-1, True, 3000),
+    "a file for each tensor": (1, False, 1),
+}
+"""Number of the mesh, whether the head is the embedding, and the limit of a file."""
+HEADER = 1000
+"""Bytes that safetensors may put in front of a few tensors."""
+
+
+def shared(comm: Any, tmp_path: Path) -> Path:
+    """A new folder for all ranks."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path)) if comm.rank == 0 else None
+    found: Path = comm.bcast(folder, root=0)
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@spmd(1, 2, 3, 4)
+def test_every_mesh_makes_and_saves_the_same_model(comm: Any, way: str, tmp_path: Path) -> None:
+    """To the byte; and what is loaded again is what was saved."""
+    number, tied, limit = WAYS[way]
+    config = replace(CASE.config, tie_word_embeddings=tied)
+    folder = shared(comm, tmp_path)
+    alone = comm.Split(comm.rank, 0)
+    with sp.Mesh(alone, tp=1) as mesh:
+        if comm.rank == 0:
+            save(create(config, mesh, seed=3, dtype=torch.float64), folder / "alone", max_file_bytes=limit)
+    alone.Free()
+    with mesh_of(comm, number) as mesh:
+        model = create(config, mesh, seed=3, dtype=torch.float64)
+        save(model, folder / "together", max_file_bytes=limit)
+        assert contents(folder / "together") == contents(folder / "alone")
+        again = load(folder / "together", mesh)
+        assert again.config == config
+        for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        sizes = [len(data) for name, data in contents(folder / "together").items() if name.endswith(".safetensors")]
+        count, most = len(list(model.parameters())), max(placement_of(weight).numel for weight in model.parameters()) * 8
+        assert len(sizes) == 1 if limit is None else 1 < len(sizes) <= count
+        assert limit is None or max(sizes) < max(limit, most) + HEADER
+        assert limit != 1 or len(sizes) == count
+        other = create(config, mesh, seed=4, dtype=torch.float64)
+        assert not any(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True) if x.dim() > 1)
+
+
+@spmd(1, 3)
+def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    if comm.rank == 0:
+        (folder / "empty").mkdir()
+        (folder / "file").write_text("notes")
+    comm.Barrier()
+    with mesh_of(comm, 0) as mesh:
+        model = create(CASE.config, mesh)
+        save(model, folder / "empty")
+        before = contents(folder / "empty")
+        with pytest.raises(sp.CheckpointError, match=r"rank 0: .*empty is there already.*Delete it"):
+            save(create(CASE.config, mesh, seed=1), folder / "empty")
+        with pytest.raises(sp.CheckpointError, match="file is there already"):
+            save(model, folder / "file")
+        with pytest.raises(sp.CheckpointError, match="cannot be written"):
+            save(model, folder / "file" / "model")
+        assert contents(folder / "empty") == before
+        assert (folder / "file").read_text() == "notes"
+        if comm.size > 1:
+            with pytest.raises(sp.CollectiveMismatch, match="save"):
+                save(model, folder / f"model{comm.rank}")
+
+
+@pytest.fixture
+def ending_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for two files of weights."""
+    written: list[Path] = []
+
+    def write(tensors: Any, path: Path, really: Any = saving._write) -> None:
+        if len(written) == 2:
+            written.clear()
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        really(tensors, path)
+
+    monkeypatch.setattr(saving, "_write", write)
+
+
+@pytest.mark.usefixtures("ending_disk")
+@spmd(1, 3)
+def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises(sp.CheckpointError, match=r"cannot be written: .*No space left"):
+            save(create(CASE.config, mesh), folder / "model", max_file_bytes=1)
+        comm.Barrier()
+        assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that ends where the folder would get its name, and cleans nothing up."""
+
+    def end(*_: Any) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(saving, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+    monkeypatch.setattr(saving, "_write_json", end)
+
+
+@pytest.mark.usefixtures("killed")
+@spmd(1, 2)
+def test_what_a_killed_save_leaves_does_not_load(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises(sp.CheckpointError, match="killed"):
+            save(create(CASE.config, mesh), folder / "model")
+        (left,) = folder.iterdir()
+        assert (left / "model.safetensors").exists()
+        with pytest.raises(sp.CheckpointError, match=r"config\.json is not there"):
+            load(left, mesh)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_the_tokens_of_bytes_are_the_bytes(text: str) -> None:
+    tokens = byte_tokenizer().encode(text).ids
+    assert tokens == list(text.encode())
+    assert byte_tokenizer().decode(tokens) == text
+
+
+@pytest.mark.mpi_skip
+def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    assert Text(tmp_path).encode("für\n") == list("für\n".encode())

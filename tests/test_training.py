@@ -1,0 +1,219 @@
+"""Training over ranks: a step is that of one device, and the comparison of whole runs finds what is planted."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from llama_cases import Case, cases, mesh_of, meshes, schemes
+from torch import Tensor
+
+import sp_core as sp
+from benchmarks.training import faults
+from benchmarks.training.__main__ import main
+from benchmarks.training.alone import CURVE, run_alone
+from benchmarks.training.judging import allowed, complaints, divergence, yardstick
+from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
+from benchmarks.training.worker import attempt
+from sp_core.gradients import placement_of
+from sp_core.llama.model import checkpoint_name
+from sp_core.llama.train import backward, train_step
+from sp_core.testing import given, record_ratio, reference, run_threads, spmd
+from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing.tolerance import bound, check_close
+
+STEPS = 2
+RATE, MAX_NORM = 0.5, 0.3
+
+
+def expected(case: Case, sequences: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The losses and norms of some steps of plain gradient descent in float64, and the weights after them; and their scales."""
+    weights = case.weights()
+    rows = [torch.tensor([sequence]) for sequence in sequences if len(sequence) > 1]
+    count = sum(row.shape[1] - 1 for row in rows)
+
+    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        seen: list[Tensor] = []
+        for _ in range(STEPS):
+            leaves = [value.detach().requires_grad_() for value in values]
+            named = dict(zip(weights, leaves, strict=True))
+            logits = [reference.llama(row, named, rounding=rounding, **case.options()) for row in rows]
+            losses = [reference.next_token_loss(x, row) * (row.shape[1] - 1) for x, row in zip(logits, rows, strict=True)]
+            loss = torch.stack(losses).sum() / count
+            grads = torch.autograd.grad(loss, leaves)
+            norm = rounding(torch.cat([x.flatten() for x in grads]).norm())
+            factor = min(1.0, MAX_NORM / float(norm))
+            values = tuple(rounding(x - RATE * rounding(factor * grad)) for x, grad in zip(values, grads, strict=True))
+            seen += [loss.detach().reshape(1), norm.detach().reshape(1)]
+        return *seen, *(value.detach() for value in values)
+
+    values, scales = reference.sensitivity(run, list(weights.values()))
+    names = [*(f"{what} {step}" for step in range(STEPS) for what in ("loss", "norm")), *weights]
+    return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
+
+
+@given(
+    max_ranks=4,
+    max_examples=5,
+    case=cases(),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3).filter(lambda lengths: max(lengths) > 1),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    mesh=meshes(),
+    scheme=schemes(),
+)
+def test_steps_are_those_of_one_device(
+    comm: Any, case: Case, lengths: list[int], layout: str, mesh: int, scheme: str | None
+) -> None:
+    """Sequences of any lengths, also fewer than replicas; each weight in the end too."""
+    line = case.tokens(sum(lengths)).tolist()
+    ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    sequences = [line[start:stop] for start, stop in pairwise(ends)]
+    values, scales = expected(case, sequences)
+    dtype = getattr(torch, case.dtype)
+    with mesh_of(comm, mesh) as made:
+        model = case.model(made, scheme)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+        def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
+            kind = "training " + (name.split()[0] if name[-1].isdigit() else "weights")
+            ratio = check_close(name, got.detach().cpu(), cut(values[name]), bound(cut(scales[name]), dtype))
+            record_ratio(kind, ratio)
+
+        for number in range(STEPS):
+            step = train_step(model, optimizer, sequences, max_norm=MAX_NORM, layout=LAYOUTS[layout])
+            check(f"loss {number}", torch.tensor([step.loss], dtype=torch.float64))
+            check(f"norm {number}", torch.tensor([step.norm], dtype=torch.float64))
+        for name, parameter in model.named_parameters():
+            rank, placement = model.grid.tensor.rank, placement_of(parameter)
+            check(checkpoint_name(name), parameter, lambda x, p=placement, r=rank: p.take(x, r))
+
+
+@spmd(1, 3)
+def test_sequences_that_cannot_be_trained_on_are_refused(comm: Any) -> None:
+    case = Case((6, 3), layers=1)
+    with mesh_of(comm, 0) as mesh:
+        model = case.model(mesh)
+        with pytest.raises(ValueError, match="sequence 1 is empty"):
+            backward(model, [[1, 2], []])
+        with pytest.raises(ValueError, match="vocabulary"):
+            backward(model, [[1, 13]])
+        for hopeless in ([], [[1], [2]]):
+            with pytest.raises(ValueError, match="none of the labels"):
+                backward(model, hopeless)
+        if comm.size > 1:
+            with pytest.raises(sp.CollectiveMismatch, match="backward"):
+                backward(model, [[1, comm.rank]])
+        assert backward(model, [[1, 2]]) > 0
+
+
+SMALL = Setting(
+    steps=4,
+    every=2,
+    shortest=3,
+    longest=9,
+    perturbed=2,
+    warmup=1,
+    model={
+        "vocab_size": 256,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 2,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rank has done."""
+    folder = tmp_path_factory.mktemp("alone")
+    for dtype in ("float64", "float32"):
+        run_threads(1, lambda comm, dtype=dtype: run_alone(comm, dtype, SMALL, folder, lambda *_: None))
+    return folder
+
+
+def judged(place: Place, dtype: str, alone: Path) -> list[str]:
+    """What is wrong with a mesh."""
+    record = run_threads(2, lambda comm: attempt(comm, place, dtype, SMALL, alone, lambda *_: None))[0]
+    return complaints(record, json.loads((alone / dtype / CURVE).read_text()))
+
+
+@pytest.mark.mpi_skip
+def test_what_is_planted_is_found_and_nothing_else(alone: Path) -> None:
+    """On every mesh of two ranks on which the fault is one."""
+    for place in places(2):
+        assert [judged(place, dtype, alone) for dtype in ("float64", "float32")] == [[], []], place
+    for fault in faults.FAULTS:
+        harmless = {"tp"} if "labels" not in fault else {"tp", "dp"}
+        for place in places(2):
+            if set(place.axes) & harmless:
+                continue
+            with faults.planted(fault):
+                found = judged(place, "float32", alone)
+            assert any(text.startswith("gradients") for text in found), (fault, place)
+            assert any(text.startswith("losses") for text in found), (fault, place)
+
+
+@pytest.mark.mpi_skip
+def test_a_fault_that_can_no_longer_be_planted_is_an_error() -> None:
+    name = "a mean of the ranks' means"
+    with faults.planted(name), pytest.raises(LookupError, match="plant the fault elsewhere"), faults.planted(name):
+        pass
+
+
+@pytest.mark.mpi_skip
+def test_a_curve_may_be_ten_times_as_far_away_as_a_perturbed_one() -> None:
+    """Where nothing has diverged yet, by ten units in the last place of the loss."""
+    unit = 2.0**-21  # of 5.0 in float32
+    curve = {"dtype": "float32", "losses": [5.0] * 4, "perturbed": [[5.0, 5.0, 5 - 8 * unit, 5.0], [5.0, 5 + 2 * unit, 5.0, 5.0]]}
+    assert allowed(curve) == [10 * unit, 20 * unit, 80 * unit, 80 * unit]
+    assert divergence([5.0 + 10 * unit] * 4, curve) == 1.0
+    assert divergence([5.0, 5.0 - 40 * unit, 5.0, 5.0], curve) == 2.0
+    assert yardstick({**curve, "losses": [5.0, 4.0, 3.0, 2.0], "perturbed": [[5.0, 4.0, 3.0, 2.0]], "worst": 1.0}) == []
+    (text,) = yardstick({**curve, "losses": [5.0, 4.0, 3.0, 2.0], "perturbed": [[5.0, 4.0, 3.0, 2.01]], "worst": 1.0})
+    assert "a lower learning rate" in text
+    (text,) = yardstick({**curve, "losses": [5.0, 2.0], "perturbed": [[5.0, 2.0]], "worst": 1.5})
+    assert text.startswith("1.5 times the bound")
+    assert divergence([5.0] * 3, curve) == divergence([float("nan")] * 4, curve) == float("inf")
+
+
+@pytest.mark.mpi_skip
+def test_every_scheme_is_on_every_number_of_ranks() -> None:
+    for ranks in (2, 3, 4):
+        names = [place.name for place in places(ranks)]
+        assert len(set(names)) == len(names)
+        assert {f"dp{ranks}", f"ring{ranks}", f"ring{ranks}_allgather_kv", f"ulysses{ranks}", f"tp{ranks}"} <= set(names)
+    assert [place.name for place in chosen([2, 4], "ulysses")[4]] == ["ulysses4", "dp2_ulysses2", "ring2_ulysses2", "ulysses2_tp2"]
+    for wrong in ({"steps": 0}, {"shortest": 1}, {"longest": 3}):
+        with pytest.raises(SettingError, match="pass at least"):
+            Setting(**wrong)
+    with pytest.raises(SettingError, match="no mesh"):
+        chosen([1, 2], "hybrid")
+
+
+WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
+    "one rank only": ("one rank is always run", ("--ranks", "1")),
+    "no numbers": ("not a list of numbers", ("--ranks", "two")),
+    "no such mesh": ("no mesh", ("--only", "pp")),
+    "no steps": ("steps=0", ("--steps", "0")),
+    "nothing to go on with": ("leave --resume out", ("--resume",)),
+    "a folder of something else": ("something else than an earlier run", ()),
+}
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize("what", sorted(WRONG))
+def test_options_that_cannot_be_run_are_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is in the folder stays."""
+    text, options = WRONG[what]
+    (tmp_path / "notes").write_text("mine")
+    assert main([*options, "--out", str(tmp_path), "--results", str(tmp_path)]) == 2
+    assert text in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
