@@ -71,6 +71,14 @@ def test_every_mesh_makes_and_saves_the_same_model(comm: Any, way: str, tmp_path
         assert not any(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True) if x.dim() > 1)
 
 
+@spmd(2)
+def test_layers_that_are_split_over_stages_are_not_saved(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with sp.Mesh(comm, pp=2) as mesh, pytest.raises(sp.CheckpointError, match=r"rank 0: .*2 stages.*without pp"):
+        save(create(Case((4, 2)).config, mesh), folder / "staged")
+    assert not contents(folder)
+
+
 @spmd(1, 3)
 def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
     folder = shared(comm, tmp_path)

@@ -40,7 +40,7 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
         Over the tensor ranks one all-gather of each weight; over all ranks two agreements, and one for each file.
 
     Raises:
-        CheckpointError: something is there already, or the folder cannot be written.
+        CheckpointError: something is there already, the folder cannot be written, or the layers are split over stages.
         CollectiveMismatch: ranks that save differently. Both on every rank.
     """
     target, everyone = Path(folder), model.grid.everyone
@@ -54,7 +54,7 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
         )
 
     try:
-        on_first(partial(_begin, target, draft))
+        on_first(partial(_begin, model.grid.stages.size, target, draft))
         for file, weights in files.items():
             tensors = {name: gathered(weight, model.grid.tensor).cpu().contiguous() for name, weight in weights.items()}
             on_first(partial(_write, tensors, draft / file))
@@ -106,7 +106,9 @@ def _attempt(write: Callable[[], None], target: Path) -> int:
     return 0
 
 
-def _begin(target: Path, draft: Path) -> None:
+def _begin(stages: int, target: Path, draft: Path) -> None:
+    if stages > 1:
+        raise CheckpointError(f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is no empty folder. Delete it, or save under another name.")
     draft.mkdir(parents=True)
