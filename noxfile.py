@@ -85,8 +85,8 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def balance(session: nox.Session) -> None:
-    """Unequal sequences by policy: planned, counted, timed; and a pipeline's bubble. Arguments go to it; `--mpi mpich` is read here."""
-    _program(session, "benchmarks.balance", ".[bench,llama]")
+    """Unequal sequences by policy, and a pipeline's bubble. Arguments go to it; `--mpi mpich` is read here."""
+    _program(session, "benchmarks.balance", ".[bench]")
 
 
 @nox.session

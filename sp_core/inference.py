@@ -19,14 +19,14 @@ from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
-from sp_core.llama.model import Llama, check_ranks
+from sp_core.llama.model import Llama, check_ranks, stage_layers
 from sp_core.llama.text import Stream, Text
 from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
 from sp_core.testing import launch
 
-AXES = ("dp", "ring", "ulysses", "tp")
+AXES = ("dp", "pp", "ring", "ulysses", "tp")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 REFUSED = 2
 """The exit code where something is wrong with what was asked for."""
@@ -62,7 +62,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         if min(sizes.values()) < 1:
             raise ShapeError(f"{sizes} ranks along the axes were asked for; each needs at least 1.")
-        check_ranks(LlamaConfig.from_folder(options.model), sizes["tp"])  # before any rank is started
+        config = LlamaConfig.from_folder(options.model)
+        check_ranks(config, sizes["tp"])  # before any rank is started
+        stage_layers(config, sizes["pp"])
         defaults(options.algorithm or "auto")
     except ERRORS as error:
         return _refuse(error)
@@ -81,6 +83,7 @@ def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
     parser.add_argument("--prompt", required=True, action="append", help="text to continue; may be given several times")
     helps = {
         "dp": "replicas, which share the prompts",
+        "pp": "stages that hold the layers one after the other",
         "ring": "ranks of a ring, which share each prompt",
         "ulysses": "ranks that share each prompt by heads",
         "tp": "ranks that share the weights",

@@ -55,7 +55,7 @@ def expected(case: Case, texts: list[Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 @given(
     max_ranks=4,
-    max_examples=10,
+    max_examples=8,
     case=cases(max_layers=4),
     shapes=st.lists(st.tuples(st.integers(1, 2), st.integers(2, 7)), min_size=1, max_size=4),
     layout=st.sampled_from(sorted(LAYOUTS)),

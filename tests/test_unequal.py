@@ -26,7 +26,7 @@ def texts_of(case: Case, lengths: list[int]) -> list[list[int]]:
 
 @given(
     max_ranks=4,
-    max_examples=20,
+    max_examples=12,
     case=cases(),
     lengths=st.lists(st.integers(1, 9), max_size=5),
     policy=st.sampled_from(sorted(POLICIES)),

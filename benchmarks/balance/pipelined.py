@@ -53,8 +53,8 @@ def _sample(model: Llama, count: int, world: Intracomm) -> float:
     end = time.perf_counter()
     sums = world.allgather((start, end, _waited(stages) - waited))
     whole = max(stop for _, stop, _ in sums) - min(begin for begin, _, _ in sums)
-    waiting: float = sum(wait for *_, wait in sums)
-    return waiting / (whole * len(sums))
+    share: float = sum(wait for *_, wait in sums) / (whole * len(sums))
+    return share
 
 
 def _waited(stages: Communicator) -> float:

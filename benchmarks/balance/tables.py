@@ -17,8 +17,8 @@ BOUND = 1.05
 """What max/mean of the counted operations of a balanced policy must stay under."""
 LEGEND = (
     "max/mean over the ranks of floating-point operations: planned by the cost model, counted while computing. useful: operations\n"
-    "on the caller's tokens, over ranks x the most loaded rank. balanced is faster by: time of this policy over that of the balanced\n"
-    "one, median over the rounds with its exact interval; time is the last rank's end minus the first one's start."
+    "on the caller's tokens, over ranks x the most loaded rank. balanced is faster by: time of this policy over that of the\n"
+    "balanced one, median over the rounds with its exact interval; time is the last rank's end minus the first one's start."
 )
 
 
