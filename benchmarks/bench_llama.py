@@ -107,7 +107,7 @@ def _tokens(case: Case) -> int:
 
 
 def _sent(case: Case, rank: int) -> int:
-    """Bytes that this rank gives to the MPI library for others: sums after the embedding and twice in each layer, then the logits."""
+    """Bytes that this rank gives to the MPI library for others: a sum after the embedding, two in each layer, then the logits."""
     ranks, hidden, itemsize = case.ranks, case.shape["hidden"], case.torch_dtype.itemsize
     if ranks == 1:
         return 0
