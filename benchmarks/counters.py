@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_collectives, bench_layers, bench_schemes
+from benchmarks import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.harness.case import Build, Case, meshes
 from benchmarks.harness.ledger import CONTROL, Watched, counts_of
 from benchmarks.measure import peak_memory
@@ -25,6 +25,7 @@ SIZES = (1, 2, 3, 4)
 ELEMENTS = min(bench_collectives.ELEMENTS)
 ATTENTION = {"batch": 1, "seq": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCK = {"batch": 1, "seq": 48, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64}
+MODEL = {"layers": 2, "seq": 12, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "vocab": 48}
 SECONDS = 120.0
 Entry = dict[str, Any]
 Table = dict[str, Entry]
@@ -32,7 +33,7 @@ Table = dict[str, Entry]
 
 
 def chosen(ranks: int) -> list[tuple[Case, Build]]:
-    """The cases of the table on that number of ranks: small sizes, every scheme, layout and mask, every collective."""
+    """The cases of the table on that number of ranks: small sizes, every scheme, layout and mask, every collective, a LLaMA."""
     collectives = [case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS]
     attention = bench_schemes.cases(ranks, shape=ATTENTION)
     layers = bench_layers.cases(ranks, shape=BLOCK)
@@ -40,6 +41,7 @@ def chosen(ranks: int) -> list[tuple[Case, Build]]:
         *((case, bench_collectives.build) for case in collectives),
         *((case, bench_schemes.build) for case in attention if case.direction == "both" or case.quick),
         *((case, bench_layers.build) for case in layers if case.direction == "both"),
+        *((case, bench_llama.build) for case in bench_llama.cases(ranks, shape=MODEL) if case.algorithm == bench_llama.LIBRARY),
     ]
 
 

@@ -16,7 +16,7 @@ from test_records import GOOD, changed
 from test_scaling import mpi_environment
 
 import sp_core as sp
-from benchmarks import bench_collectives, bench_layers, bench_schemes, launching, record, records
+from benchmarks import bench_collectives, bench_layers, bench_llama, bench_schemes, launching, record, records
 from benchmarks.harness import launches
 from benchmarks.harness.derived import derive
 from benchmarks.harness.outcome import meet
@@ -86,7 +86,7 @@ def test_every_collective_algorithm_and_scheme_of_the_library_is_timed(monkeypat
 
 def test_ids_are_unique_and_fit_the_schema() -> None:
     for ranks in (1, 2, 3, 4, 6):
-        cases = [case for suite in (bench_collectives, bench_schemes, bench_layers) for case in suite.cases(ranks)]
+        cases = [case for suite in (bench_collectives, bench_schemes, bench_layers, bench_llama) for case in suite.cases(ranks)]
         assert len({case.id for case in cases}) == len(cases)
         for case in cases:
             records.validate({**GOOD, **launches.NOTHING, "case": case.as_dict(), "status": "missing", "reason": "none"})

@@ -97,13 +97,14 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
             placement = placement_of(parameter)
             assert parameter.grad is not None
             check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
-        norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor)
-        names = [name for name in values if name not in ("logits", "loss")]
-        want, scale = (torch.cat([x[name].flatten() for name in names]).norm().reshape(1) for x in (values, scales))
-        record_ratio(
-            "llama norm",
-            check_close("norm", torch.tensor([norm], dtype=torch.float64), want, bound(scale, getattr(torch, case.dtype))),
-        )
+        check_norm(clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor), values, scales, getattr(torch, case.dtype))
+
+
+def check_norm(norm: float, values: dict[str, Tensor], scales: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """The norm of all gradients before they were clipped."""
+    names = [name for name in values if name not in ("logits", "loss")]
+    want, scale = (torch.cat([x[name].flatten() for name in names]).norm().reshape(1) for x in (values, scales))
+    record_ratio("llama norm", check_close("norm", torch.tensor([norm], dtype=torch.float64), want, bound(scale, dtype)))
 
 
 def split(model: Llama) -> tuple[tuple[range, ...], ...]:

@@ -23,7 +23,7 @@ class Case:
     """One thing to measure, on one number of ranks.
 
     Args:
-        layer: the suite: "collectives", "schemes" or "layers".
+        layer: the suite: "collectives", "schemes", "layers" or "llama".
         scheme: what is called.
         mesh: size of each axis; the product is P.
         shape: sizes of the whole problem, the same for every P.
@@ -132,4 +132,6 @@ class Training:
 def meshes(case: Case, world: Any, device: torch.device) -> Mesh:
     """The mesh of a case, in which only schemes and layers compare their arguments."""
     axes: dict[str, Any] = dict(case.mesh)  # of numbers, which mypy takes for any of the options
+    if case.algorithm is not None and case.layer != "collectives":  # those are called with theirs
+        axes["algorithm"] = case.algorithm
     return Mesh(world, device=device, transport=case.transport, check="off", **axes)

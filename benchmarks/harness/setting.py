@@ -12,7 +12,7 @@ from benchmarks.records import SCHEMA_VERSION
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 MEASURING = ("harness/*.py", "bench_*.py", "measure.py", "ranks.py", "machine.py")
-LAYERS = ("collectives", "schemes", "layers")
+LAYERS = ("collectives", "schemes", "layers", "llama")
 NO_COMMIT: dict[str, Any] = {"sha": None, "merge_base": None, "branch": None, "dirty": None}
 
 
