@@ -21,9 +21,6 @@ from sp_core.mesh import Mesh
 from sp_core.sharding import Sharding
 from sp_core.testing.tolerance import bound, error_ratio
 
-BETAS = (0.9, 0.95)
-"""Of AdamW, as usual for language models; with a longer memory of squares single steps are too large, and all differences grow."""
-
 Told = Callable[[str, int, int], None]
 """Called with what is going on, and how much of how much is done."""
 
@@ -32,7 +29,7 @@ def trained(
     model: Llama, setting: Setting, *, layout: Layout = Sharding.zigzag, before: Callable[[int], None] = lambda step: None
 ) -> list[Step]:
     """Train a model; `before` is called before every step and at the end."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, betas=BETAS, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, fused=True)
     seen = []
     for step in range(setting.steps):
         before(step)
