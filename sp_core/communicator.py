@@ -34,7 +34,8 @@ class Count:
     `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
     payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
     by one. In the memory that the ranks of a node share nothing is sent: there `messages` are the regions that this rank has read
-    from others' memory, and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has used, outside the MPI library.
+    from others' memory, and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has used, outside
+    the MPI library.
     """
 
     calls: int = 0

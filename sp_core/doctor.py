@@ -246,8 +246,7 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
         fallback = _gather(world, kind, name)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the doctor was asked for
         problem = f"{type(error).__name__}: {error}"
-    problems = [text for text in world.allgather(problem) if text]
-    subject = f"transport {name}"
+    problems, subject = [text for text in world.allgather(problem) if text], f"transport {name}"
     if problems:
         remedy = f"it is not usable here: pass another transport of {NAMES[kind]}, or another device; please report what you see"
         return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
@@ -257,7 +256,7 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
 
 
 def _gather(world: Intracomm, kind: str, name: str) -> str:
-    """Raise what is wrong; why shared memory was asked for and is not used, else nothing."""
+    """Why shared memory was asked for and is not used, if so."""
     device = torch.device(kind, world.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)

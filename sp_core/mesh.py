@@ -33,8 +33,8 @@ class Mesh:
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", or a name of `sp_core.transport.NAMES`; "window" shares memory among ranks of one machine, and does without
-            (`Communicator.no_window` says why) where it cannot.
+        transport: "auto", or a name of `sp_core.transport.NAMES`; "window" shares memory among ranks of one machine, and does
+            without where it cannot (`Communicator.no_window` says why).
         check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
         algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
             collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.

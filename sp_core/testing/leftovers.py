@@ -1,7 +1,7 @@
 """Files that an MPI library makes in shared memory, and leaves there when its ranks are killed.
 
-Source: MPICH 5.0 keeps `mpich_shm_*` until its finalization, and UCX inside it `ucx_shm_posix_*`; Open MPI 5.0 `sm_segment.*`, which
-its daemon removes unless it is killed.
+Source: MPICH 5.0 keeps `mpich_shm_*` until its finalization, and UCX inside it `ucx_shm_posix_*`; Open MPI 5.0 `sm_segment.*`,
+which its daemon removes unless it is killed.
 """
 
 from __future__ import annotations
