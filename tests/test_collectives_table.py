@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.collectives_table import __main__ as program
 from benchmarks.collectives_table import regret, rows, tables
 from benchmarks.collectives_table.contestants import CONTESTANTS, error_of
 from benchmarks.collectives_table.rows import KIB, MIB, ROWS, Row, needed
@@ -131,3 +133,18 @@ def test_what_is_shown() -> None:
     assert "reached" in shown
     assert "median regret 50.0%" in shown
     assert "all_reduce" in shown
+
+
+@pytest.mark.parametrize(("kind", "tuned"), [("default", False), ("tuned", True)])
+def test_a_launch_has_its_own_environment(kind: str, tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that yields while it waits is no fair opponent where every rank has a core."""
+    monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "true")
+    monkeypatch.setattr(program, "cores", lambda: 2)
+    before = dict(os.environ)
+    with program._environment(kind):
+        assert ("GLIBC_TUNABLES" in os.environ) == tuned
+        assert "OMPI_MCA_mpi_yield_when_idle" not in os.environ
+    assert dict(os.environ) == before
+    monkeypatch.setattr(program, "cores", lambda: 1)
+    with program._environment(kind):
+        assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "true"

@@ -20,12 +20,16 @@ from typing import Any
 
 from benchmarks.collectives_table import tables
 from benchmarks.launching import ROOT, commit
+from sp_core.machine import cores
 from sp_core.testing import launch
 
 SCHEMA_VERSION = 1
 RANKS = 2
 KINDS = ("default", "tuned", "regret")
 TUNABLES = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
+YIELDS = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
+"""What lets ranks share cores; where each has one of its own it makes a library's large messages several times slower."""
+
 FOLDER = ROOT / "benchmarks" / "results"
 WIDTH = 150
 
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_once(kind: str, timeout: float) -> dict[str, Any]:
     """Start the ranks, wait for their end, and read their record."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sp_core-collectives-") as name, contextlib.chdir(ROOT), _tuned(kind):
+    with tempfile.TemporaryDirectory(prefix="sp_core-collectives-") as name, contextlib.chdir(ROOT), _environment(kind):
         code = launch.run(
             RANKS, ["python", "-m", "mpi4py", "-m", "benchmarks.collectives_table.worker", name, kind], timeout=timeout
         )
@@ -78,17 +82,21 @@ def run_once(kind: str, timeout: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _tuned(kind: str) -> Iterator[None]:
-    """The C library keeps memory that it is given back, in the processes that start meanwhile."""
-    before = os.environ.get("GLIBC_TUNABLES")
+def _environment(kind: str) -> Iterator[None]:
+    """That of the processes that start meanwhile; as it was afterwards."""
+    before = dict(os.environ)
+    if cores() >= RANKS:
+        for name in YIELDS:
+            os.environ.pop(name, None)
     if kind == "tuned":
-        os.environ["GLIBC_TUNABLES"] = TUNABLES
+        os.environ["GLIBC_TUNABLES"] = TUNABLES  # the C library keeps memory that it is given back
     try:
         yield
     finally:
-        os.environ.pop("GLIBC_TUNABLES", None)
-        if before is not None:
-            os.environ["GLIBC_TUNABLES"] = before
+        for name in (*YIELDS, "GLIBC_TUNABLES"):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def _write(folder: Path, document: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 FITTED = (*measuring.SIZES, 4**14)  # 64 bytes to 256 MiB, each four times the one before
-JUDGED = tuple(2**place for place in range(6, 29))  # and those between, at which nothing was fitted
-SHARE = 0.12  # seconds for each size and collective, where three times this many rounds do not take longer
+JUDGED = (*(2**place for place in range(6, 25)), 4**13, 4**14)  # and those between up to 16 MiB, at which nothing was fitted
+SHARE = 0.08  # seconds for each size and collective, where the least number of rounds does not take longer
 LEAST_ROUNDS = 6
 MEDIAN, WORST, MICROSECONDS = 0.05, 0.15, 2.0  # what must be reached: median and 95th percentile, the latter or that little
 

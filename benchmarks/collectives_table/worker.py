@@ -41,7 +41,7 @@ class WrongResult(RuntimeError):
 def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: list[str]) -> dict[str, Any]:
     """Check and time contestants."""
     count = nbytes // 4 // (world.size if op == "all_gather" else 1)
-    x = torch.randn(count, generator=torch.Generator().manual_seed(world.rank))
+    x = torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).bfloat16().float()  # what bf16 is given too
     field = Field(world, mesh, op, x)
     runners: dict[str, Runner] = {}
     for name in names:
