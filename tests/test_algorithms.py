@@ -19,6 +19,7 @@ from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
 from sp_core.testing.fake_device import DelayedStreams
 from sp_core.testing.schedule_cases import NAMES, SUMS, Vectors, pieces, vectors
 from sp_core.transport.host import HostTransport
+from sp_core.transport.link import LinkModel
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
 SEGMENT_BYTES = 24
@@ -26,6 +27,7 @@ TRANSPORTS: dict[str, Callable[[sp.Communicator], Any]] = {
     "host": lambda comm: HostTransport(comm._comm),
     "host in parts": lambda comm: HostTransport(comm._comm, max_count=3),
     "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
+    "link": lambda comm: LinkModel(2e-5, 1e8).over(HostTransport(comm._comm)),
     "pipelined": lambda comm: PipelinedTransport(HostTransport(comm._comm), DelayedStreams(), comm.size, chunk_bytes=64),
 }
 BINARY = ("recursive_doubling", "rabenseifner", "binomial")
