@@ -109,6 +109,15 @@ def bench_selftest(session: nox.Session) -> None:
 
 
 @nox.session
+def netlab(session: nox.Session) -> None:
+    """Algorithms and overlap over an emulated network, MPICH and then Open MPI; needs root. Arguments go to it, but `--mpi`."""
+    mpi, arguments = _choose_mpi(session)
+    for chosen in (mpi,) if "--mpi" in session.posargs else MPIS[::-1]:
+        _install(session, chosen, "-e", ".[test,bench]")
+        session.run("python", "-m", "benchmarks.netlab", *arguments, env=_environment(chosen))
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Tables and plots of benchmark records: `-- RECORDS.jsonl... [--compare RESULT.json] [--trace TRACE.json] [--out DIR]`."""
     _install(session, MPIS[0], "-e", ".[bench]")

@@ -26,6 +26,7 @@ from sp_core.schedules import (
     show,
     verify,
 )
+from sp_core.schedules.rewriting import AHEAD
 from sp_core.testing.schedule_cases import NAMES, pieces, schedule
 
 
@@ -57,6 +58,23 @@ def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: 
     inputs = [torch.randint(-9, 9, (sum(send),), generator=random) for send in made.send]
     for rank, result in enumerate(replay(made, inputs)):
         assert torch.equal(result, definition(made, inputs, rank))
+
+
+@given(data=st.data(), case=st.sampled_from(NAMES), in_place=st.booleans())
+def test_no_step_writes_to_what_is_still_being_sent(data: st.DataObject, case: tuple[str, str], in_place: bool) -> None:
+    """And sends are waited for no earlier than needed, but after a few steps in any case."""
+
+    def places(region: Region) -> set[tuple[str, int]]:
+        name = "user" if in_place and region.buffer != Buffer.TMP else region.buffer.value
+        return {(name, k) for k in range(region.start, region.stop)}
+
+    for made in data.draw(schedules(*case, 5)).programs:
+        written = [set().union(*(places(part) for part in (*(m.region for m in s.receives), *(c.into for c in s.then)))) for s in made.steps]
+        for number, (step, first) in enumerate(zip(made.steps, made.rewritten_in_place if in_place else made.rewritten, strict=True)):
+            sent = set().union(*(places(message.region) for message in step.sends))
+            touched = [k for k in range(number, len(written)) if sent & written[k]]
+            assert min(touched, default=first) >= first
+            assert first in touched or first == min(number + AHEAD, len(written))
 
 
 def definition(made: Schedule, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:

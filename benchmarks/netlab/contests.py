@@ -14,9 +14,9 @@ import sp_core as sp
 from benchmarks.netlab.setting import Setting
 from sp_core.collectives.plans import plan
 from sp_core.schedules import ALGORITHMS
-from sp_core.schemes.problem import agree
+from sp_core.schemes.problem import Problem
 from sp_core.schemes.travel import circulate
-from sp_core.transport import Done, LinkModel, Messages
+from sp_core.transport import Done, Handle, HostTransport, LinkModel, Messages
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -101,26 +101,24 @@ class Stream:
         self._end.sendall(b".")
 
 
-class _Nowhere:
+class _Nowhere(HostTransport):
     """A transport in which every message is complete at once and brings nothing."""
 
-    name = "nowhere"
-
-    def exchange(self, sends: Messages, recvs: Messages) -> Done:
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         return Done()
 
 
-def overlaps(mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
+def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
     """Ring attention; the same without its messages; its messages without the rest."""
     torch.manual_seed(mesh.rank)
     q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM) for _ in range(3))
     sharding = sp.Sharding.contiguous(TOKENS * mesh.size, mesh.size)
     comm, silent = mesh["hosts", "ranks"], idle["hosts", "ranks"]
-    problem = agree("netlab", q, k, v, comm=comm, sharding=sharding)
+    problem = Problem(comm, sharding, sharding, sp.Mask(), 1.0)
     result = sp.ring_attention(q, k, v, comm=comm, sharding=sharding)
     reference = sp.allgather_kv_attention(q, k, v, comm=comm, sharding=sharding)
     torch.testing.assert_close(result, reference)
-    silent.transport = _Nowhere()  # type: ignore[assignment]  # ring attention asks it for nothing else
+    silent.transport = _Nowhere(world)
     return {
         "both": partial(sp.ring_attention, q, k, v, comm=comm, sharding=sharding),
         "compute": partial(sp.ring_attention, q, k, v, comm=silent, sharding=sharding),

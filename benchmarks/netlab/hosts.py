@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -107,7 +108,7 @@ def remove(prefix: str) -> None:
 def namespaces(prefix: str) -> list[str]:
     """The namespaces whose names are a prefix and what `Plan` puts after it."""
     names = [line.split()[0] for line in _said("ip", "netns", "list").splitlines() if line.strip()]
-    return sorted(name for name in names if name.startswith(prefix) and (name[len(prefix) :] == "sw" or name[len(prefix)] == "h"))
+    return sorted(name for name in names if re.fullmatch(rf"{prefix}(sw|h\d+)", name))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ does, which is when whoever started it has ended, however that came about. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -117,7 +118,8 @@ def main(arguments: Sequence[str]) -> None:
     named = [host.split("=") for host in hosts]
     ports = [open_tun(name) for name, _ in named]
     ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # nanoseconds that the kernel may be late
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a wire does not wait for a core
+    with contextlib.suppress(PermissionError):  # root of a container may lack it
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a wire does not wait for a core
     switch = Switch(Wires(float(rate) / 8, float(delay)), ports, [socket.inet_aton(address) for _, address in named])
     print("ready", flush=True)
     switch.run(until=sys.stdin.fileno())

@@ -40,10 +40,11 @@ def run(setting: Setting, world: Intracomm) -> dict[str, Any]:
         if setting.kind == "check":
             return {"checked": check_all(mesh["hosts", "ranks"], library=not setting.modelled)}
         with sp.Mesh(world, check="off", **axes) as idle:
-            steps = contests.all_reduces(setting, quick) if setting.kind == "all_reduce" else contests.overlaps(quick, idle)
-            if not setting.modelled:
-                steps = {STREAM: contests.Stream(world, _address(world)), **steps}
-            return {"seconds": rounds(setting, world, steps)}
+            steps = contests.all_reduces(setting, quick) if setting.kind == "all_reduce" else contests.overlaps(world, quick, idle)
+            if setting.modelled:
+                modelled = [contests.STREAM_BYTES * 8 / setting.wire.rate] * setting.rounds
+                return {"seconds": {STREAM: modelled, **rounds(setting, world, steps)}}
+            return {"seconds": rounds(setting, world, {STREAM: contests.Stream(world, _address(world)), **steps})}
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
