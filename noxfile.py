@@ -145,6 +145,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     scripts = [ROOT / ".ci" / "run", *sorted((ROOT / "ci").rglob("*.sh")), *sorted((ROOT / "ci").rglob("*.sbatch"))]
+    scripts += sorted((ROOT / "benchmarks").rglob("*.sh"))
     session.run("shellcheck", *(str(script.relative_to(ROOT)) for script in scripts))
     session.notify("workflows")
 

@@ -1,8 +1,8 @@
 """Collectives and ring attention over an emulated network: hosts are network namespaces, their links are shaped.
 
-Every algorithm is checked across hosts, then what is required on slow links is measured. As root it needs `ip` and `tc`; without root it uses
-a model of the link inside the transport, and says so. Exit code: 0 if all results were right, whatever the times; 1 if one was wrong
-or a launch failed; 2 for options that cannot be run.
+Every algorithm is checked across hosts, then what is required on slow links is measured. As root it needs `ip` and `tc`; without root
+it uses a model of the link inside the transport, and says so. Exit code: 0 if all results were right, whatever the times; 1 if one was
+wrong or a launch failed; 2 for options that cannot be run.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def table(found: Sequence[Row], *, judged: bool) -> Any:
     from rich import box
     from rich.table import Table
 
-    shown = Table(box=box.SIMPLE_HEAD, title="over the link" if judged else "over the link (required of MPICH)", title_justify="left")
+    title = "over the link" if judged else "over the link (required of MPICH)"
+    shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in ("", "median [interval]", "must be", "mark"):
         shown.add_column(column, justify="left" if column in ("", "mark") else "right", overflow="fold")
     for row in found:

@@ -54,15 +54,24 @@ def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
 def _all_reduce(name: str, x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor] | None:
     everyone = mesh["hosts", "ranks"]
     if name == BY_AXES:
-        return partial(_by_axes, x, mesh)
+        return _by_axes(x, mesh)
     algorithm = "mpi" if name == LIBRARY else name
     return plan("all_reduce", x, comm=everyone, algorithm=algorithm).run if algorithm in ALGORITHMS["all_reduce"] else None
 
 
-def _by_axes(x: Tensor, mesh: sp.Mesh) -> Tensor:
-    """Hierarchy from parts: each rank of a host sums its part over the host, then over the hosts, and the host gathers the parts."""
-    part = sp.reduce_scatter(x, comm=mesh["ranks"])
-    return sp.all_gather(sp.all_reduce(part, comm=mesh["hosts"], algorithm="segmented_ring"), comm=mesh["ranks"])
+def _by_axes(x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor]:
+    """Hierarchy by hand: each rank of a host sums a part over the host, then over the hosts; the host gathers the parts."""
+    inside, between = mesh["ranks"], mesh["hosts"]
+    parted = plan("reduce_scatter", x, comm=inside, algorithm="pairwise")
+    summed = plan("all_reduce", parted.run(), comm=between, algorithm="segmented_ring")
+    gathered = plan("all_gather", summed.run(), comm=inside)
+
+    def step() -> Tensor:
+        parted.run()
+        summed.run()
+        return gathered.run()
+
+    return step
 
 
 def check(what: str, got: object, expected: Tensor) -> None:

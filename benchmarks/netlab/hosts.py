@@ -1,7 +1,7 @@
 """Brings emulated hosts up, and takes them down whatever happens.
 
-A cluster has a folder that is locked as long as its maker lives. The next start takes a folder that nobody holds any more for what a
-killed run has left, and removes its namespaces; those of others it does not touch, because it does not know them.
+A cluster has a folder that is locked as long as its maker lives. The next start takes a folder that nobody holds any more for what
+a killed run has left, and removes its namespaces; those of others it does not touch, because it does not know them.
 """
 
 from __future__ import annotations

@@ -58,6 +58,5 @@ def _openmpi(agent: Path, slots: list[str]) -> Across:
         "osc": "^ucx",
         "mpi_yield_when_idle": "true",
     }
-    return Across(
-        (*prte, "--host", ",".join(slots), "--map-by", "slot:oversubscribe"), {f"OMPI_MCA_{name}": value for name, value in mca.items()}
-    )
+    arguments = (*prte, "--host", ",".join(slots), "--map-by", "slot:oversubscribe")
+    return Across(arguments, {f"OMPI_MCA_{name}": value for name, value in mca.items()})

@@ -19,7 +19,7 @@ class Setting:
         hosts, per_host: how many hosts, and ranks on each.
         link: of each host, as `Link.parse` takes it.
         nbytes: of the vector, float32.
-        contestants: algorithms of an all-reduce; "library" is the MPI library's own, "by axes" a sum within hosts, between them, and back.
+        contestants: algorithms of an all-reduce; "library" is the MPI library's own, "by axes" a hierarchy made by hand.
         rounds: samples of each contestant.
         modelled: whether the link is a model inside the transport, on one machine.
     """

@@ -2,8 +2,8 @@
 
 It makes one TUN device for each NAME, says "ready", and forwards what is sent to an ADDRESS. A packet of n bits leaves its host
 when the packets before it have left and n / RATE seconds have passed, is under way for DELAY seconds, and keeps the receiver's
-link busy from its first bit to its last. The kernel's netem would do this, and is not in every kernel. It ends when its standard input
-does, which is when whoever started it has ended, however that came about. Nothing but the standard library is imported.
+link busy from its first bit to its last. The kernel's netem would do this, and is not in every kernel. It ends when its standard
+input does, which is when whoever started it has ended, however that came about. Nothing but the standard library is imported.
 """
 
 from __future__ import annotations

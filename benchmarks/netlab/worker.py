@@ -9,6 +9,7 @@ import gc
 import json
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +31,21 @@ STREAM = "stream"
 
 def run(setting: Setting, world: Intracomm) -> dict[str, Any]:
     """What the setting asks for; the same on every rank."""
-    axes = {"hosts": setting.hosts, "ranks": setting.per_host}
+    make = partial(sp.Mesh, world, hosts=setting.hosts, ranks=setting.per_host)
     carrier = contests.transport(setting)
     usual = "ring" if setting.modelled else "auto"  # the model carries no collective of the library
     with (
-        sp.Mesh(world, transport=carrier, **axes) as mesh,
-        sp.Mesh(world, check="off", transport=carrier, algorithm=usual, **axes) as quick,
+        make(transport=carrier) as mesh,
+        make(check="off", transport=carrier, algorithm=usual) as quick,
+        make(check="off") as idle,
     ):
         if setting.kind == "check":
             return {"checked": check_all(mesh["hosts", "ranks"], library=not setting.modelled)}
-        with sp.Mesh(world, check="off", **axes) as idle:
-            steps = contests.all_reduces(setting, quick) if setting.kind == "all_reduce" else contests.overlaps(world, quick, idle)
-            if setting.modelled:
-                modelled = [contests.STREAM_BYTES * 8 / setting.wire.rate] * setting.rounds
-                return {"seconds": {STREAM: modelled, **rounds(setting, world, steps)}}
-            return {"seconds": rounds(setting, world, {STREAM: contests.Stream(world, _address(world)), **steps})}
+        steps = contests.all_reduces(setting, quick) if setting.kind == "all_reduce" else contests.overlaps(world, quick, idle)
+        if setting.modelled:
+            stream = [contests.STREAM_BYTES * 8 / setting.wire.rate] * setting.rounds
+            return {"seconds": {STREAM: stream, **rounds(setting, world, steps)}}
+        return {"seconds": rounds(setting, world, {STREAM: contests.Stream(world, _address(world)), **steps})}
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:

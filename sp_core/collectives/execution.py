@@ -128,6 +128,7 @@ class Running:
         while self._under_way:
             handle, work = self._under_way[0]
             if not handle.test():
+                self._have_left(self._posted)  # a transport may need to be asked before it sends
                 return False
             for item in work:
                 item()
@@ -199,10 +200,14 @@ def _all_messages(program: Program, memory: Memory) -> tuple[Messages, Messages]
 
 
 def _rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
-    """By step, the first one before which its sends must have left; the step itself where IN and OUT overlap in an unforeseen way."""
-    if send is None or recv is None or send.data_ptr() + send.nbytes <= recv.data_ptr() or recv.data_ptr() + recv.nbytes <= send.data_ptr():
+    """By step, the first one before which its sends must have left; the step itself where IN and OUT overlap in part."""
+    if send is None or recv is None or not _overlap(send, recv):
         return program.rewritten
     return program.rewritten_in_place if send.data_ptr() == recv.data_ptr() else range(len(program.steps))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
 def _bound(

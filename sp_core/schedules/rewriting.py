@@ -19,14 +19,15 @@ AHEAD = 8
 
 
 def rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
-    """For each step the first one, itself or later, before which its sends must have left.
+    """For each step the first one, itself or later, before which its sends must have left; for the last step itself.
 
     Args:
         steps: of a program.
         in_place: whether OUT is the same memory as IN.
     """
     written = [[*(message.region for message in step.receives), *(combine.into for combine in step.then)] for step in steps]
-    return tuple(_first([message.region for message in step.sends], written, place, in_place) for place, step in enumerate(steps))
+    early = [_first([message.region for message in step.sends], written, place, in_place) for place, step in enumerate(steps[:-1])]
+    return (*early, *([len(steps) - 1] if steps else []))
 
 
 def _first(sent: Sequence[Region], written: Sequence[Sequence[Region]], place: int, in_place: bool) -> int:

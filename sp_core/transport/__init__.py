@@ -18,7 +18,20 @@ from sp_core.transport.transfer import Op, Transfer
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NAMES", "Bound", "Done", "Handle", "HostTransport", "LinkModel", "Messages", "Op", "Transfer", "Transport", "make_transport", "wait"]
+__all__ = [
+    "NAMES",
+    "Bound",
+    "Done",
+    "Handle",
+    "HostTransport",
+    "LinkModel",
+    "Messages",
+    "Op",
+    "Transfer",
+    "Transport",
+    "make_transport",
+    "wait",
+]
 
 NAMES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
 """Transports by kind of device, the one that "auto" takes first."""

@@ -3,9 +3,9 @@
     sender    posted at t, its wire idle at o:      leaves    L = max(t, o) + n / rate
     receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n / rate
 
-A wire carries one message after the other, in each direction. Every message is preceded by a small one with L; the receiver holds back
-what has come too early. All ranks must read one clock, so this is for processes or threads of one machine. What the MPI library does
-inside a collective cannot be seen here and is refused.
+A wire carries one message after the other, in each direction. Every message is preceded by a small one with L; the receiver holds
+back what has come too early. All ranks must read one clock, so this is for processes or threads of one machine. What the MPI library
+does inside a collective cannot be seen here and is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LinkModel:
 
     def __init__(self, latency: float, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
         if latency < 0 or not rate > 0:
-            raise ValueError(f"a link of latency={latency} s and rate={rate} bytes/s was given; pass a latency >= 0 and a rate > 0.")
+            raise ValueError(f"latency={latency} s and rate={rate} bytes/s were given; pass a latency >= 0 and a rate > 0.")
         self.latency, self.rate, self.clock = latency, rate, clock
         self._out = self._into = 0.0
 
