@@ -67,8 +67,7 @@ def test_senders_share_the_wire_of_their_receiver(sizes: list[int]) -> None:
     clock = Clock()
     into = sender(clock)
     arrivals = [into.arrives(sender(clock).leaves(n), n) for n in sizes]
-    last = max(sizes) / RATE + LATENCY
-    assert max(last, sum(sizes) / RATE) - 1e-9 <= max(arrivals) - 100 <= sum(sizes) / RATE + LATENCY + 1e-9
+    assert max(arrivals) == pytest.approx(100 + LATENCY + sum(sizes) / RATE, abs=1e-9)
 
 
 def test_an_idle_wire_forgets() -> None:
