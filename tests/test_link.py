@@ -99,7 +99,7 @@ def test_a_mesh_over_slow_links_has_the_same_sums(comm: Any, count: int, algorit
     assert torch.equal(total, torch.arange(count) * comm.size + comm.size * (comm.size - 1) // 2)
 
 
-@spmd
+@spmd()
 def test_what_the_model_cannot_see_is_refused_on_every_rank(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size, transport=LinkModel(1e-4, 1e7)) as mesh:
         with pytest.raises(sp.DeviceError, match=r"carries messages only.*algorithm='ring'"):

@@ -40,7 +40,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Commands:
     [("1gbit", Link(1e9)), ("100mbit,1ms", Link(1e8, 1e-3)), ("2.5gbit,50us", Link(2.5e9, 5e-5)), ("64kbit,1s", Link(6.4e4, 1.0))],
 )
 def test_a_link_is_read(text: str, link: Link) -> None:
-    assert Link.parse(text) == link
+    found = Link.parse(text)
+    assert (found.rate, found.delay) == pytest.approx((link.rate, link.delay))
 
 
 @pytest.mark.parametrize("text", ["", "1", "gbit", "1gbit,", "1gbit,1", "1 gbit", "-1gbit", "1gbit,1ms,2ms", "0gbit", "1..2gbit"])

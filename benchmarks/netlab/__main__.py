@@ -1,8 +1,8 @@
 """Collectives and ring attention over an emulated network: hosts are network namespaces, their links are shaped.
 
-Every algorithm is checked across hosts, then what is required on slow links is measured. As root it needs `ip` and `tc`; without root
-it uses a model of the link inside the transport, and says so. Exit code: 0 if all results were right, whatever the times; 1 if one was
-wrong or a launch failed; 2 for options that cannot be run.
+Every algorithm is checked across hosts, then what is required on slow links is measured. As root it needs `ip` and `tc`; without
+root it uses a model of the link inside the transport, and says so. Exit code: 0 if all results were right, whatever the times;
+1 if one was wrong or a launch failed; 2 for options that cannot be run.
 """
 
 from __future__ import annotations

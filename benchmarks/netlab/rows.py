@@ -90,8 +90,8 @@ def _each(seconds: Seconds | None, value: Callable[[Of], float]) -> Ratio | None
     """A value of every round, as median and interval; None where something for it was not measured."""
     if not seconds:
         return None
-    count = min(map(len, seconds.values()))
+    rounds = [dict(zip(seconds, times, strict=True)) for times in zip(*seconds.values(), strict=True)]
     try:
-        return summarized([value(lambda name, k=k: seconds[name][k]) for k in range(count)])
+        return summarized([value(times.__getitem__) for times in rounds])
     except KeyError:
         return None

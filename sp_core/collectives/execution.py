@@ -210,9 +210,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
-def _bound(
-    comm: Communicator, program: Program, memory: Memory, reduction: str, rewritten: Sequence[int]
-) -> Iterator[BoundStep]:
+def _bound(comm: Communicator, program: Program, memory: Memory, reduction: str, rewritten: Sequence[int]) -> Iterator[BoundStep]:
     for step, first in zip(program.steps, rewritten, strict=True):
         sends = [(message.peer, memory.view(message)) for message in step.sends]
         recvs = [(message.peer, memory.view(message)) for message in step.receives]

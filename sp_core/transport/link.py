@@ -4,8 +4,8 @@
     receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n / rate
 
 A wire carries one message after the other, in each direction. Every message is preceded by a small one with L; the receiver holds
-back what has come too early. All ranks must read one clock, so this is for processes or threads of one machine. What the MPI library
-does inside a collective cannot be seen here and is refused.
+back what has come too early. All ranks must read one clock, so this is for processes or threads of one machine. What the MPI
+library does inside a collective cannot be seen here and is refused.
 """
 
 from __future__ import annotations
