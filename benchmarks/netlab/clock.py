@@ -10,21 +10,18 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 LEAD_SECONDS = 0.02  # until the last rank has heard of it, over links of a few milliseconds
-SPIN_SECONDS = 5e-4
-LATE_SECONDS = 2e-4  # a rank that begins later than this spoils the sample
+LATE_SECONDS = 3e-4  # a rank that begins later than this spoils the sample
 TRIES = 30
 
 
 def begin(world: Intracomm) -> tuple[float, float]:
-    """Wait, mostly asleep, for the time that rank 0 has chosen. That time, and by how much this rank missed it.
+    """Sleep until the time that rank 0 has chosen. That time, and by how much this rank missed it.
 
-    A barrier would let ranks go a link's delay apart.
+    A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core from it.
     """
     start: float = world.bcast(time.perf_counter() + LEAD_SECONDS)
-    time.sleep(max(start - time.perf_counter() - SPIN_SECONDS, 0.0))
-    while (now := time.perf_counter()) < start:
-        pass
-    return start, now - start
+    time.sleep(max(start - time.perf_counter(), 0.0))
+    return start, time.perf_counter() - start
 
 
 def sample(world: Intracomm, step: Callable[[], object]) -> float:
