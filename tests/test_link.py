@@ -56,7 +56,9 @@ def test_one_message_after_the_other_on_a_wire(sizes: list[int]) -> None:
     """All bytes of one sender take their time, however they are cut into messages; then comes the latency, once."""
     clock = Clock()
     out, into = sender(clock), sender(clock)
-    arrivals = [into.arrives(out.leaves(n), n) for n in sizes]
+    departures = [out.leaves(n) for n in sizes]
+    assert departures[-1] == pytest.approx(100 + sum(sizes) / RATE, abs=1e-9)
+    arrivals = [into.arrives(left, n) for left, n in zip(departures, sizes, strict=True)]
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == pytest.approx(100 + sum(sizes) / RATE + LATENCY, abs=1e-9)
 

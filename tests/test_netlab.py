@@ -162,6 +162,15 @@ def test_packets_take_turns_on_a_wire(sizes: list[int]) -> None:
     assert wires.arrival(5.0, 1, 0, 100) == pytest.approx(5 + 1e-3 + 1e-6, abs=1e-9)
 
 
+@given(sizes=st.lists(st.integers(20, 16_000), min_size=1, max_size=20), one_sender=st.booleans())
+def test_a_host_has_one_wire_for_all_the_others(sizes: list[int], one_sender: bool) -> None:
+    """Packets to different hosts leave one after the other; those of different hosts come in one after the other."""
+    wires = Wires(1e8, 1e-3)
+    ends = [(0, k + 1) if one_sender else (k + 1, 0) for k in range(len(sizes))]
+    arrivals = [wires.arrival(5.0, source, dest, n) for (source, dest), n in zip(ends, sizes, strict=True)]
+    assert max(arrivals) == pytest.approx(5 + 1e-3 + sum(sizes) / 1e8, abs=1e-9)
+
+
 def test_mpis_are_started_by_the_agent_on_every_host() -> None:
     for mpi in ("mpich", "openmpi"):
         line = shlex.join(mpis.across(mpi, Path("/x/agent.sh"), ["h0", "h1"], 2).arguments)
