@@ -128,6 +128,7 @@ def test_root_without_namespaces_is_red(monkeypatch: pytest.MonkeyPatch, capsys:
         raise hosts.NetlabError("no namespaces here")
 
     monkeypatch.setattr(netlab, "check_system", refuse)
+    monkeypatch.setattr(netlab, "run_once", lambda setting, mpi: pytest.fail("ranks were started"))
     monkeypatch.setattr(netlab.os, "geteuid", lambda: 0)
     assert netlab.main([]) == 1
     assert "no namespaces here" in capsys.readouterr().out
