@@ -129,6 +129,15 @@ def bench_selftest(session: nox.Session) -> None:
 
 
 @nox.session
+def netlab(session: nox.Session) -> None:
+    """Algorithms and overlap over an emulated network, MPICH and then Open MPI; needs root. Arguments go to it, but `--mpi`."""
+    mpi, arguments = _choose_mpi(session)
+    for chosen in (mpi,) if "--mpi" in session.posargs else MPIS[::-1]:
+        _install(session, chosen, "-e", ".[test,bench]")
+        session.run("python", "-m", "benchmarks.netlab", *arguments, env=_environment(chosen))
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Tables and plots of benchmark records: `-- RECORDS.jsonl... [--compare RESULT.json] [--trace TRACE.json] [--out DIR]`."""
     _install(session, MPIS[0], "-e", ".[bench]")
@@ -156,6 +165,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     scripts = [ROOT / ".ci" / "run", *sorted((ROOT / "ci").rglob("*.sh")), *sorted((ROOT / "ci").rglob("*.sbatch"))]
+    scripts += sorted((ROOT / "benchmarks").rglob("*.sh"))
     session.run("shellcheck", *(str(script.relative_to(ROOT)) for script in scripts))
     session.notify("workflows")
 

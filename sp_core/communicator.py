@@ -15,7 +15,7 @@ from sp_core import agreement
 from sp_core.errors import RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, Messages, Op, Transfer, Window, make_transport, make_window, wait
+from sp_core.transport import Handle, LinkModel, Messages, Op, Transfer, Window, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
@@ -91,7 +91,7 @@ class Communicator:
     Args:
         comm: an mpi4py communicator that only this object sends on. It is freed by `free`.
         device: where the tensors live.
-        transport: "auto", or a name of `sp_core.transport.NAMES`.
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel`.
         check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
         name: what error messages call it.
         algorithm: what each collective uses where a call says "auto"; as in `sp_core.schedules.defaults`.
@@ -104,7 +104,7 @@ class Communicator:
         comm: Intracomm,
         *,
         device: torch.device | str = "cpu",
-        transport: str = "auto",
+        transport: str | LinkModel = "auto",
         check: Check = "agree",
         name: str = "communicator",
         algorithm: str | Mapping[str, str] = "auto",

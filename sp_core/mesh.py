@@ -18,7 +18,7 @@ from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cores, cpu_model, node_name, node_number
 from sp_core.schedules import defaults
-from sp_core.transport import NAMES
+from sp_core.transport import NAMES, LinkModel
 from sp_core.tuning import FileError, Tuning, find
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Mesh:
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", or a name of `sp_core.transport.NAMES`; "window" shares memory among ranks of one machine, and does
-            without where it cannot (`Communicator.no_window` says why).
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine; "window" shares memory
+            among ranks of one machine, and does without where it cannot (`Communicator.no_window` says why).
         check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
         algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
             collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
@@ -64,7 +64,7 @@ class Mesh:
         comm: Intracomm,
         *,
         device: torch.device | str | None = None,
-        transport: str = "auto",
+        transport: str | LinkModel = "auto",
         check: Check = "agree",
         algorithm: str | Mapping[str, str] | None = None,
         nodes: Sequence[int] | None = None,
@@ -186,6 +186,8 @@ class Mesh:
 
     def _device_problem(self) -> Exception | None:
         offered = NAMES.get(self.device.type, ())
+        if isinstance(self._transport, LinkModel) and self.device.type == "cpu":
+            return None
         if not offered or self._transport not in ("auto", *offered):
             return DeviceError(
                 f"device {str(self.device)!r} with transport {self._transport!r} was asked for; kinds of device and their "

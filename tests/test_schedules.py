@@ -26,6 +26,7 @@ from sp_core.schedules import (
     show,
     verify,
 )
+from sp_core.schedules.rewriting import AHEAD
 from sp_core.testing.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 
@@ -58,6 +59,29 @@ def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: 
     inputs = [torch.randint(-9, 9, (sum(send),), generator=random) for send in made.send]
     for rank, result in enumerate(replay(made, inputs)):
         assert torch.equal(result, definition(made, inputs, rank))
+
+
+@given(data=st.data(), case=st.sampled_from(NAMES), in_place=st.booleans())
+def test_no_step_writes_to_what_is_still_being_sent(data: st.DataObject, case: tuple[str, str], in_place: bool) -> None:
+    """And sends are waited for no earlier than needed, but after a few steps in any case."""
+
+    def places(region: Region) -> set[tuple[str, int]]:
+        name = "user" if in_place and region.buffer != Buffer.TMP else region.buffer.value
+        return {(name, k) for k in range(region.start, region.stop)}
+
+    def union(regions: list[Region]) -> set[tuple[str, int]]:
+        return set().union(*map(places, regions))
+
+    for made in data.draw(schedules(*case, 5)).programs:
+        written = [union([m.region for m in step.receives] + [c.into for c in step.then]) for step in made.steps]
+        firsts = made.rewritten_in_place if in_place else made.rewritten
+        assert len(firsts) == len(made.steps)
+        assert firsts[-1:] in ((), (len(firsts) - 1,))  # nothing comes after the last one
+        for number, (step, first) in enumerate(zip(made.steps[:-1], firsts, strict=False)):
+            sent = union([message.region for message in step.sends])
+            touched = [k for k in range(number, len(written)) if sent & written[k]]
+            assert min(touched, default=first) >= first
+            assert first in touched or first == min(number + AHEAD, len(written))
 
 
 def definition(made: Schedule, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:

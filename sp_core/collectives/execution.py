@@ -8,7 +8,7 @@ their own; so each rank posts them when it is ready, and several collectives may
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -50,6 +50,8 @@ class BoundStep:
     messages: int
     bytes_sent: int
     work: tuple[Work, ...]
+    rewritten: int
+    """The first step before which the sends must have left."""
 
 
 class BoundProgram:
@@ -82,7 +84,7 @@ class BoundProgram:
         self._block = scratch.take(self._scratch_bytes)
         memory = _memory(self._block, program, like, send, recv)
         self._sends, self._recvs = _all_messages(program, memory)
-        self.steps = list(_bound(comm, program, memory, reduction))
+        self.steps = list(_bound(comm, program, memory, reduction, _rewritten(program, send, recv)))
 
     def start(self) -> Running:
         """Begin a run. The memory must not be touched until it is complete."""
@@ -112,6 +114,7 @@ class Running:
         self._count = bound.comm.counters[bound.name]
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
+        self._leaving: list[tuple[int, Handle]] = []  # sends, and the step that has to wait for them
         self._stream = torch.cuda.current_stream(bound.device) if bound.device.type == "cuda" else None
         self._post()
 
@@ -126,28 +129,45 @@ class Running:
         return complete
 
     def _advance(self) -> bool:
+        self._post()
         while self._under_way:
             handle, work = self._under_way[0]
             if not handle.test():
+                self._have_left(self._posted)  # a transport may need to be asked before it sends
                 return False
             for item in work:
                 item()
             self._under_way.popleft()
             self._post()
-        return True
+        return self._posted == len(self._bound.steps) and self._have_left(self._posted)
 
     def _post(self) -> None:
-        """Post steps until as many are under way as may be."""
+        """Post steps until as many are under way as may be, or the next one writes to what is still being sent."""
         bound = self._bound
-        while len(self._under_way) < bound.depth and self._posted < len(bound.steps):
+        while len(self._under_way) < bound.depth and self._posted < len(bound.steps) and self._have_left(self._posted):
             step = bound.steps[self._posted]
             handle: Handle = _DONE
             if step.sends or step.recvs:
-                handle = bound.comm.transport.post(step.sends, step.recvs, self._tag)
+                handle = self._begin(step)
                 self._count.messages += step.messages
                 self._count.bytes_sent += step.bytes_sent
             self._posted += 1
             self._under_way.append((handle, step.work))
+
+    def _begin(self, step: BoundStep) -> Handle:
+        """Post the messages of a step; its sends apart, where what it receives can be worked on before they have left."""
+        transport = self._bound.comm.transport
+        if not step.sends or step.rewritten == self._posted:
+            return transport.post(step.sends, step.recvs, self._tag)
+        handle = transport.post((), step.recvs, self._tag) if step.recvs else _DONE
+        self._leaving.append((step.rewritten, transport.post(step.sends, (), self._tag)))
+        return handle
+
+    def _have_left(self, step: int) -> bool:
+        """Whether everything has left that has to before a step."""
+        if self._leaving:
+            self._leaving = [(first, handle) for first, handle in self._leaving if not handle.test()]
+        return all(first > step for first, _ in self._leaving)
 
 
 class Ready(Protocol):
@@ -200,12 +220,24 @@ def _all_messages(program: Program, memory: Memory) -> tuple[Messages, Messages]
     return sends, recvs
 
 
-def _bound(comm: Communicator, program: Program, memory: Memory, reduction: str) -> Iterator[BoundStep]:
-    for step in program.steps:
+def _rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
+    """By step, the first one before which its sends must have left; the step itself where IN and OUT overlap in part."""
+    if send is None or recv is None or not _overlap(send, recv):
+        return program.rewritten
+    return program.rewritten_in_place if send.data_ptr() == recv.data_ptr() else range(len(program.steps))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+
+
+def _bound(comm: Communicator, program: Program, memory: Memory, reduction: str, rewritten: Sequence[int]) -> Iterator[BoundStep]:
+    for step, first in zip(program.steps, rewritten, strict=True):
         sends = [(message.peer, memory.view(message)) for message in step.sends]
         recvs = [(message.peer, memory.view(message)) for message in step.receives]
         work = tuple(item for combine in step.then for item in combination(*memory.of(combine), memory.wide, reduction))
-        yield BoundStep(comm.transport.bind(sends), comm.transport.bind(recvs), len(sends), sum(x.nbytes for _, x in sends), work)
+        nbytes = sum(x.nbytes for _, x in sends)
+        yield BoundStep(comm.transport.bind(sends), comm.transport.bind(recvs), len(sends), nbytes, work, first)
 
 
 def combination(into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor] | None, reduction: str) -> Iterator[Work]:

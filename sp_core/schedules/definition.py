@@ -7,7 +7,8 @@ are complete it combines what is there:
     post step t   when step t - depth is complete and its combinations are made
     complete      all messages of the step have been sent and received; then its combinations are made, in order
 
-So with depth 1 one step follows another, and with depth 2 the messages of the next step travel while this one's are added.
+So with depth 1 one step follows another, and with depth 2 the messages of the next step travel while this one's are added. Whoever
+carries it out may combine before a step's own messages have been sent, as long as no memory is written that is still being sent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+
+from sp_core.schedules import rewriting
 
 
 class Buffer(StrEnum):
@@ -68,7 +72,7 @@ class Step:
     then: tuple[Combine, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What one rank does.
 
@@ -81,6 +85,16 @@ class Program:
     steps: tuple[Step, ...]
     scratch: int = 0
     depth: int = 1
+
+    @cached_property
+    def rewritten(self) -> tuple[int, ...]:
+        """For each step the first one before which its sends must have left, where OUT is other memory than IN."""
+        return rewriting.rewritten(self.steps, in_place=False)
+
+    @cached_property
+    def rewritten_in_place(self) -> tuple[int, ...]:
+        """The same where OUT is IN."""
+        return rewriting.rewritten(self.steps, in_place=True)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from sp_core.errors import DeviceError
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
 from sp_core.transport.device import CudaStreams
 from sp_core.transport.host import HostTransport
+from sp_core.transport.link import LinkModel
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.transfer import Op, Transfer
 from sp_core.transport.window import Operation, Window, WindowTransport, make_window
@@ -24,6 +25,7 @@ __all__ = [
     "Done",
     "Handle",
     "HostTransport",
+    "LinkModel",
     "Messages",
     "Op",
     "Operation",
@@ -39,11 +41,13 @@ NAMES = {"cpu": ("host", "window"), "cuda": ("pipelined", "staged")}
 """Transports by kind of device, the one that "auto" takes first."""
 
 
-def make_transport(name: str, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None) -> Transport:
+def make_transport(
+    name: str | LinkModel, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
+) -> Transport:
     """The transport of that name for tensors on a device.
 
     Args:
-        name: "auto", or one of `NAMES[device.type]`.
+        name: "auto", one of `NAMES[device.type]`, or on a CPU a model of a link.
         comm: an mpi4py communicator that nobody else sends on.
         device: where the tensors live.
         poll: called while waiting.
@@ -51,6 +55,8 @@ def make_transport(name: str, comm: Intracomm, device: torch.device, poll: Calla
     Raises:
         DeviceError: no such transport for that kind of device.
     """
+    if isinstance(name, LinkModel) and device.type == "cpu":
+        return name.over(HostTransport(comm))
     offered = NAMES.get(device.type, ())
     chosen = offered[0] if name == "auto" and offered else name
     if chosen not in offered:
