@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.narrow import narrow_transport
 
 import sp_core as sp
 from sp_core.collectives import choice
@@ -24,7 +25,7 @@ from sp_core.transport.staged import PipelinedTransport, StagedTransport
 SEGMENT_BYTES = 24
 TRANSPORTS: dict[str, Callable[[sp.Communicator], Any]] = {
     "host": lambda comm: HostTransport(comm._comm),
-    "host in parts": lambda comm: HostTransport(comm._comm, max_count=3),
+    "host in parts": lambda comm: narrow_transport(comm._comm, 3),
     "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
     "pipelined": lambda comm: PipelinedTransport(HostTransport(comm._comm), DelayedStreams(), comm.size, chunk_bytes=64),
 }
