@@ -63,7 +63,7 @@ def explore(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Every planted bug of the catalogue turns the suite red. `--only CLASS --changed BASE --jobs N`; `--mpi mpich` is read here."""
+    """Every planted bug of the catalogue turns the suite red. `-- --help` lists the arguments; `--mpi mpich` is read here."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[test,bench]")
     session.run("python", "-m", "mutants", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})

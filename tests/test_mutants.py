@@ -1,4 +1,4 @@
-"""The catalogue of planted faults answers for every documented bug and fits the code; what the end of a suite says about a mutant."""
+"""The catalogue answers for every documented bug and fits the code; what the end of a suite says about a planted fault."""
 
 from __future__ import annotations
 

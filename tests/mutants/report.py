@@ -11,6 +11,7 @@ from mutants.catalogue import Exclusion, Mutant
 from mutants.trial import Outcome
 
 Result = tuple[Mutant, Outcome]
+TABLE = ("| fault | source | verdict | law | examples | seconds |", "| --- | --- | --- | --- | --- | --- |")
 
 
 def score(results: Sequence[Result]) -> str:
@@ -36,15 +37,15 @@ def markdown(results: Sequence[Result], excluded: Sequence[Exclusion], cores: in
     lines = [
         "# Planted faults and the tests that kill them",
         "",
-        f"`nox -s mutants`: {score(results)} killed, median time to a kill {median_seconds(results):.1f} s on {cores} cores. Stages: "
-        "the files that a fault names, all tests with ranks as threads, all tests under `mpiexec -n 4`.",
+        f"`nox -s mutants`: {score(results)} killed, median time to a kill {median_seconds(results):.1f} s on {cores} cores. "
+        "Stages: the files that a fault names, all tests with ranks as threads, all tests under `mpiexec -n 4`.",
         "",
         "| class | killed |",
         "| --- | --- |",
         *(f"| {family} | {score(part)} |" for family, part in by_family(results).items()),
     ]
     for family, part in by_family(results).items():
-        lines += ["", f"## {family}", "", "| fault | source | verdict | law | examples | seconds |", "| --- | --- | --- | --- | --- | --- |"]
+        lines += ["", f"## {family}", "", *TABLE]
         lines += [_row(mutant, outcome) for mutant, outcome in part]
     lines += ["", "## Not planted", "", "| fault | reason |", "| --- | --- |", *(f"| {x.id} | {x.reason} |" for x in excluded)]
     return "\n".join(lines) + "\n"
@@ -53,7 +54,8 @@ def markdown(results: Sequence[Result], excluded: Sequence[Exclusion], cores: in
 def _row(mutant: Mutant, outcome: Outcome) -> str:
     law = outcome.law.removeprefix("tests/").replace("|", "\\|") or outcome.words.replace("|", "\\|")
     verdict = outcome.verdict if outcome.stage in ("", "chosen") else f"{outcome.verdict} ({outcome.stage})"
-    return f"| {mutant.id} {mutant.title} | {mutant.source} | {verdict} | {law} | {outcome.examples or ''} | {outcome.seconds:.0f} |"
+    cells = (f"{mutant.id} {mutant.title}", mutant.source, verdict, law, outcome.examples or "", f"{outcome.seconds:.0f}")
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def write(folder: Path, results: Sequence[Result], excluded: Sequence[Exclusion], cores: int | None) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+from mutants.trial import FILE
 
 import sp_core
-from mutants.trial import FILE
 from sp_core.testing import profiles, session
 
 RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
