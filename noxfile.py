@@ -62,6 +62,14 @@ def explore(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Every planted bug of the catalogue turns the suite red. `-- --help` lists the arguments; `--mpi mpich` is read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]")
+    session.run("python", "-m", "mutants", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+
+
+@nox.session
 def llama(session: nox.Session) -> None:
     """LLaMA against transformers, which is too large a dependency for every test run. Arguments go to pytest."""
     _install(session, MPIS[0], "-e", ".[test,bench,hf]")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.narrow import narrow_transport
 
 import sp_core as sp
 from sp_core.collectives import choice
@@ -54,7 +55,7 @@ class LateSend:
 
 TRANSPORTS: dict[str, Callable[[sp.Communicator], Any]] = {
     "host": lambda comm: HostTransport(comm._comm),
-    "host in parts": lambda comm: HostTransport(comm._comm, max_count=3),
+    "host in parts": lambda comm: narrow_transport(comm._comm, 3),
     "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
     "late sends": lambda comm: LateSends(comm._comm),
     "link": lambda comm: LinkModel(2e-5, 1e8).over(HostTransport(comm._comm)),

@@ -163,6 +163,7 @@ def test_what_was_started_and_not_waited_for_does_no_harm() -> None:
         comm.Iallreduce(np.ones(1000), total)
         if comm.rank:
             raise LookupError("before the wait")
+        comm.Barrier()
 
     assert "RankFailure[LookupError" in failure_of(body)
     still_works()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sp_core as sp
+from sp_core.attention import accumulation_dtype
 from sp_core.gradients import Placement, clip_gradient_norm, place, placement_of, reduce_gradients
 from sp_core.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.segments import split_sizes
@@ -69,7 +70,7 @@ def loss_problems(draw: st.DrawFn) -> LossProblem:
         boundary=draw(st.integers(0, 13)),
         ignored=draw(st.sampled_from([0.0, 0.5, 0.9])),
         magnitude=draw(st.sampled_from([1.0, 30.0, 1000.0])),
-        dtype=draw(st.sampled_from(["float64", "float32"])),
+        dtype=draw(st.sampled_from(["float64", "float32", "bfloat16", "float16"])),
         grid=draw(st.integers(0, 2)),
         seed=draw(seeds()),
     )
@@ -120,11 +121,15 @@ def test_loss_and_gradient_are_those_of_one_device(comm: Any, problem: LossProbl
         local = own(logits).clone().requires_grad_()
         mine = next_token_labels(sharding.shard(tokens, ring.rank, 1), comm=ring, sharding=sharding, mask=problem.mask)
         assert torch.equal(mine, sharding.shard(problem.labels(tokens), ring.rank, 1))
-        loss = next_token_loss(local, mine.masked_fill(sharding.shard(hidden, ring.rank, 1), IGNORED), tensor=tp, data=ring)
+        mine = mine.masked_fill(sharding.shard(hidden, ring.rank, 1), IGNORED)
+        loss = next_token_loss(local, mine, tensor=tp, data=ring)
         loss.backward()
         assert local.grad is not None
+        with torch.no_grad():
+            assert torch.equal(next_token_loss(local, mine, tensor=tp, data=ring), loss), "evaluation is not training"
+        assert loss.dtype == accumulation_dtype(logits.dtype)
         growth = problem.vocab + float(logits.amax() - logits.amin())
-        ratio = check_close("loss", loss.detach(), want.loss, bound(want.loss_scale, logits.dtype, growth))
+        ratio = check_close("loss", loss.detach(), want.loss, bound(want.loss_scale, loss.dtype, growth))
         record_ratio("loss", ratio)
         allowed = bound(own(want.grad_scale), logits.dtype, growth)
         record_ratio("gradient of the loss", check_close("gradient", local.grad, own(want.grad), allowed))

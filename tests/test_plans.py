@@ -166,3 +166,13 @@ def test_a_mesh_with_a_wrong_default_is_refused_on_all_ranks(comm: Any) -> None:
             sp.Mesh(comm, algorithm=wrong, sp=comm.size)
     with pytest.raises(sp.CollectiveMismatch, match="algorithm"):
         sp.Mesh(comm, algorithm="ring" if comm.rank else "auto", sp=comm.size)
+
+
+@spmd(1)
+def test_tags_never_run_out(comm: Any) -> None:
+    """MPI 4.1, section 9.1.2: every library offers 0 to 32767. 0 is that of messages which all ranks post in the same order."""
+    with sp.Mesh(comm, sp=1) as mesh:
+        tags = [mesh["sp"].next_tag() for _ in range(70_000)]
+    assert min(tags) >= 1
+    assert max(tags) <= 32767
+    assert all(len(set(tags[start : start + 1000])) == 1000 for start in range(0, len(tags), 1000))

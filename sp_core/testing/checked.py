@@ -33,6 +33,9 @@ class _Request:
         self.raw = raw
         self.done = False
 
+    def __str__(self) -> str:
+        return f"a request that {self._what}" if self._what else "a collective"
+
     def Test(self) -> bool:
         """Make progress; True once the transfer is complete."""
         if not self.done and self.raw.Test():
@@ -65,7 +68,6 @@ class CheckedComm(LockstepComm):
         self._raw = raw
         self._shadow = raw.Dup()
         self._carrier = MpiCarrier(self._shadow, self._look)
-        self._requests: list[_Request] = []
         self._sent: Counter[int] = Counter()
         self._completed: Counter[int] = Counter()
         super().__init__(Lockstep(self._carrier, name), family or Family())
@@ -111,7 +113,8 @@ class CheckedComm(LockstepComm):
     def _send(self, buf: Any, dest: int, tag: int) -> Request:
         self._sent[dest] += 1
         what = f"waits for rank {dest} to receive a message on {self.lockstep.name}"
-        return self._keep(_Request(self, self._raw.Isend(buf, dest, tag), [buf], what))
+        raw = self._raw.Issend(buf, dest, tag)  # not complete before the receive is there: long messages are sent so
+        return self._keep(_Request(self, raw, [buf], what))
 
     def _receive(self, buf: Any, source: int, tag: int) -> Request:
         return self._keep(_Received(self, self._raw.Irecv(buf, source, tag), buf, source))

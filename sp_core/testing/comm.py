@@ -39,6 +39,7 @@ class LockstepComm(ABC):
         self._announced: Counter[tuple[str, int, int]] = Counter()
         self._announced_for_later: Counter[tuple[str, int, int]] = Counter()
         self._exchanges = 0  # since the last clean-up; the same on all ranks
+        self._requests: list[Any] = []  # begun, and not yet known to be complete
         self.children = itertools.count()
         self._freed = False
         family.members.append(self)
@@ -218,9 +219,11 @@ class LockstepComm(ABC):
         self.family.members.remove(self)
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise `CollectiveMismatch` where this rank has announced a message (`later`: or one for later) and not posted it."""
+        """Raise `CollectiveMismatch` where a message was announced and not posted (`later`: or begun and not found complete)."""
         if missing := self._announced + (self._announced_for_later if later else Counter()):
             raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
+        if later and (left := [request for request in self._requests if not request.done]):
+            raise CollectiveMismatch(f"{before} before these were found complete by Test or Wait: {', '.join(map(str, left))}")
 
     def _run(self, op: str, *args: Any) -> None:
         self._enter(call(op, self.rank, self.size, *args))

@@ -94,15 +94,20 @@ class _Request:
     def __init__(self, comm: ThreadComm, what: str) -> None:
         self._comm = comm
         self._what = what
-        self._done = False
+        self.done = False
+
+    def __str__(self) -> str:
+        return self._what
 
     def Test(self) -> bool:
         """Make progress; True once the transfer is complete."""
         self._comm._progress()
-        self._done = self._done or self._advance()
-        if not self._done:
+        if not self.done and self._advance():
+            self.done = True
+            self._comm._forget(self)  # with its buffers
+        if not self.done:
             self._comm.lockstep.waiting(self._what)
-        return self._done
+        return self.done
 
     def Wait(self) -> bool:
         """Wait until the transfer is complete."""
@@ -144,13 +149,14 @@ class _Send(_Request):
         self._slot.setdefault("data", array(self._buf).copy())
 
     def _advance(self) -> bool:
-        return True
+        return "awaited" in self._slot  # MPI may keep a long message until there is a place for it
 
 
 class _Receive(_Request):
     def __init__(self, comm: ThreadComm, buf: Any, slot: dict[str, Array], source: int) -> None:
         super().__init__(comm, f"a message from rank {source}")
         self._buf, self._slot = array(buf), slot
+        slot["awaited"] = np.empty(0)  # a mark only: nobody but its owner may keep the buffer alive
         spoil(self._buf)
 
     def _advance(self) -> bool:
@@ -221,15 +227,22 @@ class ThreadComm(LockstepComm):
     def _begin(self, op: str, *args: Any) -> _Request:
         request = _Collective(self, op, args, self._slot("member", "collective"))
         self._pending.append(request)
-        return request
+        return self._kept(request)
 
     def _send(self, buf: Any, dest: int, tag: int) -> _Request:
         request = _Send(self, buf, self._slot("sender", self.rank, dest, tag))
         self._pending.append(request)
-        return request
+        return self._kept(request)
 
     def _receive(self, buf: Any, source: int, tag: int) -> _Request:
-        return _Receive(self, buf, self._slot("receiver", source, self.rank, tag), source)
+        return self._kept(_Receive(self, buf, self._slot("receiver", source, self.rank, tag), source))
+
+    def _kept(self, request: _Request) -> _Request:
+        self._requests.append(request)
+        return request
+
+    def _forget(self, request: _Request) -> None:
+        self._requests = [other for other in self._requests if other is not request]
 
     def _objects(self, value: Any) -> list[Any]:
         return [pickle.loads(raw) for raw in self._exchange(pickle.dumps(value))]
@@ -257,6 +270,7 @@ class ThreadComm(LockstepComm):
             request.release()
 
     def _complete(self) -> None:
+        self._requests.clear()
         self._announced.clear()
         self._announced_for_later.clear()
 

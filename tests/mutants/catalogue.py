@@ -1,0 +1,93 @@
+"""The catalogue of faults: documented bugs of other projects, planted here as replacements of a piece of text.
+
+`faults/*.toml` hold what is planted, `excluded.toml` what has no place here and why, `known.txt` the numbers of all of them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+class Stale(Exception):
+    """The text that a mutant replaces is not there exactly once."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted fault.
+
+    Args:
+        id: of the documented bug; with a slash and a word where it is planted in several ways.
+        title: what the bug is.
+        source: where it is documented.
+        symptom: what was seen there.
+        file: that is changed.
+        old: text that occurs in it exactly once.
+        new: what takes its place.
+        tests: files that run first, those of the file's own room before others.
+        family: the class of bugs.
+    """
+
+    id: str
+    title: str
+    source: str
+    symptom: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    family: str
+
+    @property
+    def bug(self) -> str:
+        """The number of the documented bug."""
+        return self.id.partition("/")[0]
+
+    def planted(self, text: str) -> str:
+        """The text of the file with the fault in it.
+
+        Raises:
+            Stale: there is no one place for it.
+        """
+        if (found := text.count(self.old)) != 1:
+            raise Stale(f"{self.id}: the text occurs {found} times in {self.file}, needed once: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A documented bug that cannot be planted.
+
+    Args:
+        id: of the bug.
+        reason: why not.
+        absent: regular expressions that the package does not contain (letters of either case), for as long as the reason holds.
+    """
+
+    id: str
+    reason: str
+    absent: tuple[str, ...]
+
+
+def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
+    """All planted faults, by family."""
+    found = []
+    for path in sorted(folder.glob("*.toml")):
+        for family in tomllib.loads(path.read_text())["family"]:
+            found += [Mutant(**{**told, "tests": tuple(told["tests"])}, family=family["name"]) for told in family["mutant"]]
+    return found
+
+
+def exclusions(path: Path = HERE / "excluded.toml") -> list[Exclusion]:
+    """All bugs that are not planted."""
+    return [Exclusion(x["id"], x["reason"], tuple(x["absent"])) for x in tomllib.loads(path.read_text())["excluded"]]
+
+
+def known(path: Path = HERE / "known.txt") -> list[str]:
+    """The numbers of all documented bugs that the catalogue answers for."""
+    return path.read_text().split()
