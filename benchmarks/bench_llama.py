@@ -90,7 +90,7 @@ def _decode(model: Llama, seq: int) -> Made:
     """One token after as many as a prompt has; then it is forgotten, so that every step is the same."""
     decoder = Decoder(model, [seq + 1])
     decoder.prefill([[TOKEN] * seq])
-    cache = decoder.cache
+    (cache,) = decoder.caches
     before = [len(owned) for owned in cache.owned]
 
     def step() -> None:

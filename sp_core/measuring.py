@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sp_core.collectives import choice
+from sp_core.collectives.execution import BoundProgram
 from sp_core.collectives.plans import plan
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh, fingerprint
@@ -209,6 +210,7 @@ def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
     for nbytes in BOUND_BYTES:
         x, scratch, count = torch.ones(nbytes // 4), Scratch(group.device), nbytes // 4
         bound = choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch)
+        assert isinstance(bound, BoundProgram)
 
         def again(count: int = count, x: torch.Tensor = x, scratch: Scratch = scratch) -> None:
             choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch).release()

@@ -99,8 +99,8 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
         The mean on every rank, a scalar without gradient.
 
     Communication:
-        For each micro-batch one message of (B, S/P, E), or (B, S/P/T, E), from each stage to the next, and one back; one broadcast of a number. Over
-        the other ranks that of the layers and of `next_token_loss`.
+        For each micro-batch one message of (B, S/P, E), or (B, S/P/T, E), from each stage to the next, and one back; one broadcast
+        of a number. Over the other ranks that of the layers and of `next_token_loss`.
 
     Raises:
         ShapeError, DtypeError, ValueError: no micro-batch, or tokens or labels that do not fit. On every rank of the mesh.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ class Theirs:
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theirs]:
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
     tokens, weights = case.tokens(BATCH, SEQ_LEN), case.weights()
 
@@ -112,7 +111,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         without_casts(patch, case)
         double = model.double()(tokens).logits
         greedy = [continued(model, tokens[number : number + 1, :length]) for number, length in enumerate(PROMPTS)]
-    yield Theirs(case, folder, tokens, single, double, want, scale, greedy)
+    return Theirs(case, folder, tokens, single, double, want, scale, greedy)
 
 
 def continued(model: Any, prompt: Tensor) -> list[int]:
