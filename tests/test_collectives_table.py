@@ -147,4 +147,4 @@ def test_a_launch_has_its_own_environment(kind: str, tuned: bool, monkeypatch: p
     assert dict(os.environ) == before
     monkeypatch.setattr(program, "cores", lambda: 1)
     with program._environment(kind):
-        assert os.environ["OMPI_MCA_mpi_yield_when_idle"] == "true"  # noqa: SIM112  # Open MPI's own spelling
+        assert os.environ[program.YIELDS[1]] == "true"
