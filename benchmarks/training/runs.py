@@ -71,7 +71,7 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
     """
     layout = LAYOUTS[place.layout]
     with Mesh(comm, check="off", **place.axes) as mesh:
-        model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype), scheme=place.scheme)
+        model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype), scheme=place.scheme, tp_sp=place.tp_sp)
         what = f"{place.name}, {dtype}"
         curve = trained(model, setting, layout=layout, before=lambda step: tell(f"{what}: training", step, setting.steps))
         worst: dict[str, tuple[float, str]] = {}
@@ -93,7 +93,7 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
 
 def _compare(mesh: Mesh, place: Place, setting: Setting, folder: Path, step: int) -> dict[str, tuple[float, str]]:
     """Worst error over bound of loss, gradients and norms over all ranks, each with its place."""
-    model = load(folder, mesh, scheme=place.scheme)
+    model = load(folder, mesh, scheme=place.scheme, tp_sp=place.tp_sp)
     found = gradients(model, setting.batch(step), setting.max_norm, LAYOUTS[place.layout])
     placements = {checkpoint_name(name): placement_of(parameter) for name, parameter in model.named_parameters()}
     stored = load_file(folder.with_suffix(".safetensors"))

@@ -28,16 +28,18 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """A mesh, the attention scheme over the ranks that share a sequence, and which of them owns which tokens."""
+    """A mesh, the attention scheme over the ranks that share a sequence, which of them owns which tokens, and whether by TP-SP."""
 
     axes: dict[str, Any]
     scheme: str | None = None
     layout: str = "zigzag"
+    tp_sp: bool = False
 
     @property
     def name(self) -> str:
         """For people and for files."""
-        return "_".join([*(f"{axis}{size}" for axis, size in self.axes.items()), *([self.scheme] if self.scheme else [])])
+        parts = [*(f"{axis}{size}" for axis, size in self.axes.items()), self.scheme, "sp" * self.tp_sp]
+        return "_".join(part for part in parts if part)
 
 
 def places(ranks: int) -> list[Place]:
@@ -50,6 +52,7 @@ def places(ranks: int) -> list[Place]:
         "allgather_kv": Place({"ring": ranks}, "allgather_kv", "contiguous"),
         "ulysses": Place({"ulysses": ranks}, None, "striped"),
         "tp": Place({"tp": ranks}),
+        "tp_sp": Place({"tp": ranks}, tp_sp=True),
     }
     if ranks != 4:
         return list(kinds.values())
@@ -59,7 +62,7 @@ def places(ranks: int) -> list[Place]:
         Place({"dp": 2, "tp": 2}),
         Place({"ring": 2, "ulysses": 2}),
         *(Place({"ring": 2, "tp": 2}, scheme, layout) for scheme, layout in ((None, "contiguous"), ("allgather_kv", "striped"))),
-        Place({"ulysses": 2, "tp": 2}, None, "contiguous"),
+        Place({"ulysses": 2, "tp": 2}, None, "contiguous", tp_sp=True),
     ]
     return [*kinds.values(), *pairs]
 

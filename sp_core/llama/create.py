@@ -18,16 +18,23 @@ DEVIATION = 0.02
 
 
 def create(
-    config: LlamaConfig, mesh: Mesh, *, seed: int = 0, dtype: torch.dtype = torch.float32, scheme: str | None = None
+    config: LlamaConfig,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scheme: str | None = None,
+    tp_sp: bool = False,
 ) -> Llama:
     """Make a model with random weights, of which each rank keeps its slices.
 
     Args:
         config: the architecture.
-        mesh: with any of the axes "dp", "ring", "ulysses" and "tp".
+        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
         seed: of the weights; with the same one every mesh has the same model.
         dtype: in which to compute. The weights are drawn in float64 and rounded to it.
         scheme: as in `Grid.of`.
+        tp_sp: as in `Llama`.
 
     Returns:
         The model: norms of one, all else normal with deviation 0.02.
@@ -42,10 +49,10 @@ def create(
     made: list[Llama] = []
 
     def make() -> int:
-        made.append(Llama(config, grid, dtype=dtype))
+        made.append(Llama(config, grid, dtype=dtype, tp_sp=tp_sp))
         return 0
 
-    grid.everyone.agree_on(lambda: f"create({config}, {seed}, {dtype})", make)
+    grid.everyone.agree_on(lambda: f"create({config}, {seed}, {dtype}, {tp_sp})", make)
     made[0].fill(lambda name, placement: placement.take(random_weight(name, placement, seed), grid.tensor.rank))
     return made[0]
 
