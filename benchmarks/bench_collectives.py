@@ -25,6 +25,7 @@ ELEMENTS = (256, 65_536, 1_048_576)  # of float32: 1 KiB, 256 KiB, 4 MiB
 QUICK = {("all_gather", 65_536), ("all_reduce", 65_536), ("reduce_scatter", 65_536)}
 WIDTH = 64  # of the dim that an all-to-all splits
 LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
+WINDOW = "window"  # a transport, and the algorithm that needs it
 
 
 def operations() -> list[str]:
@@ -34,9 +35,9 @@ def operations() -> list[str]:
     return [name for name, f in mine.items() if "algorithm" in inspect.signature(f).parameters]
 
 
-def algorithms(operation: str) -> list[str]:
-    """The algorithms that the library offers for it; "auto" is one of these."""
-    return [name for name in ALGORITHMS[operation] if name != "auto"]
+def algorithms(operation: str, transport: str) -> list[str]:
+    """The algorithms that the library offers for it; "auto" is one of these. Shared memory has its own, which needs no messages."""
+    return [name for name in ALGORITHMS[operation] if name != "auto" and (name == WINDOW) == (transport == WINDOW)]
 
 
 def cases(ranks: int, device: str = "cpu") -> list[Case]:
@@ -53,8 +54,8 @@ def cases(ranks: int, device: str = "cpu") -> list[Case]:
             quick=algorithm == LIBRARY and (operation, elements) in QUICK,
         )
         for operation in operations()
-        for algorithm in algorithms(operation)
         for transport in NAMES[device]
+        for algorithm in algorithms(operation, transport)
         for elements in ELEMENTS
     ]
 

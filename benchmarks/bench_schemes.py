@@ -18,7 +18,7 @@ from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES, hybrid_attention
 from sp_core.schemes.hybrid import groups_of
 from sp_core.sharding import Sharding
-from sp_core.transport import NAMES
+from sp_core.transport import MESSAGES
 
 SHAPE = {"batch": 1, "seq": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32}
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -49,12 +49,12 @@ def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> lis
             direction=direction,
             layout=layout,
             mask=mask,
-            detail=transport if len(NAMES[device]) > 1 else None,
+            detail=transport if len(MESSAGES[device]) > 1 else None,
             quick=(layout, mask, direction) in QUICK and (scheme != HYBRID or ranks > 1),
         )
         for scheme in (*SCHEMES, HYBRID)
         if (mesh := mesh_of(scheme, ranks)) is not None
-        for transport in NAMES[device]
+        for transport in MESSAGES[device]
         for layout in LAYOUTS
         for mask in MASKS
         for direction in DIRECTIONS

@@ -153,7 +153,7 @@ def test_what_is_planted_is_found_and_nothing_else(alone: Path) -> None:
     for fault in faults.FAULTS:
         harmless = {"tp"} if "labels" not in fault else {"tp", "dp"}
         for place in places(2):
-            if set(place.axes) & harmless:
+            if set(place.axes) & harmless and not (place.tp_sp and "norms" in fault):
                 continue
             with faults.planted(fault):
                 found = judged(place, "float32", alone)
@@ -190,7 +190,8 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
         names = [place.name for place in places(ranks)]
         assert len(set(names)) == len(names)
         assert {f"dp{ranks}", f"ring{ranks}", f"ring{ranks}_allgather_kv", f"ulysses{ranks}", f"tp{ranks}"} <= set(names)
-    assert [place.name for place in chosen([2, 4], "ulysses")[4]] == ["ulysses4", "dp2_ulysses2", "ring2_ulysses2", "ulysses2_tp2"]
+    names = [place.name for place in chosen([2, 4], "ulysses")[4]]
+    assert names == ["ulysses4", "dp2_ulysses2", "ring2_ulysses2", "ulysses2_tp2_sp"]
     for wrong in ({"steps": 0}, {"shortest": 1}, {"longest": 3}):
         with pytest.raises(SettingError, match="pass at least"):
             Setting(**wrong)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = [
+    "MESSAGES",
     "NAMES",
     "Bound",
     "Done",
@@ -39,6 +40,9 @@ __all__ = [
 
 NAMES = {"cpu": ("host", "window"), "cuda": ("pipelined", "staged")}
 """Transports by kind of device, the one that "auto" takes first."""
+
+MESSAGES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
+"""Those that carry messages; "window" leaves these to "host"."""
 
 
 def make_transport(
