@@ -1,4 +1,4 @@
-"""How many examples, and which: the profiles `pr` (the default), `quick` and `explore`, and what a test says about itself.
+"""How many examples, and which: the profiles `pr` (the default), `quick`, `brief` and `explore`, and what a test says about itself.
 
 SP_PROFILE names the profile; SP_EXAMPLES says how many examples a test gets in `explore`.
 """
@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, settings
 
 DEFAULT = "pr"
 EXPLORED = 5000
+FEWEST = 3
 SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
+    "brief": {"derandomize": True, "max_examples": 15, "database": None},  # also of a test that says how many it wants
     "explore": {"derandomize": False, "max_examples": EXPLORED},
 }
 _TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")
@@ -55,9 +57,10 @@ def allow_fixtures(test: Any) -> None:
 
 
 def _grown(max_examples: int, profile_examples: int) -> int:
-    """A test's own number of examples, kept in proportion where the profile has more than usual."""
+    """A test's own number of examples, kept in proportion where the profile has more than usual, or is the brief one."""
     usual: int = _OWN[DEFAULT]["max_examples"]
-    return max(max_examples, max_examples * profile_examples // usual)
+    scaled = max_examples * profile_examples // usual
+    return max(scaled, FEWEST) if name() == "brief" else max(max_examples, scaled)
 
 
 def _known(chosen: str) -> str:
