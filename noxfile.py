@@ -29,7 +29,8 @@ PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 def tests(session: nox.Session, mpi: str) -> None:
     """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
 
-    What does not depend on the MPI runs with the first one only. Ranks as threads draw fewer examples, those of the second MPI fewest.
+    What does not depend on the MPI runs with the first one only. Ranks as threads draw fewer examples,
+    ranks of the second MPI fewest.
     """
     _install(session, mpi, "-e", ".[test,bench]")
     environment = _environment(mpi)
