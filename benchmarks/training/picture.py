@@ -23,6 +23,7 @@ def draw(curves: Mapping[str, Any], records: Sequence[Mapping[str, Any]], path: 
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     done = [record for record in records if "reason" not in record]
     with matplotlib.rc_context(SETTINGS):
@@ -39,8 +40,9 @@ def draw(curves: Mapping[str, Any], records: Sequence[Mapping[str, Any]], path: 
         left.set(xlabel="step", ylabel="loss (nats per byte)", title="Every mesh learns the same")
         right.set(xlabel="step", ylabel="difference from one rank's loss", title="to within what one unit in the last place causes")
         right.set_yscale("log")
-        for axes in (left, right):
-            axes.legend()
+        right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        left.legend()
+        right.legend(loc="center", ncols=2)  # between the curves of the dtypes
         figure.savefig(path, dpi=150)
 
 
