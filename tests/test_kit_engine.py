@@ -98,13 +98,13 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         event(f"rank {comm.rank}")
         target(float(n * comm.rank), label="n")
         note(f"said by rank {comm.rank}")
-        assert n < 900
+        assert n < 100
 
     text = failure_of(body)
     if leads():
         assert "said by rank 0" in text
         assert "said by rank 1" in text
-        assert "@example(nprocs=2, n=900)" in text
+        assert "@example(nprocs=2, n=100)" in text
 
 
 def test_features_are_counted_once_for_each_example_and_in_pairs() -> None:
