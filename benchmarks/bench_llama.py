@@ -20,6 +20,7 @@ from sp_core.transport import NAMES
 
 SHAPE = {"layers": 4, "seq": 256, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 704, "vocab": 1024}
 LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
+WINDOW = "window"  # a transport, and the algorithm that needs it
 PREFILL, DECODE, TP_SP = "prefill", "decode", "tp_sp"
 WIDTH = 0.05  # of the random weights
 TOKEN = 1
@@ -27,11 +28,12 @@ TOKEN = 1
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
     """All cases on that number of ranks."""
-    ways = [(algorithm, None) for algorithm in ALGORITHMS["all_reduce"] if algorithm != "auto"]
+    offered = [name for name in ALGORITHMS["all_reduce"] if name != "auto" and (name != WINDOW or WINDOW in NAMES[device])]
+    ways = [(algorithm, None) for algorithm in offered]
     chosen = [(DECODE, *way) for way in ways] + [(PREFILL, *way) for way in (*ways, (LIBRARY, TP_SP))]
     return [
         Case(
-            *("llama", scheme, {"tp": ranks}, shape, NAMES[device][0]),
+            *("llama", scheme, {"tp": ranks}, shape, WINDOW if algorithm == WINDOW else NAMES[device][0]),
             algorithm=algorithm,
             detail=detail,
             quick=algorithm == LIBRARY and detail is None,
