@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.balance import tables
 from benchmarks.balance.workload import Setting, plans, predicted
+from benchmarks.files import write_json
 from benchmarks.launching import ROOT, commit, tail
 from sp_core.llama.unequal import work_of
 from sp_core.machine import busy_share, cores
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed = True
             console.print(f"balance: {error}", style="red", highlight=False, markup=False)
             continue
-        write(options.out, document)
+        write_json(options.out, document)
         show(console, document["launches"][-1])
     console.print(tables.LEGEND, style="dim", highlight=False, soft_wrap=True)
     wrong = tables.problems(document["launches"])
@@ -116,14 +117,6 @@ def show(console: Any, record: tables.Record) -> None:
         console.print(tables.bubbles(record))
         shown = picture(timeline(one_forward_one_backward(record["setting"]["ranks"], 4)))
         console.print(f"1F1B with 4 micro-batches, a prime for a backward:\n{shown}", highlight=False, markup=False)
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file in one step, so that it is whole whenever somebody looks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives_table import tables
+from benchmarks.files import write_json
 from benchmarks.launching import ROOT, commit
 from sp_core.machine import cores
 from sp_core.testing import launch
@@ -100,12 +101,8 @@ def _environment(kind: str) -> Iterator[None]:
 
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
-    """Replace the record in one step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"collectives_{tables.mpi_of(document).lower().replace(' ', '')}.json"
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
+    """Replace the record of this MPI."""
+    write_json(folder / f"collectives_{tables.mpi_of(document).lower().replace(' ', '')}.json", document)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ root it uses a model of the link inside the transport, and says so. Exit code: 0
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.files import write_json
 from benchmarks.launching import ROOT, commit
 from benchmarks.netlab import mpis
 from benchmarks.netlab.hosts import NetlabError, check_system
@@ -102,15 +102,13 @@ def attempts(setting: Setting, mpi: str) -> dict[str, Any]:
 
 
 def write(path: Path, document: Document) -> None:
-    """Replace the file in one step, with what its launches have found so far."""
+    """Replace the file, with what its launches have found so far."""
     for launch in document["launches"].values():
         if "env" in launch:
             document["env"] = launch["env"]
             document["fingerprint"] = fingerprint(launch["env"], {}, {"mpi": launch["mpi"], "mode": document["net"]})
     document["rows"] = [{**asdict(row), "mark": row.mark} for row in rows(document["launches"])]
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
+    write_json(path, document)
 
 
 def table(found: Sequence[Row], *, judged: bool) -> Any:

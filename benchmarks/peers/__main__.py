@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.files import write_json
 from benchmarks.launching import ROOT, commit
 from benchmarks.peers import memory, tables
 from benchmarks.peers.launching import run_once
@@ -97,7 +98,7 @@ def _memory(console: Console, path: Path, document: dict[str, Any]) -> None:
     """What the ring holds at once, beside its times."""
     peaks = memory.measure()
     console.print(memory.table(peaks))
-    _write(path, {**document, "ring_live_bytes": peaks})
+    write_json(path, {**document, "ring_live_bytes": peaks})
 
 
 def _document(chosen: Setting) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def measure(console: Console, chosen: Setting, count: int, options: argparse.Nam
         launches.append(run_once(replace(chosen, seed=chosen.seed + index), options.timeout))
         _report(console, index, count, launches[-1])
         if not chosen.check_only:
-            _write(options.out, document)
+            write_json(options.out, document)
 
 
 def _report(console: Console, index: int, count: int, record: dict[str, Any]) -> None:
@@ -137,14 +138,6 @@ def _report(console: Console, index: int, count: int, record: dict[str, Any]) ->
     console.print(text, highlight=False, soft_wrap=True)
     if record["status"] != "ok":
         console.print(record["reason"], style="red", highlight=False, markup=False, soft_wrap=True)
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file in one step, so that it is whole whenever somebody looks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
 
 
 def _right(record: dict[str, Any]) -> bool:

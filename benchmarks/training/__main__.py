@@ -21,7 +21,7 @@ from benchmarks.training.alone import CURVE, MODEL
 from benchmarks.training.faults import FAULTS
 from benchmarks.training.judging import complaints, yardstick
 from benchmarks.training.picture import draw
-from benchmarks.training.runs import write_json
+from benchmarks.training.runs import keep
 from benchmarks.training.setting import DTYPES, Place, Setting, SettingError, chosen
 from benchmarks.training.tables import show
 from benchmarks.training.writing import continued
@@ -84,7 +84,7 @@ def _conclude(setting: Setting, curves: dict[str, Any], records: list[Any], opti
     if not options.plant:
         options.results.mkdir(parents=True, exist_ok=True)
         kept = {"schema_version": 1, "commit": commit(), "setting": setting.as_dict(), "curves": curves, "meshes": records}
-        write_json(options.results / "train.json", kept)
+        keep(options.results / "train.json", kept)
         draw(curves, records, options.results / "train.png")
         model = options.out / list(curves)[-1] / MODEL
         print(f"\nThe model that one rank has trained is in {model}. On two ranks it writes:\n{continued(model)}")
@@ -102,7 +102,7 @@ def _prepare(options: argparse.Namespace, setting: Setting) -> None:
         raise SettingError(f"{options.out} holds something else than an earlier run; give another --out.")
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    write_json(marker, values)
+    keep(marker, values)
 
 
 def _alone(setting: Setting, dtypes: Sequence[str], options: argparse.Namespace) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.training.runs import Told, gradients, step_name, trained, write_json
+from benchmarks.training.runs import Told, gradients, keep, step_name, trained
 from benchmarks.training.setting import Setting
 from sp_core.llama import Llama, byte_tokenizer, create, load, save
 from sp_core.llama.train import Step
@@ -65,7 +65,7 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path, tell: Told)
             tell(f"one rank, {dtype}: gradients in float64", step, setting.steps)
             worst = max(worst, _keep_gradients(mesh, out / step_name(step), setting, step))
     losses, norms = [step.loss for step in curve], [step.norm for step in curve]
-    write_json(out / CURVE, {"dtype": dtype, "losses": losses, "norms": norms, "perturbed": others, "worst": worst})
+    keep(out / CURVE, {"dtype": dtype, "losses": losses, "norms": norms, "perturbed": others, "worst": worst})
 
 
 @torch.no_grad()

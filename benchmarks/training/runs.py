@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.files import write_json
 from benchmarks.training.setting import LAYOUTS, Place, Setting
 from sp_core.autograd import all_reduce
 from sp_core.gradients import clip_gradient_norm, placement_of
@@ -125,8 +125,6 @@ def apart(model: Llama) -> float:
     return greatest
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(values) + "\n")
-    draft.replace(path)
+def keep(path: Path, values: dict[str, Any]) -> None:
+    """Write what was found, on one line; a run that has diverged holds numbers that are not finite."""
+    write_json(path, values, indent=None, allow_nan=True)

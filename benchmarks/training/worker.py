@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.training.alone import run_alone
 from benchmarks.training.faults import planted
-from benchmarks.training.runs import run_place, write_json
+from benchmarks.training.runs import keep, run_place
 from benchmarks.training.setting import Place, Setting
 from sp_core.agreement import ERRORS
 
@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
             with planted(job["fault"]) if job["fault"] else contextlib.nullcontext():
                 record = attempt(world, place, dtype, setting, out, tell)
             if world.rank == 0:
-                write_json(folder / f"{dtype}-{place.name}.json", record)
+                keep(folder / f"{dtype}-{place.name}.json", record)
 
 
 def attempt(world: Any, place: Place, *arguments: Any) -> dict[str, Any]:
