@@ -77,6 +77,21 @@ def run_case(case: Case, launch: Launch, progress: Progress = lambda told: None)
         return record | _outcome(folder, code, output, launch.timeout), output
 
 
+def numbers_of_ranks(text: str, wrong: type[ValueError], least: int = 1) -> list[int]:
+    """Different numbers of ranks, from a list such as "1,2,4".
+
+    Raises:
+        ValueError: of the kind `wrong`, which says what to pass.
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise wrong(f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4.") from None
+    if min(found) < least or len(set(found)) != len(found):
+        raise wrong(f"--ranks {text}: every number must be {least} or more, and appear once.")
+    return found
+
+
 def commit(root: Path = ROOT) -> dict[str, Any]:
     """Hash of the commit that is checked out, and whether files differ from it; None where that is not known."""
     sha = git(root, "rev-parse", "HEAD")

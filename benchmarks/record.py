@@ -18,7 +18,7 @@ from uuid import uuid4
 from benchmarks import records
 from benchmarks.harness.launches import Plan, UsageError, check_notes, complete, listing, run_launch
 from benchmarks.harness.setting import LAYERS, Setting
-from benchmarks.launching import ROOT, Launch, commit, git, tail
+from benchmarks.launching import ROOT, Launch, commit, git, numbers_of_ranks, tail
 
 RESULTS = ROOT / "benchmarks" / "results"
 BRANCHES = ("origin/main", "main")
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; 0 where every case came out well, 1 where one did not, 2 for options that cannot be run."""
     options = parser().parse_args(arguments)
     try:
-        ranks = _ranks(options.ranks)
+        ranks = numbers_of_ranks(options.ranks, UsageError)
         setting = _setting(options)
         plan = listing(setting, ranks, options.root)
         if not any(plan.values()):
@@ -132,16 +132,6 @@ def _commit(root: Path) -> dict[str, Any]:
     bases = (git(root, "merge-base", "HEAD", branch) for branch in BRANCHES)
     branch = git(root, "branch", "--show-current")
     return {**commit(root), "merge_base": next(filter(None, bases), None), "branch": branch or None}
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        ranks = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4.") from None
-    if min(ranks) < 1 or len(set(ranks)) != len(ranks):
-        raise UsageError(f"--ranks {text}: every number must be 1 or more, and appear once.")
-    return ranks
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import DEVICES, ITEM_BYTES, LAYOUTS, PRESETS, Case, CaseError, complete
-from benchmarks.launching import ROOT, Launch, run_case, tail
+from benchmarks.launching import ROOT, Launch, numbers_of_ranks, run_case, tail
 from benchmarks.report import Record, legend, rows, table
 from benchmarks.verdict import Verdict
 from sp_core.machine import busy_share
@@ -74,7 +74,8 @@ def cases(options: argparse.Namespace) -> list[list[Case]]:
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     sizes = complete({**PRESETS[options.preset], **given}, given)
     dtypes = [name.strip() for name in str(sizes.pop("dtype")).split(",")]
-    made = [[Case(ranks=ranks, dtype=dtype, **sizes) for ranks in _ranks(options.ranks)] for dtype in dtypes]
+    counts = numbers_of_ranks(options.ranks, CaseError)
+    made = [[Case(ranks=ranks, dtype=dtype, **sizes) for ranks in counts] for dtype in dtypes]
     if options.timeout <= 0:
         raise CaseError(f"timeout is {options.timeout:g} s; pass more than 0.")
     _check_machine(made[0], options.launcher)
@@ -177,16 +178,6 @@ def _file_name(case: Case, number: int) -> str:
 
 def _kind(device: str) -> str:
     return "gpu" if device == "cuda" else device
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        ranks = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise CaseError(f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4.") from None
-    if min(ranks) < 1 or len(set(ranks)) != len(ranks):
-        raise CaseError(f"--ranks {text}: every number must be 1 or more, and appear once.")
-    return ranks
 
 
 def _check_machine(group: list[Case], launcher: str) -> None:

@@ -163,8 +163,8 @@ def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatc
     ("arguments", "complaint"),
     [
         ("nowhere", "'nowhere' is no commit"),
-        ("HEAD --ranks 0", "no list of different numbers"),
-        ("HEAD --ranks 1,1", "no list of different numbers"),
+        ("HEAD --ranks 0", "every number must be 1 or more"),
+        ("HEAD --ranks 1,1", "appear once"),
         ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
         ("HEAD --out full", "is not empty"),
         ("HEAD --launcher srun", "write {ranks} in it"),

@@ -200,7 +200,7 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
 
 
 WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
-    "one rank only": ("one rank is always run", ("--ranks", "1")),
+    "one rank only": ("every number must be 2 or more", ("--ranks", "1")),
     "no numbers": ("not a list of numbers", ("--ranks", "two")),
     "no such mesh": ("no mesh", ("--only", "pp")),
     "no steps": ("steps=0", ("--steps", "0")),

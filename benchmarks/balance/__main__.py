@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.balance import tables
 from benchmarks.balance.workload import Setting, plans, predicted
 from benchmarks.files import write_json
-from benchmarks.launching import ROOT, commit, tail
+from benchmarks.launching import ROOT, commit, numbers_of_ranks, tail
 from sp_core.llama.unequal import work_of
 from sp_core.machine import busy_share, cores
 from sp_core.scheduling import one_forward_one_backward, picture, timeline
@@ -51,9 +51,9 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     Raises:
         ValueError: options that cannot be run.
     """
-    ranks = [int(part) for part in options.ranks.split(",")]
-    if min(ranks) < 1 or options.rounds < 0 or options.most < 0 or options.timeout <= 0:
-        raise ValueError("--ranks and --timeout must be positive, --rounds and --most at least 0.")
+    ranks = numbers_of_ranks(options.ranks, ValueError)
+    if options.rounds < 0 or options.most < 0 or options.timeout <= 0:
+        raise ValueError("--timeout must be positive, --rounds and --most at least 0.")
     given = {"most": options.most, "seed": options.seed}
     return [Setting(ranks=size, rounds=options.rounds if size <= cores() else 0, **given) for size in ranks]
 

@@ -22,7 +22,7 @@ from benchmarks.compare.result import RECORDS, Compared, build
 from benchmarks.compare.running import Runner, Session
 from benchmarks.compare.sides import CompareError, Side, commits, sides, uncommitted
 from benchmarks.compare.tables import summary, table
-from benchmarks.launching import ROOT
+from benchmarks.launching import ROOT, numbers_of_ranks
 
 USAGE = 2
 REPORTS = ROOT / "reports" / "compare"
@@ -99,7 +99,7 @@ def compare(pair: tuple[Side, Side], options: argparse.Namespace, measures: Runn
     Raises:
         CompareError: what is asked for cannot be run.
     """
-    ranks = numbers(options.ranks)
+    ranks = numbers_of_ranks(options.ranks, CompareError)
     listed = {side.name: chosen(measures.listed(side, ranks), options.cases) for side in pair}
     seed = secrets.randbits(32)
     keys = listed["base"] & listed["head"]
@@ -118,21 +118,6 @@ def compare(pair: tuple[Side, Side], options: argparse.Namespace, measures: Runn
 def chosen(keys: set[tuple[str, int]], texts: Sequence[str]) -> set[tuple[str, int]]:
     """The cases that have one of the texts in their name; all where there is no text."""
     return {name for name in keys if not texts or any(text in name[0] for text in texts)}
-
-
-def numbers(text: str) -> list[int]:
-    """Numbers of ranks.
-
-    Raises:
-        CompareError: they are none.
-    """
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1 or len(set(found)) != len(found):
-        raise CompareError(f"--ranks {text!r} is no list of different numbers of ranks; pass one such as 1,2.")
-    return found
 
 
 def fresh_folder(wanted: Path | None) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launching import ROOT, Launch, commit, failure, told, watch
+from benchmarks.launching import ROOT, Launch, commit, failure, numbers_of_ranks, told, watch
 from benchmarks.training.alone import CURVE, MODEL
 from benchmarks.training.faults import FAULTS
 from benchmarks.training.judging import complaints, yardstick
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     usual = Setting()
     made = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    made.add_argument("--ranks", default="2,3,4", metavar="P,P,...", help="numbers of ranks beside one (default: %(default)s)")
+    made.add_argument("--ranks", default="2,3,4", metavar="P,P,...", help="beside one, which always runs (default: %(default)s)")
     made.add_argument("--only", default="", metavar="TEXT", help="meshes with this in their names, such as ring, dp2_tp2")
     made.add_argument("--dtype", choices=DTYPES, help="default: both")
     made.add_argument("--steps", type=int, default=usual.steps, metavar="N", help="default: %(default)s")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         setting = Setting(steps=options.steps, every=options.every, seed=options.seed)
-        places = chosen(_ranks(options.ranks), options.only)
+        places = chosen(numbers_of_ranks(options.ranks, SettingError, least=2), options.only)
         _prepare(options, setting)
     except SettingError as error:
         print(f"train: {error}", file=sys.stderr)
@@ -146,16 +146,6 @@ def _launch(job: dict[str, Any], setting: Setting, options: argparse.Namespace, 
         )
     doing = (told(folder) or {}).get("phase", "starting")
     return [] if code == 0 else [str(failure(code, output, options.timeout, doing)["reason"])]
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = [0]
-    if min(found) < 2:
-        raise SettingError(f"--ranks {text!r} is not a list of numbers above 1; one rank is always run.")
-    return found
 
 
 if __name__ == "__main__":
