@@ -28,6 +28,9 @@ KILLED = ("signal 9", "Killed")  # by the kernel, which does not say why; or by 
 TIMED_OUT = "the launch has not ended after"  # said by sp_core.testing.launch
 TAIL_LINES = 40
 
+KEEP_MEMORY = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
+"""GLIBC_TUNABLES with which the C library keeps what a process frees, instead of having the kernel clear the same pages again."""
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -143,7 +143,7 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    worker = ["env", launches.KEEP_MEMORY, "a-python", "-m", "mpi4py", "-m", "worker"]
+    worker = ["env", *launches.VARIABLES, "a-python", "-m", "mpi4py", "-m", "worker"]
     assert asked == [(2, ["b"], pair, 0, worker, tmp_path), (1, ["a", "b"], pair, 1, worker, tmp_path)]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"

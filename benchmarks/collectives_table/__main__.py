@@ -20,14 +20,13 @@ from typing import Any
 
 from benchmarks.collectives_table import tables
 from benchmarks.files import write_json
-from benchmarks.launching import ROOT, commit
+from benchmarks.launching import KEEP_MEMORY, ROOT, commit
 from sp_core.machine import cores
 from sp_core.testing import launch
 
 SCHEMA_VERSION = 1
 RANKS = 2
 KINDS = ("default", "tuned", "regret")
-TUNABLES = "glibc.malloc.mmap_threshold=8589934592:glibc.malloc.trim_threshold=17179869184"
 YIELDS = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
 """What lets ranks share cores; where each has one of its own it makes a library's large messages several times slower."""
 
@@ -90,7 +89,7 @@ def _environment(kind: str) -> Iterator[None]:
         for name in YIELDS:
             os.environ.pop(name, None)
     if kind == "tuned":
-        os.environ["GLIBC_TUNABLES"] = TUNABLES  # the C library keeps memory that it is given back
+        os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     try:
         yield
     finally:

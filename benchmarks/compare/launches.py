@@ -11,11 +11,11 @@ from benchmarks.compare.pairs import Key
 from benchmarks.compare.sides import CompareError, Side
 from benchmarks.harness.launches import Plan, UsageError, listing, run_launch
 from benchmarks.harness.setting import Setting
-from benchmarks.launching import Launch, commit, tail
+from benchmarks.launching import KEEP_MEMORY, Launch, commit, tail
 
-KEEP_MEMORY = "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
-"""What a step frees stays with the process. Else it is chance whether a launch has the kernel clear the same pages in every step:
-Ulysses, forward, P = 2, then takes 7.0 to 9.6 ms on two cores, and 6.8 to 7.5 ms with this."""
+VARIABLES = (f"GLIBC_TUNABLES={KEEP_MEMORY}",)
+"""Else it is chance whether a launch has the kernel clear the same pages in every step: Ulysses, forward, P = 2, then takes 7.0 to
+9.6 ms on two cores, and 6.8 to 7.5 ms with this."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Bench:
         planned = [case for case in self._plans[side.name][ranks] if any(text in case["id"] for text in cases)]
         self._launches += 1
         try:
-            how = Launch(self.launcher, self.timeout, side.python, (KEEP_MEMORY,))
+            how = Launch(self.launcher, self.timeout, side.python, VARIABLES)
             printed = run_launch(ranks, planned, setting, how, side.root, lambda news: None)
         finally:
             if part.exists():
