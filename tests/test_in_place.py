@@ -36,7 +36,7 @@ SECONDS = 2e-3
 
 @pytest.fixture
 def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks now and then fall behind just before they read a block."""
+    """Ranks now and then fall behind just before they write or read a block."""
     random = Random(os.getpid())  # other ranks at other times, also where each is a process
 
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,6 +47,7 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return dawdle
 
+    monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
     for module in (ring, allgather_kv):
         monkeypatch.setattr(module, "attend", late(module.attend))
         monkeypatch.setattr(module, "attend_backward", late(module.attend_backward))
@@ -62,19 +63,17 @@ class NoMessages:
 
 
 def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
-    """The results of attentions one after the other, each of other numbers, some with their backward."""
-    found = []
-    for turn in range(4):
+    """The results of attentions one after the other, each of other numbers, and then of their backwards, as those of layers."""
+    under_way = []
+    for turn in range(3):
         problem = replace(PLAIN, seed=seed + turn, mask=sp.Mask(causal=turn % 2 == 1))
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
-        out, lse = shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))
-        grads = shards.gradients(out, lse) if (seed >> turn) % 2 else {}
-        found.append({"out": out.detach(), "lse": lse.detach(), **grads})
-    return found
+        under_way.append((shards, *shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))))
+    return [{"out": out.detach(), "lse": lse.detach(), **shards.gradients(out, lse)} for shards, out, lse in reversed(under_way)]
 
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
-@given(max_examples=6, seed=st.integers(0, 999))
+@given(max_examples=4, seed=st.integers(0, 999))
 def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int) -> None:
     """Of several attentions in a row, against those by messages."""
     with sp.Mesh(comm, algorithm=IN_RANK_ORDER, sp=comm.size) as mesh:

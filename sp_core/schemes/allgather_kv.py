@@ -88,7 +88,8 @@ class _AllGatherKV(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         among = problem.against(problem.kv_sharding.sorted_positions)
         with exact(q):
-            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **among) for h, kv in gathered(q, k, v, problem)]
+            between = problem.comm.poll
+            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **among, between=between) for h, kv in gathered(q, k, v, problem)]
         out, lse = join_heads([out for out, _ in parts]), _joined([lse for _, lse in parts], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
@@ -106,7 +107,7 @@ class _AllGatherKV(torch.autograd.Function):
             for h, kv in gathered(q, k, v, problem):
                 do, q_, out_ = (x[:, :, h].transpose(1, 2) for x in (grad_out, q, out))
                 gl = None if grad_lse is None else grad_lse[:, h]
-                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **among, grad_lse=gl)
+                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **among, grad_lse=gl, between=problem.comm.poll)
                 dqs.append(dq.transpose(1, 2).to(q.dtype))
                 yield dk, dv
 

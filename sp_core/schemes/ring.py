@@ -108,7 +108,7 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
             continue
         among = problem.against(problem.kv_sharding.positions(block))
         parts = [
-            attend(q[:, heads], *_heads_first(held, kv_heads), **among, out_dtype=dtype)
+            attend(q[:, heads], *_heads_first(held, kv_heads), **among, out_dtype=dtype, between=problem.comm.poll)
             for heads, kv_heads in polled(problem.comm, groups)
         ]
         for result, part in zip(results, parts, strict=True) if results else ():
@@ -136,7 +136,7 @@ def _ring_gradients(
             for h, kv in polled(problem.comm, groups):
                 given = (grad_out[:, h], q[:, h], *_heads_first(held, kv), out[:, h], lse[:, h])
                 gl = None if grad_lse is None else grad_lse[:, h]
-                part, dk, dv = attend_backward(*given, **among, grad_lse=gl)
+                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
                 dq[:, h] += part
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
         if with_kv:
