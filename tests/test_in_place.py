@@ -65,8 +65,8 @@ class NoMessages:
 def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
     """The results of attentions one after the other, each of other numbers, and then of their backwards, as those of layers."""
     under_way = []
-    for turn in range(3):
-        problem = replace(PLAIN, seed=seed + turn, mask=sp.Mask(causal=turn % 2 == 1))
+    for turn, changes in enumerate(({"layout": "contiguous", "mask": sp.Mask(window=1)}, {"mask": sp.Mask(causal=True)}, {})):
+        problem = replace(PLAIN, seed=seed + turn, **changes)  # in the first, ranks see others' keys but not their own
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
         under_way.append((shards, *shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))))
     return [{"out": out.detach(), "lse": lse.detach(), **shards.gradients(out, lse)} for shards, out, lse in reversed(under_way)]
@@ -108,8 +108,9 @@ def test_tensors_of_shared_memory_are_read_without_a_copy(comm: Any) -> None:
             assert all(torch.equal(x, wanted[what]) for what, x in found.items())
         assert group.window is not None
         assert group.window.blocks._uses == 0
-        shards.local[1:] = [k, given_[1]]  # one of them is not there on all ranks
-        shards.local[1].data.copy_(given_[0])
+        k.data.copy_(given_[0])
+        v.data.copy_(given_[1])
+        shards.local[1:] = [k, v] if comm.rank == 0 else given_  # then they are not there on all ranks
         assert torch.equal(shards.run(scheme)[0], wanted["out"])
         assert group.window.blocks._uses == 1
 
