@@ -47,7 +47,7 @@ def tests(session: nox.Session, mpi: str) -> None:
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """The schemes on 20,000 drawn problems: ranks as threads, then 8 ranks of each MPI. `--examples N --seed N --mpi openmpi`."""
+    """Schemes and collectives on 32,000 problems: ranks as threads, then 8 of each MPI. `--examples N --seed N --mpi openmpi`."""
     mpi, arguments = _choose_mpi(session)
     mpis = (mpi,) if "--mpi" in session.posargs else MPIS
     if "--seed" not in arguments:

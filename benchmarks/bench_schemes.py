@@ -18,13 +18,14 @@ from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES, hybrid_attention
 from sp_core.schemes.hybrid import groups_of
 from sp_core.sharding import Sharding
-from sp_core.transport import MESSAGES
+from sp_core.transport import MESSAGES, NAMES
 
 SHAPE = {"batch": 1, "seq": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32}
 LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = {"full": Mask(), "causal": Mask(causal=True)}
 DIRECTIONS = ("forward", "both")
 HYBRID = "hybrid"
+WINDOW = "window"  # shared memory, in which keys and values are read where they lie; timed in one layout
 QUICK = {("zigzag", "causal", "forward"), ("zigzag", "causal", "both")}
 BACKWARD_FLOPS = 2.5  # of the forward: five products of matrices instead of two
 
@@ -49,13 +50,13 @@ def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> lis
             direction=direction,
             layout=layout,
             mask=mask,
-            detail=transport if len(MESSAGES[device]) > 1 else None,
-            quick=(layout, mask, direction) in QUICK and (scheme != HYBRID or ranks > 1),
+            detail=transport if transport == WINDOW or len(MESSAGES[device]) > 1 else None,
+            quick=(layout, mask, direction) in QUICK and transport != WINDOW and (scheme != HYBRID or ranks > 1),
         )
         for scheme in (*SCHEMES, HYBRID)
         if (mesh := mesh_of(scheme, ranks)) is not None
-        for transport in MESSAGES[device]
-        for layout in LAYOUTS
+        for transport in NAMES[device]
+        for layout in (LAYOUTS if transport in MESSAGES[device] else LAYOUTS[1:2])
         for mask in MASKS
         for direction in DIRECTIONS
     ]
@@ -118,7 +119,10 @@ def widths(case: Case) -> tuple[int, int, int]:
 def sent(case: Case, mesh: Mesh) -> int | None:
     """Bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
     sharding = sharding_of(case)
-    sizes = cost.Attention(sharding, sharding, MASKS[str(case.mask)], case.shape["batch"], *widths(case), case.torch_dtype.itemsize)
+    itemsize, shared = case.torch_dtype.itemsize, case.transport == WINDOW
+    sizes = cost.Attention(
+        *(sharding, sharding, MASKS[str(case.mask)], case.shape["batch"], *widths(case), itemsize), shared=shared
+    )
     formula = getattr(cost, case.scheme, None)
     if formula is None:
         return None

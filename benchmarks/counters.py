@@ -35,7 +35,9 @@ Table = dict[str, Entry]
 def chosen(ranks: int) -> list[tuple[Case, Build]]:
     """The cases of the table on that number of ranks: small sizes, every scheme, layout and mask, every collective, a LLaMA."""
     collectives = [case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS]
-    attention = bench_schemes.cases(ranks, shape=ATTENTION)
+    attention = [
+        case for case in bench_schemes.cases(ranks, shape=ATTENTION) if case.transport != bench_schemes.WINDOW
+    ]  # their peak depends on who is late
     layers = bench_layers.cases(ranks, shape=BLOCK)
     return [
         *((case, bench_collectives.build) for case in collectives),

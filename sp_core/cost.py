@@ -8,7 +8,8 @@ With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-m
     hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in the parts
     tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B * (S/P) * E * e
 
-This is what the payload is; a mesh that was made with an algorithm sends what `sp_core.schedules.cost` says of its schedule.
+This is what the payload is; a mesh that was made with an algorithm sends what `sp_core.schedules.cost` says of its schedule. Ranks
+that share memory send nothing: with `shared` what counts is what they read of others, and messages are blocks read in place.
 
 The functions sum over the actual shards, the head split, the mask and the ring's schedule instead. Letters: B batch, S
 sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R ranks of the two axes of a hybrid, e bytes per
@@ -17,17 +18,18 @@ element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
-from sp_core.schemes.travel import hops
+from sp_core.schemes.travel import hops, visibility
 from sp_core.sharding import Sharding
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends: point-to-point messages, and bytes in these and in collectives of the library."""
+    """What one rank sends: point-to-point messages, and bytes in these and in collectives of the library; or what it reads."""
 
     messages: int = 0
     bytes_sent: int = 0
@@ -48,6 +50,7 @@ class Attention:
         return_lse: whether the log-sum-exp is returned too.
         needs_grad: which of q, k and v have gradients.
         lse_grad: whether a gradient flows into the log-sum-exp.
+        shared: whether the ranks share memory, so that bytes are read there instead of sent.
     """
 
     sharding: Sharding
@@ -61,6 +64,7 @@ class Attention:
     return_lse: bool = False
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
     lse_grad: bool = False
+    shared: bool = False
 
     @property
     def wide(self) -> int:
@@ -78,17 +82,30 @@ Both = tuple[Traffic, Traffic]
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """What `rank` sends in `allgather_kv_attention`."""
-    size, lengths = problem.kv_sharding.size, problem.kv_sharding.lengths
-    gathered = Traffic(0, (size - 1) * problem.kv_block(rank, problem.itemsize))
+    others = [other for other in range(problem.kv_sharding.size) if other != rank]
+    gathered = _blocks(problem, others, problem.itemsize) if problem.shared else _mine(problem, rank, problem.itemsize)
     backward = gathered if any(problem.needs_grad) else Traffic()
     if any(problem.needs_grad[1:]):
-        others = sum(problem.kv_block(other, problem.wide) for other in range(len(lengths)) if other != rank)
-        backward += Traffic(0, others)
+        sums = _blocks(problem, others, problem.wide).bytes_sent
+        backward += _mine(problem, rank, problem.wide) if problem.shared else Traffic(0, sums)
     return gathered, backward
+
+
+def _mine(problem: Attention, rank: int, itemsize: int) -> Traffic:
+    """Its own block, once for each other rank, in a collective."""
+    return Traffic(0, (problem.kv_sharding.size - 1) * problem.kv_block(rank, itemsize))
+
+
+def _blocks(problem: Attention, ranks: Sequence[int], itemsize: int) -> Traffic:
+    """The blocks of some ranks, one by one; empty ones are left out."""
+    held = [problem.kv_block(rank, itemsize) for rank in ranks if problem.kv_sharding.local_len(rank)]
+    return Traffic(len(held), sum(held))
 
 
 def ring(problem: Attention, rank: int) -> Both:
     """What `rank` sends in `ring_attention`."""
+    if problem.shared:
+        return _ring_in_place(problem, rank)
     way, size = hops(problem.sharding, problem.kv_sharding, problem.mask), problem.sharding.size
     keys = sums = Traffic()
     for step in range(max(way) + 1):
@@ -99,6 +116,15 @@ def ring(problem: Attention, rank: int) -> Both:
             keys += Traffic(1, problem.kv_block(block, problem.itemsize))
         if way[block] > step or way[block] == step > 0:
             sums += Traffic(1, problem.kv_block(block, problem.wide))
+    backward = keys if any(problem.needs_grad) else Traffic()
+    return keys, backward + (sums if any(problem.needs_grad[1:]) else Traffic())
+
+
+def _ring_in_place(problem: Attention, rank: int) -> Both:
+    """What `rank` reads: the blocks of others that it sees, and in the backward their sums."""
+    seen = visibility(problem.sharding, problem.kv_sharding, problem.mask)[rank]
+    others = [other for other, visible in enumerate(seen) if visible and other != rank]
+    keys, sums = (_blocks(problem, others, itemsize) for itemsize in (problem.itemsize, problem.wide))
     backward = keys if any(problem.needs_grad) else Traffic()
     return keys, backward + (sums if any(problem.needs_grad[1:]) else Traffic())
 
@@ -143,13 +169,15 @@ def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int])
     lse_unit = problem.batch * problem.wide
     own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)
     others, kv_others = problem.sharding.seq_len - own, problem.kv_sharding.seq_len - kv_own
-    elsewhere, slots_elsewhere = sum(heads) - heads[rank], sum(slots) - slots[rank]
-    forward = unit * (own * elsewhere + kv_own * slots_elsewhere + others * heads[rank])
-    forward += lse_unit * others * heads[rank] * problem.return_lse
+    there, home = own * (sum(heads) - heads[rank]), others * heads[rank]
+    kv_there, kv_home = kv_own * (sum(slots) - slots[rank]), kv_others * slots[rank]
+    if problem.shared:  # a rank reads what the others would have sent to it
+        (there, home), (kv_there, kv_home) = (home, there), (kv_home, kv_there)
+    forward = unit * (there + kv_there + home) + lse_unit * home * problem.return_lse
     q_back, kv_back, _ = _through_exchange(problem)
-    backward = unit * (q_back * others * heads[rank] + kv_back * kv_others * slots[rank])
+    backward = unit * (q_back * home + kv_back * kv_home)
     if any(problem.needs_grad):
-        backward += unit * own * elsewhere + lse_unit * own * elsewhere * problem.lse_grad
+        backward += unit * there + lse_unit * there * problem.lse_grad
     return Traffic(0, forward), Traffic(0, backward)
 
 

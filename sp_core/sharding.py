@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -157,6 +157,14 @@ class Sharding:
         parts = x.split([len(self.gathered_segments[place]) for place in order], dim)
         back = sorted(range(len(order)), key=order.__getitem__)
         return torch.cat([parts[place] for place in back], dim)
+
+    def sorted_ranges(self, rank: int) -> list[range]:
+        """Where `sort_segments` puts each segment of `rank`."""
+        order, lengths = self._segment_order, [len(segment) for segment in self.gathered_segments]
+        stops = dict(zip(order, accumulate(lengths[place] for place in order), strict=True))
+        first_place = sum(map(len, self.segments[:rank]))
+        places = range(first_place, first_place + len(self.segments[rank]))
+        return [range(stops[place] - lengths[place], stops[place]) for place in places]
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
         """The tokens of `rank`, from a tensor that holds all of them in ascending order of position.

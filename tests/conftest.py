@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 from sp_core.testing import profiles
@@ -11,3 +12,9 @@ os.environ["SP_TUNING"] = "off"  # what "auto" takes must not depend on what was
 
 for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
     del os.environ[name]  # the programs that tests start are no workers of this session
+
+
+@pytest.fixture
+def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of shared memory so short that many fit into a test, and that tensors here need several."""
+    monkeypatch.setattr("sp_core.transport.window.SLOT_BYTES", 1 << 11)

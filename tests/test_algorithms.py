@@ -16,10 +16,11 @@ from kit.narrow import narrow_transport
 import sp_core as sp
 from sp_core.collectives import choice
 from sp_core.schedules import ALGORITHMS, HALF, cost, replay
-from sp_core.testing import device, given, spmd
+from sp_core.testing import device, features, given, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
 from sp_core.testing.fake_device import DelayedStreams
-from sp_core.testing.schedule_cases import NAMES, SUMS, Vectors, pieces, vectors
+from sp_core.testing.schedule_cases import SUMS, Vectors, pieces, vectors
+from sp_core.testing.ways import CALLS, CARRIERS, called, refuses
 from sp_core.testing.window_cases import OPS as WINDOW_OPS
 from sp_core.testing.window_cases import use_window
 from sp_core.transport import Handle
@@ -80,13 +81,16 @@ def poison(comm: sp.Communicator) -> None:
 
 @st.composite
 def cases_by_algorithm(draw: st.DrawFn) -> Case:
-    op, algorithm = draw(st.sampled_from([*NAMES, *((op, "window") for op in WINDOW_OPS)]))
+    op, algorithm = draw(st.sampled_from(CALLS))
     return draw(cases(DTYPES, [op], algorithm))
 
 
-@given(case=cases_by_algorithm(), transport=st.sampled_from(sorted(TRANSPORTS)), late=st.integers(0, 8))
+@pytest.mark.explore
+@given(case=cases_by_algorithm(), transport=st.sampled_from(CARRIERS), late=st.integers(0, 8))
 def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Case, late: int) -> None:
     """Any dtype, uneven and empty pieces, views, ranks that come late, scratch with anything in it; twice, on the same scratch."""
+    transport = "host" if refuses(case.algorithm, transport) else transport
+    features({}, called(case.op, case.algorithm, transport, comm.size, case.dtype))
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
         group.transport = TRANSPORTS[transport](group)
@@ -101,6 +105,7 @@ def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Cas
             assert torch.equal(inputs[comm.rank], case.inputs(comm.size)[comm.rank])
 
 
+@pytest.mark.explore
 @given(problem=vectors(SUMS))
 def test_an_execution_is_bitwise_a_replay_of_its_schedule(comm: Any, problem: Vectors) -> None:
     inputs = problem.inputs(comm.size)
@@ -146,6 +151,7 @@ def gamma(depth: int, dtype: torch.dtype) -> float:
     return depth * unit(dtype) / (1 - depth * unit(dtype))
 
 
+@pytest.mark.explore
 @given(max_examples=40, problem=vectors(dtypes=("float32", "bfloat16")))
 def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, problem: Vectors) -> None:
     inputs = problem.inputs(comm.size)
@@ -157,6 +163,7 @@ def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, probl
     assert found.scratch == expected.scratch
 
 
+@pytest.mark.explore
 @given(max_examples=40, problem=vectors(("all_reduce", "reduce_scatter")), start=st.booleans(), shared=st.booleans())
 def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, problem: Vectors, start: bool, shared: bool) -> None:
     """Also where the mesh was made with another algorithm; a half type is added in float32."""
@@ -225,8 +232,9 @@ def test_in_place_by_every_algorithm(comm: Any) -> None:
             assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"], algorithm=algorithm), wanted), algorithm
 
 
-@given(max_examples=20, problem=vectors(("all_reduce",)), other=st.sampled_from(["", "mpi", "window"]), transposed=st.booleans())
-def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, other: str, transposed: bool) -> None:
+@pytest.mark.explore
+@given(max_examples=20, problem=vectors(("all_reduce",)), other=st.sampled_from(["", "mpi", "window"]), gaps=st.booleans())
+def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, other: str, gaps: bool) -> None:
     algorithm = other or problem.algorithm
     x = problem.inputs(comm.size)[comm.rank]
     with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
@@ -234,12 +242,31 @@ def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vec
         if other == "window":
             use_window(mesh["sp"])
         wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
-        mine = torch.stack([x, x], 1)[:, 0] if transposed else x
+        room = torch.stack([x, -x], 1)
+        mine, between = (room[:, 0] if gaps else x), -x
         address = mine.data_ptr()
         result = sp.all_reduce_(mine, comm=mesh["sp"], algorithm=algorithm)
         assert torch.equal(mine, wanted)
         assert torch.equal(result, wanted)
+        assert torch.equal(room[:, 1], between)
         assert result.data_ptr() == address
+
+
+@pytest.mark.explore
+@pytest.mark.usefixtures("short_slots")
+@given(max_examples=10, names=st.lists(st.sampled_from(ALGORITHMS["all_reduce"]), min_size=2, max_size=4), late=st.integers(0, 8))
+def test_several_under_way_may_read_the_same_memory(comm: Any, names: list[str], late: int) -> None:
+    """Overlapping views of one tensor, which none of them changes."""
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        x = torch.arange(60.0) + comm.rank
+        views = [x[3 * place : 40 + 5 * place] for place in range(len(names))]
+        pending = []
+        for view, name in zip(views, names, strict=True):
+            time.sleep(0.001 if comm.rank == late else 0)
+            pending.append(sp.all_reduce_start(view, comm=mesh["sp"], algorithm=name))
+        for view, sums in zip(views, pending, strict=True):
+            assert torch.equal(sums.wait(), (view - comm.rank) * comm.size + sum(range(comm.size)))
+        assert torch.equal(x, torch.arange(60.0) + comm.rank)
 
 
 @st.composite
@@ -248,6 +275,7 @@ def planned(draw: st.DrawFn) -> Case:
     return draw(cases(DTYPES, [op], draw(st.sampled_from(ALGORITHMS[op]))))
 
 
+@pytest.mark.explore
 @given(max_examples=40, case=planned(), transport=st.sampled_from(sorted({*TRANSPORTS} - {"link"})), started=st.booleans())
 def test_a_plan_runs_on_what_its_input_holds(comm: Any, case: Case, transport: str, started: bool) -> None:
     """In shared memory the others read the input in place, where it is contiguous."""

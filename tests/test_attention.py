@@ -90,7 +90,9 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-def check_problem(problem: Problem, *, against: Problem | None = None, backend: str | None = None, use_lse: bool = True) -> None:
+def check_problem(
+    problem: Problem, *, against: Problem | None = None, backend: str | None = None, use_lse: bool = True, between: Any = None
+) -> None:
     """Compare out, lse, dq, dk and dv with the reference of the same problem, or of another."""
     q, k, v, do, dlse = problem.tensors()
     truth = against or problem
@@ -104,7 +106,7 @@ def check_problem(problem: Problem, *, against: Problem | None = None, backend: 
     expected = reference.attention(q, k, v, **options)
     grads = reference.attention_grads(q, k, v, do, grad_lse=dlse if use_lse else None, **options)
     mask = Mask(**problem.mask)
-    call: dict[str, Any] = {**where, "mask": mask, "scale": problem.scale, "backend": backend}
+    call: dict[str, Any] = {**where, "mask": mask, "scale": problem.scale, "backend": backend, "between": between}
     inside = [t.transpose(1, 2) for t in (q, k, v)]
     out, lse = attend(*inside, **call)
     back = attend_backward(do.transpose(1, 2), *inside, out, lse, grad_lse=dlse if use_lse else None, **call)

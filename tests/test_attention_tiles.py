@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import Problem, check_problem, problems
 
-from sp_core.attention import tiles
-from sp_core.attention.tiles import Cut, halves, strips, tiled
+from sp_core.attention import attend, attend_backward, tiles
+from sp_core.attention.tiles import Cut, halves, rows, strips, tiled
 from sp_core.mask import Block
 
 EVERY_CUT = pytest.mark.parametrize("cut", [halves, strips])
@@ -23,6 +23,7 @@ def small_tiles() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "HALVES_TILE", 3)
         patch.setattr(tiles, "STRIP_WIDTHS", (4, 2))
+        patch.setattr(tiles, "POLLED_ROWS", 4)
         yield
 
 
@@ -39,7 +40,7 @@ def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor
     return count
 
 
-@EVERY_CUT
+@pytest.mark.parametrize("cut", [halves, rows, strips])
 @settings(deadline=None)
 @given(
     size=st.integers(1, 40) | st.integers(150, 1100),
@@ -57,6 +58,7 @@ def test_tiles_show_each_visible_pair_once(
         if small:
             patch.setattr(tiles, "HALVES_TILE", 3)
             patch.setattr(tiles, "STRIP_WIDTHS", (4, 2))
+            patch.setattr(tiles, "POLLED_ROWS", 4)
         blocks = tiled([block], cut, torch.empty(0))
     whole = coverage((block,), block.q_stop, block.kv_stop)
     assert torch.equal(coverage(blocks, *whole.shape), whole)
@@ -88,9 +90,20 @@ def test_partial_blocks_stay_whole(cut: Cut) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @settings(deadline=None)
-@given(problem=problems(), wide=st.sampled_from([torch.float64, torch.float32]), causal=st.booleans())
-def test_tiles_are_the_reference(problem: Problem, wide: torch.dtype, causal: bool) -> None:
-    check_problem(problem._replace(dtype=wide, mask={**problem.mask, "causal": causal}))
+@given(problem=problems(), wide=st.sampled_from([torch.float64, torch.float32]), causal=st.booleans(), polled=st.booleans())
+def test_tiles_are_the_reference(problem: Problem, wide: torch.dtype, causal: bool, polled: bool) -> None:
+    check_problem(problem._replace(dtype=wide, mask={**problem.mask, "causal": causal}), between=list if polled else None)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_something_else_has_its_turn_after_every_part() -> None:
+    q, k = torch.ones(1, 2, 10, 4), torch.ones(1, 2, 9, 4)
+    turns: list[int] = []
+    call = {"q_positions": range(10), "kv_positions": range(9), "scale": 1.0, "between": lambda: turns.append(len(turns))}
+    out, lse = attend(q, k, k, **call)
+    assert len(turns) == 3  # of 4, 4 and 2 queries
+    attend_backward(out, q, k, k, out, lse, **call)
+    assert len(turns) == 3 + 3  # of 4, 4 and 1 keys
 
 
 @settings(deadline=None, max_examples=5)

@@ -13,13 +13,15 @@ from sp_core.testing import explore
 from sp_core.testing.attention_features import points, universe
 from sp_core.testing.explore import EXAMPLES, LEAST_HITS, judge, told
 from sp_core.testing.tally import Tally
+from sp_core.testing.ways import to_be_called, to_be_taken
 
 POSSIBLE, IMPOSSIBLE = universe()
+WAYS = [*to_be_taken(), *to_be_called()]
 
 
 def complete() -> Tally:
     """A search without a fault, by the skin of its teeth."""
-    features = Counter(dict.fromkeys(points(), LEAST_HITS)) + Counter({"scheme=ring": EXAMPLES})
+    features = Counter(dict.fromkeys(points(), LEAST_HITS)) + Counter(dict.fromkeys(WAYS, 1)) + Counter({"scheme=ring": EXAMPLES})
     pairs = Counter(dict.fromkeys(POSSIBLE, LEAST_HITS))
     return Tally(EXAMPLES, 0, Counter({3: EXAMPLES}), features, pairs, {"ring out": 0.5})
 
@@ -38,6 +40,8 @@ def test_a_complete_search_has_no_fault_and_tells_its_counts() -> None:
         (lambda tally: vars(tally).update(examples=EXAMPLES - 1), "were wanted"),
         (lambda tally: tally.pairs.subtract([POSSIBLE[-1]]), f"4 examples, {LEAST_HITS} are needed"),
         (lambda tally: tally.features.subtract([points()[-1]]), "grid"),
+        (lambda tally: tally.features.subtract(["ring by window over window"]), "ring by window over window: never drawn"),
+        (lambda tally: tally.features.subtract(["all_gather by bruck on 8 ranks"]), "by bruck on 8 ranks: never drawn"),
         (lambda tally: tally.pairs.update(next(iter(IMPOSSIBLE.values()))[:1]), "was drawn, but"),
         (lambda tally: tally.pairs.update([("layout=new", "ranks=1")]), "no pair of known values"),
         (lambda tally: tally.ratios.update({"ring dq": 0.51}), "ring dq"),

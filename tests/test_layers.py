@@ -13,9 +13,12 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, given, record_ratio, reference, spmd
-from sp_core.testing.strategies import ALGORITHMS, LAYOUTS, masks, seeds
+from sp_core.testing.strategies import LAYOUTS, masks, seeds
 from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing.ways import Way, every_way
+from sp_core.transport import NAMES
 
+pytestmark = pytest.mark.usefixtures("short_slots")
 BASE = 100.0
 
 
@@ -108,21 +111,21 @@ def block_problems(draw: st.DrawFn) -> BlockProblem:
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @given(max_examples=25, problem=block_problems())
 def test_a_block_is_that_of_one_device(comm: Any, scheme: str, problem: BlockProblem) -> None:
-    check_block(comm, scheme, problem, "auto")
+    check_block(comm, scheme, problem, {})
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@spmd(2, 3)
-def test_a_block_does_not_know_by_which_algorithms_its_collectives_go(comm: Any, algorithm: str) -> None:
+@pytest.mark.parametrize("way", every_way(NAMES["cpu"]), ids="{0[algorithm]} over {0[transport]}".format)
+@spmd(3)
+def test_a_block_does_not_know_by_which_ways_its_collectives_go(comm: Any, way: Way) -> None:
     problem = BlockProblem(2, 11, 2, 2, 4, 8, "rms", True, True, True, sp.Mask(causal=True), "zigzag", "float32", 3)
     for scheme in sorted(SCHEMES):
-        check_block(comm, scheme, problem, algorithm)
+        check_block(comm, scheme, problem, way if device().type == "cpu" else {"algorithm": way["algorithm"]})
 
 
-def check_block(comm: Any, scheme: str, problem: BlockProblem, algorithm: str) -> None:
+def check_block(comm: Any, scheme: str, problem: BlockProblem, way: Way) -> None:
     sharding = LAYOUTS[problem.layout](problem.seq_len, comm.size)
     whole, grad = problem.tokens()
-    with sp.Mesh(comm, device=device(), algorithm=algorithm, sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         block = problem.block(scheme, mesh["sp"])
         x = sharding.shard(whole, comm.rank, 1).clone().to(mesh["sp"].device).requires_grad_()
         out = block(x, sharding=sharding, mask=problem.mask)

@@ -15,10 +15,12 @@ from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import event, given, record_ratio, reference, spmd
-from sp_core.testing.strategies import LAYOUTS, algorithms
+from sp_core.testing import event, features, given, record_ratio, reference, spmd
+from sp_core.testing.strategies import LAYOUTS
 from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing.ways import Way, taken, ways
 
+pytestmark = pytest.mark.usefixtures("short_slots")
 BATCH = 4
 
 
@@ -37,6 +39,7 @@ def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tupl
     return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
 
 
+@pytest.mark.explore
 @given(
     max_ranks=4,
     max_examples=16,
@@ -46,7 +49,7 @@ def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tupl
     ignored=st.lists(st.tuples(st.integers(0, BATCH - 1), st.integers(1, 10)), max_size=8),
     mesh=meshes(),
     scheme=schemes(),
-    algorithm=algorithms(),
+    way=ways(),
     tp_sp=st.booleans(),
 )
 def test_logits_loss_and_gradients_are_those_of_one_device(
@@ -57,14 +60,15 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
     ignored: list[tuple[int, int]],
     mesh: int,
     scheme: str | None,
-    algorithm: str,
+    way: Way,
     tp_sp: bool,
 ) -> None:
     """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
     values, scales = expected(case, tokens, left_out)
-    with mesh_of(comm, mesh, algorithm=algorithm) as made:
+    features({}, taken("llama", way))
+    with mesh_of(comm, mesh, **way) as made:
         event(f"{made.axes}{', tp_sp' if tp_sp else ''}")
         model = case.model(made, scheme, tp_sp=tp_sp)
         grid = model.grid

@@ -14,9 +14,10 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, generate
 from sp_core.testing import event, given, record_ratio, reference, spmd, tier
-from sp_core.testing.strategies import algorithms
 from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing.ways import Way, ways
 
+pytestmark = pytest.mark.usefixtures("short_slots")
 Step = tuple[bool, list[int]]
 """Whether it is a prefill, and how many tokens each sequence gets."""
 
@@ -41,11 +42,11 @@ def _not_all_zero(counts: st.SearchStrategy[int], batch: int) -> st.SearchStrate
     steps=step_lists(),
     mesh=meshes(),
     scheme=schemes(),
-    algorithm=algorithms(),
+    way=ways(),
     tp_sp=st.booleans(),
 )
 def test_any_split_into_prefill_and_decode_gives_the_same_logits(
-    comm: Any, case: Case, steps: list[Step], mesh: int, scheme: str | None, algorithm: str, tp_sp: bool
+    comm: Any, case: Case, steps: list[Step], mesh: int, scheme: str | None, way: Way, tp_sp: bool
 ) -> None:
     """After every step the logits are those of one device over all tokens so far, and those of a fresh prefill of them.
 
@@ -60,7 +61,7 @@ def test_any_split_into_prefill_and_decode_gives_the_same_logits(
         return (reference.llama(texts, dict(zip(weights, values, strict=True)), rounding=rounding, **case.options()),)
 
     (values,), (scales,) = reference.sensitivity(run, list(weights.values()), samples=4)
-    with mesh_of(comm, mesh, stages=case.layers, algorithm=algorithm) as made:
+    with mesh_of(comm, mesh, stages=case.layers, **way) as made:
         model = case.model(made, scheme, tp_sp=tp_sp)
         decoder, lengths = Decoder(model, totals), [0] * batch
         size = model.grid.sequence.size

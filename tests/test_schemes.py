@@ -17,8 +17,10 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, features, given, session, spmd
 from sp_core.testing.attention_check import Shards, check_attention
-from sp_core.testing.strategies import AttentionProblem, algorithms, attention_problems
+from sp_core.testing.strategies import AttentionProblem, attention_problems
+from sp_core.testing.ways import Way, taken, ways
 
+pytestmark = pytest.mark.usefixtures("short_slots")
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
 PLAIN = AttentionProblem(
     *(2, 13, 13, 2, 2, 4),
@@ -50,9 +52,10 @@ def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
 
 @pytest.mark.explore
 @EVERY_SCHEME
-@given(problem=attention_problems(), algorithm=algorithms())
-def test_a_scheme_gives_what_one_device_gives(comm: Any, name: str, problem: AttentionProblem, algorithm: str) -> None:
-    with sp.Mesh(comm, device=device(), algorithm=algorithm, sp=comm.size) as mesh:
+@given(problem=attention_problems(), way=ways())
+def test_a_scheme_gives_what_one_device_gives(comm: Any, name: str, problem: AttentionProblem, way: Way) -> None:
+    features({}, taken(name, way))
+    with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
 
 
@@ -65,10 +68,10 @@ def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
 
 @pytest.mark.explore
 @EVERY_SCHEME
-@given(nprocs=st.deferred(some_ranks), max_examples=10, problem=attention_problems(17))
-def test_ranks_have_no_other_names_than_their_places(comm: Any, name: str, problem: AttentionProblem) -> None:
+@given(nprocs=st.deferred(some_ranks), max_examples=10, problem=attention_problems(17), way=ways())
+def test_ranks_have_no_other_names_than_their_places(comm: Any, name: str, problem: AttentionProblem, way: Way) -> None:
     """Communicators in any order of the world's ranks, with and without its rank 0."""
-    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
 
 
@@ -91,15 +94,15 @@ def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, int]:
 
 
 @pytest.mark.explore
-@given(problem=attention_problems(), grid=grids())
+@given(problem=attention_problems(), grid=grids(), way=ways())
 def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
-    comm: Any, problem: AttentionProblem, grid: tuple[tuple[str, ...], int]
+    comm: Any, problem: AttentionProblem, grid: tuple[tuple[str, ...], int], way: Way
 ) -> None:
     """Two axes of a mesh in either order, beside or around a third one, along which every group has a problem of its own."""
     lengths = lengths_of(grid, comm.size)
-    features({}, ["grid " + " x ".join(str(lengths[axis]) for axis in AXES)])
+    features({}, ["grid " + " x ".join(str(lengths[axis]) for axis in AXES), *taken("hybrid", way)])
     axes = tuple(axis for axis in grid[0] if axis != "copies")
-    with sp.Mesh(comm, device=device(), **lengths) as mesh:
+    with sp.Mesh(comm, device=device(), **way, **lengths) as mesh:
         problem = replace(problem, seed=problem.seed + 3 * mesh["copies"].rank)  # as before, with or without a gradient of lse
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         tokens = mesh[axes]

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import sp_core as sp
 from sp_core.testing import device, features, given, spmd
 from sp_core.testing.attention_features import remainder, token_features
-from sp_core.testing.strategies import LAYOUTS, algorithms, seeds
+from sp_core.testing.strategies import LAYOUTS, seeds
+from sp_core.testing.ways import Way, taken, ways
+
+pytestmark = pytest.mark.usefixtures("short_slots")
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,15 @@ def pairs(draw: st.DrawFn) -> Pair:
 
 
 @pytest.mark.explore
-@given(pair=pairs(), algorithm=algorithms())
-def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair: Pair, algorithm: str) -> None:
+@given(pair=pairs(), way=ways())
+def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair: Pair, way: Way) -> None:
     rank, size = comm.rank, comm.size
     kind = token_features("tp_sp", pair.layout, pair.seq_len, size, pair.dtype, pair.batch)
-    features(kind, [remainder(pair.seq_len, size)])
+    features(kind, [remainder(pair.seq_len, size), *taken("tp_sp", way)])
     sharding = LAYOUTS[pair.layout](pair.seq_len, size)
     x, grad, up, down = pair.whole()
     sizes = pair.sizes(size)
-    with sp.Mesh(comm, device=device(), algorithm=algorithm, sp=size) as mesh:
+    with sp.Mesh(comm, device=device(), **way, sp=size) as mesh:
         group = mesh["sp"]
         column = sp.ColumnParallelLinear.from_linear(up, comm=group, sharding=sharding, sizes=sizes)
         row = sp.RowParallelLinear.from_linear(down, comm=group, sharding=sharding, sizes=sizes)

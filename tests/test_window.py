@@ -67,6 +67,7 @@ def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     programs.in_window.cache_clear()
 
 
+@pytest.mark.explore
 @given(
     max_examples=25,
     problem=problems,

@@ -14,8 +14,8 @@ import sp_core as sp
 from benchmarks.netlab.setting import Setting
 from sp_core.collectives.plans import plan
 from sp_core.schedules import ALGORITHMS
+from sp_core.schemes.blocks import circulate
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.travel import circulate
 from sp_core.transport import Done, Handle, HostTransport, LinkModel, Messages
 
 if TYPE_CHECKING:

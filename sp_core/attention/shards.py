@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.merge import accumulation_dtype, merge_into
-from sp_core.attention.tiles import halves, strips, tiled
+from sp_core.attention.tiles import halves, rows, strips, tiled
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
 from sp_core.mask.blocks import band_mask, dense
@@ -33,6 +33,7 @@ def attend(
     mask: Mask | None = None,
     scale: float,
     out_dtype: torch.dtype | None = None,
+    between: Callable[[], object] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the queries of one shard to the keys of another, by global positions.
@@ -46,6 +47,7 @@ def attend(
         mask: who sees whom; None sees everything.
         scale: softmax_scale.
         out_dtype: dtype of out; q's dtype when None. A caller that goes on merging asks for `accumulation_dtype(q.dtype)`.
+        between: called after each part of the work, for communication to make progress; it makes the parts of full blocks smaller.
         backend: a kernel by name, as from `backend_for`; None chooses for each block.
 
     Returns:
@@ -55,6 +57,8 @@ def attend(
         ShapeError: positions that do not number the tokens, or that lie outside the mask's documents.
     """
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), halves, q)
+    if between is not None:
+        blocks = tiled(blocks, rows, q)
     allowed = _dense_masks(q, q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
@@ -67,6 +71,8 @@ def attend(
         part = _attend_block(block, q, k, v, allowed=allowed(block), scale=scale, backend=backend)
         _add_part(out[:, :, block.queries], lse[:, :, block.queries], *part, fresh=block.q_start >= written)
         written = max(written, block.q_stop)
+        if between is not None:
+            between()
     return out.to(dtype), lse
 
 
@@ -83,6 +89,7 @@ def attend_backward(
     mask: Mask | None = None,
     scale: float,
     grad_lse: Tensor | None = None,
+    between: Callable[[], object] | None = None,
     backend: str | None = None,
 ) -> Triple:
     """Gradients between two shards, where out and lse may cover more keys than those given.
@@ -99,6 +106,7 @@ def attend_backward(
         mask: as in `attend`.
         scale: softmax_scale.
         grad_lse: (B, H, Sq), of lse, where lse was an output; None for zero.
+        between: called after each part of the work, as in `attend`.
         backend: as in `attend`.
 
     Returns:
@@ -112,13 +120,18 @@ def attend_backward(
         tensors = _with_lse_columns(*tensors, grad_lse)
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
     allowed = _dense_masks(q, q_positions, kv_positions, mask)
-    grads = _backward_blocks(blocks, allowed, tensors, lse, scale=scale, backend=backend)
+    grads = _backward_blocks(blocks, allowed, tensors, lse, between, scale=scale, backend=backend)
     dq, dk, dv = grads if grad_lse is None else (grad[..., : q.shape[-1]] for grad in grads)
     return dq, dk, dv
 
 
 def _backward_blocks(
-    blocks: tuple[Block, ...], allowed: Callable[[Block], Tensor | None], tensors: Quintuple, lse: Tensor, **options: Any
+    blocks: tuple[Block, ...],
+    allowed: Callable[[Block], Tensor | None],
+    tensors: Quintuple,
+    lse: Tensor,
+    between: Callable[[], object] | None,
+    **options: Any,
 ) -> Triple:
     """Sum of the gradients of all blocks; the gradients of a block that is everything, without a sum."""
     _, q, k, v, _ = tensors
@@ -129,8 +142,10 @@ def _backward_blocks(
     dq, dk, dv = _zeros(q, dtype), _zeros(k, dtype), _zeros(v, dtype)
     for block in blocks:
         parts = _backward_block(block, *tensors, lse, allowed=allowed(block), **options)
-        for total, rows, part in zip((dq, dk, dv), (block.queries, block.keys, block.keys), parts, strict=True):
-            total[:, :, rows] += part
+        for total, where, part in zip((dq, dk, dv), (block.queries, block.keys, block.keys), parts, strict=True):
+            total[:, :, where] += part
+        if between is not None:
+            between()
     return dq, dk, dv
 
 

@@ -26,6 +26,9 @@ STRIP_WIDTHS = (384, 192)
 """Keys of a strip, and of those into which its causal tile is cut. These and the edge of a half were the fastest of 64 ... 512, for
 4 and 8 heads of 64 elements and 512 ... 8192 tokens, on one core with AVX-512."""
 
+POLLED_ROWS = 768
+"""Queries of a full block that are worked on without a pause: the fewest of which torch's kernel still takes 256 at a time."""
+
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
     """The tiles of some blocks, where they gain something: on a CPU, and not for half types, whose results the kernel would round
@@ -44,6 +47,17 @@ def halves(block: Block) -> Iterator[Block]:
     yield from halves(_diagonal(block, 0, size // 2))
     yield _below(block, size // 2, 0, size // 2)
     yield from halves(_diagonal(block, size // 2, size))
+
+
+def rows(block: Block) -> Iterator[Block]:
+    """A full block cut into ranges of its queries, so that something else can make progress in between; no row is merged."""
+    if block.kind != "full":
+        yield block
+        return
+    keys = block.kv_stop - block.kv_start
+    for start in range(block.q_start, block.q_stop, POLLED_ROWS):
+        stop = min(start + POLLED_ROWS, block.q_stop)
+        yield block._replace(q_start=start, q_stop=stop, pairs=(stop - start) * keys)
 
 
 def strips(block: Block) -> Iterator[Block]:

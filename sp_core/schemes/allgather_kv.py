@@ -17,10 +17,11 @@ from torch import Tensor
 
 from sp_core.attention import attend, attend_backward
 from sp_core.attention.once import Saved, differentiable_once, exact
-from sp_core.collectives.maps import AllGather, ReduceScatter
+from sp_core.collectives.maps import ReduceScatter
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.overlap import head_groups, join_heads, one_ahead
+from sp_core.schemes.blocks import gathered
+from sp_core.schemes.overlap import join_heads, one_ahead
 from sp_core.schemes.problem import Problem, agree
 from sp_core.sharding import Sharding
 
@@ -56,7 +57,8 @@ def allgather_kv_attention(
 
     Communication:
         Forward an all-gather of K and V: (P-1) * 2*B*(S/P)*K*D elements sent per rank. Backward the same again, and a
-        reduce-scatter of their gradients in float32 or wider: 2*B*(S - S/P)*K*D elements. A single rank sends nothing.
+        reduce-scatter of their gradients in float32 or wider: 2*B*(S - S/P)*K*D elements. A single rank sends nothing. In shared
+        memory (`Mesh(transport="window")`) the ranks write their K and V into one tensor, which all read; nothing is gathered.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
@@ -86,7 +88,8 @@ class _AllGatherKV(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         among = problem.against(problem.kv_sharding.sorted_positions)
         with exact(q):
-            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **among) for h, kv in _gathered(q, k, v, problem)]
+            between = problem.comm.poll
+            parts = [attend(q[:, :, h].transpose(1, 2), *kv, **among, between=between) for h, kv in gathered(q, k, v, problem)]
         out, lse = join_heads([out for out, _ in parts]), _joined([lse for _, lse in parts], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
@@ -101,10 +104,10 @@ class _AllGatherKV(torch.autograd.Function):
         dqs: list[Tensor] = []
 
         def gradients() -> Iterator[tuple[Tensor, Tensor]]:
-            for h, kv in _gathered(q, k, v, problem):
+            for h, kv in gathered(q, k, v, problem):
                 do, q_, out_ = (x[:, :, h].transpose(1, 2) for x in (grad_out, q, out))
                 gl = None if grad_lse is None else grad_lse[:, h]
-                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **among, grad_lse=gl)
+                dq, dk, dv = attend_backward(do, q_, *kv, out_, lse[:, h], **among, grad_lse=gl, between=problem.comm.poll)
                 dqs.append(dq.transpose(1, 2).to(q.dtype))
                 yield dk, dv
 
@@ -114,20 +117,6 @@ class _AllGatherKV(torch.autograd.Function):
             return _joined(dqs, 2), None, None, None
         dk, dv = (_joined(list(x), 2) for x in zip(*_reduced(gradients(), problem), strict=True))
         return _joined(dqs, 2), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """For each group of heads its query heads, and its keys and values of all ranks (B, K, S, D); the next group is under way."""
-    groups = head_groups(q.shape[2], k.shape[2], problem.comm.size)
-    if problem.comm.size == 1:
-        keys, values = (problem.kv_sharding.sort_segments(x, 1).transpose(1, 2) for x in (k, v))
-        yield groups[0][0], (keys, values)
-        return
-    gather = AllGather(problem.comm, 0, problem.kv_sharding.lengths)
-    calls = ((gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups)  # (S/P, 2, B, K, D)
-    for (heads, _), rows in zip(groups, one_ahead(calls), strict=True):
-        keys, values = problem.kv_sharding.sort_segments(rows, 0).permute(1, 2, 3, 0, 4).unbind()
-        yield heads, (keys, values)
 
 
 def _reduced(gradients: Iterator[tuple[Tensor, Tensor]], problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:

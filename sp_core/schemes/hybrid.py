@@ -72,7 +72,11 @@ def hybrid_attention(
     ring = axes[0] if axes[1] == ulysses else axes[1]
     groups = groups_of(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)
     inner = replace(
-        problem, comm=mesh[ring], sharding=problem.sharding.group(groups), kv_sharding=problem.kv_sharding.group(groups)
+        problem,
+        comm=mesh[ring],
+        sharding=problem.sharding.group(groups),
+        kv_sharding=problem.kv_sharding.group(groups),
+        resident=False,  # after the exchange
     )
     mine = groups[mesh[ring].rank]
     exchange = Exchange(

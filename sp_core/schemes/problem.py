@@ -20,13 +20,17 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention over the tokens of all ranks: what is left once q, k and v are taken away."""
+    """One attention over the tokens of all ranks: what is left once q, k and v are taken away.
+
+    `resident`: k and v are tensors of `shared_empty` on every rank, made in the same two calls.
+    """
 
     comm: Communicator
     sharding: Sharding
     kv_sharding: Sharding
     mask: Mask
     scale: float
+    resident: bool = False
 
     def against(self, kv_positions: Positions) -> dict[str, Any]:
         """What `attend` wants to know of this rank's queries and of keys at some positions."""
@@ -69,11 +73,11 @@ def agree(
     def check() -> int:
         _check_tensors(q, k, v, comm)
         _check_lengths(q, k, problem)
-        return 0
+        return _home(k, v, comm)
 
-    comm.agree_on(partial(_signature, name, (q, k, v), problem, softmax_scale), check)
+    homes = comm.agree_on(partial(_signature, name, (q, k, v), problem, softmax_scale), check)
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if softmax_scale is None else softmax_scale
-    return replace(problem, scale=scale)
+    return replace(problem, scale=scale, resident=homes[0] > 0 and len(set(homes)) == 1)
 
 
 def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax_scale: float | None) -> str:
@@ -90,6 +94,14 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax
         f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: {problem.kv_sharding.fingerprint}, "
         f"{problem.mask}, softmax_scale={softmax_scale}) on {problem.comm.name}"
     )
+
+
+def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
+    """A number for the two tensors in shared memory that k and v are, from their beginning on; 0 where they are none."""
+    if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
+        return 0
+    numbers = [comm.window.number(x.view(-1)) for x in (k, v)]
+    return 0 if -1 in numbers else numbers[0] << 31 | numbers[1] + 1
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, comm: Communicator) -> None:

@@ -1,10 +1,11 @@
-"""Ring attention: keys and values travel from rank to rank, and each rank attends to the block that it holds.
+"""Ring attention: keys and values go from rank to rank, and each rank attends to the block that it holds.
 
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
 While a block is computed on, some heads at a time, the next one is under way. A block travels only as far as the last rank that
 sees any of it. In the backward the blocks travel the same way again, each followed by the sum of its gradients so far, which
-goes home from the last rank that adds to it. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+goes home from the last rank that adds to it. Ranks that share memory send nothing: in step s they read block j where it lies.
+Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from sp_core.attention import accumulation_dtype, attend, attend_backward, merge
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.homeward import Homeward
+from sp_core.schemes.blocks import circulate, homeward
 from sp_core.schemes.overlap import head_groups, join_heads, polled
 from sp_core.schemes.problem import Problem, agree
-from sp_core.schemes.travel import Travel, circulate, sees
+from sp_core.schemes.travel import Block, sees
 from sp_core.sharding import Sharding
 
 
@@ -47,7 +48,9 @@ def ring_attention(
 
     Communication:
         Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks. Backward the same, and P messages
-        of as many elements in float32 or wider. A single rank sends nothing.
+        of as many elements in float32 or wider. A single rank sends nothing. In shared memory (`Mesh(transport="window")`) no
+        message: a rank writes its K and V once, or not at all where both are tensors of `shared_empty` on `comm`, and reads P-1
+        others'; backward the same, and it adds to as many sums in float32 or wider. One fence, in the backward one for each step.
 
     Raises:
         As `allgather_kv_attention`.
@@ -105,7 +108,7 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
             continue
         among = problem.against(problem.kv_sharding.positions(block))
         parts = [
-            attend(q[:, heads], *_heads_first(held, kv_heads), **among, out_dtype=dtype)
+            attend(q[:, heads], *_heads_first(held, kv_heads), **among, out_dtype=dtype, between=problem.comm.poll)
             for heads, kv_heads in polled(problem.comm, groups)
         ]
         for result, part in zip(results, parts, strict=True) if results else ():
@@ -124,25 +127,25 @@ def _ring_gradients(
     grad_out, q, out, lse, grad_lse = upstream
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
-    homeward = Homeward(Travel(problem, k[:, :0].to(dq.dtype)))
+    sums = homeward(problem, k[:, :0].to(dq.dtype))
     for step, block, held in circulate(k, v, problem):
         own = None
         if held is not None and sees(problem, block):
             among = problem.against(problem.kv_sharding.positions(block))
-            own = torch.empty_like(held, dtype=dq.dtype)
+            own = k.new_empty((2, *held[0].shape), dtype=dq.dtype)
             for h, kv in polled(problem.comm, groups):
                 given = (grad_out[:, h], q[:, h], *_heads_first(held, kv), out[:, h], lse[:, h])
                 gl = None if grad_lse is None else grad_lse[:, h]
-                part, dk, dv = attend_backward(*given, **among, grad_lse=gl)
+                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
                 dq[:, h] += part
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
         if with_kv:
-            homeward.add(step, own)
+            sums.add(step, own)
         del held, own
-    return dq, *(homeward.arrived() if with_kv else (k, v))
+    return dq, *(sums.arrived() if with_kv else (k, v))
 
 
-def _heads_first(block: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-    """Some heads of k and v, (B, K, S_block, D), of a block (2, B, S_block, K, D)."""
-    k, v = block[:, :, :, heads].transpose(2, 3).unbind()
+def _heads_first(block: Block, heads: slice) -> Block:
+    """Some heads of k and v, (B, K, S_block, D), of a block (B, S_block, K, D)."""
+    k, v = (x[:, :, heads].transpose(1, 2) for x in block)
     return k, v

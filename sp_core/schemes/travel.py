@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from sp_core.mask import Mask, plan_blocks
 from sp_core.schemes.problem import Problem
 from sp_core.sharding import Sharding
 from sp_core.transport import Done, Handle
+
+Block = tuple[Tensor, Tensor]
+"""Keys and values of one rank, or their gradients."""
 
 
 @lru_cache(maxsize=64)
@@ -36,11 +38,6 @@ def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ..
     """For each block, how many times it is passed on: to the last rank that sees any of it, in ring order from its owner."""
     seen, size = visibility(sharding, kv_sharding, mask), sharding.size
     return tuple(max((s for s in range(size) if seen[(block + s) % size][block]), default=0) for block in range(size))
-
-
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Tensor | None]]:
-    """The blocks of k and v (B, S_block, K, D) that come to this rank, its own first, as `Travel.circulate` gives them."""
-    return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])
 
 
 class Travel:
@@ -79,7 +76,7 @@ class Travel:
         batch, _, heads, head_dim = self._like.shape
         return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
 
-    def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Tensor | None]]:
+    def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
         """Yield (step, block, keys and values) while the next block is under way; None where no block has come this far.
 
         Args:
@@ -88,7 +85,7 @@ class Travel:
         present = held.pop()
         for step in range(self.steps):
             handle, arriving = self._pass_on(step, present)
-            yield step, self.block(step), present
+            yield step, self.block(step), None if present is None else (present[0], present[1])
             self.comm.wait(handle, "ring")
             present = arriving
 

@@ -5,7 +5,8 @@
     python -m sp_core.testing.explore judge --seed 7
 
 Each round leaves a JSON file with what it has drawn. The judgement adds them up: enough examples were run, every pair of features
-that can come together did so often enough, and no error came near its bound.
+that can come together did so often enough, everything was run by every algorithm over every transport, and no error came near its
+bound.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from pathlib import Path
 from sp_core.testing.attention_features import points, universe
 from sp_core.testing.remarks import larger
 from sp_core.testing.tally import Tally
+from sp_core.testing.ways import to_be_called, to_be_taken
 
-EXAMPLES = 20_000
+EXAMPLES = 32_000
 LEAST_HITS = 5
 """Of each pair of features, in `EXAMPLES` examples; in proportion for other numbers."""
 MAX_ERROR_RATIO = 0.5
@@ -130,11 +132,13 @@ def judge(total: Tally, wanted: int) -> list[str]:
     """
     least = LEAST_HITS * wanted // EXAMPLES
     possible, impossible = universe()
+    ways = [*to_be_taken(), *to_be_called()]
     faults = [] if total.examples >= wanted else [f"{total.examples} examples were run, {wanted} were wanted"]
     faults += [
         f"{' & '.join(pair)}: {total.pairs[pair]} examples, {least} are needed" for pair in possible if total.pairs[pair] < least
     ]
     faults += [f"{name}: {total.features[name]} examples, {least} are needed" for name in points() if total.features[name] < least]
+    faults += [f"{name}: never drawn" for name in ways if not total.features[name]] if wanted >= EXAMPLES else []
     for reason, pairs in impossible.items():
         faults += [f"{' & '.join(pair)} was drawn, but {reason}" for pair in pairs if total.pairs[pair]]
     known = {pair for pairs in (possible, *impossible.values()) for pair in pairs}
@@ -160,6 +164,8 @@ def told(total: Tally, seed: int) -> Iterable[str]:
     yield from (f"  {len(pairs):5d}  {reason}" for reason, pairs in impossible.items())
     rarest = min(points(), key=lambda name: total.features[name])
     yield f"of {len(points())} remainders and grids the rarest is {rarest}: {total.features[rarest]}"
+    drawn = [total.features[name] for name in (*to_be_taken(), *to_be_called())]
+    yield f"of {len(drawn)} algorithms, each over every transport, the rarest was drawn {min(drawn)} times"
     worst = max(total.ratios, key=lambda name: larger(total.ratios[name], 0.0), default="")
     yield f"worst error over bound: {total.ratios.get(worst, 0.0):.3g} in {worst}"
 

@@ -12,14 +12,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sp_core import schedules
 from sp_core.mask import Mask
 from sp_core.sharding import Sharding
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-ALGORITHMS = sorted({name for names in schedules.ALGORITHMS.values() for name in names} - set(schedules.LIBRARY))
-"""Every algorithm of any collective; a mesh made with one uses it where a collective has it."""
-
 LAYOUTS = {"contiguous": Sharding.contiguous, "zigzag": Sharding.zigzag, "striped": Sharding.striped}
 STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
@@ -116,11 +112,6 @@ class AttentionProblem:
         random = torch.Generator().manual_seed(self.seed + 2)
         shape = (self.batch, self.kv_heads * self.group, self.seq_len)
         return torch.randn(shape, generator=random, dtype=torch.float64).to(self.torch_dtype).double()
-
-
-def algorithms() -> st.SearchStrategy[str]:
-    """What a mesh may be made with, the MPI library's own collectives first."""
-    return st.sampled_from(["auto", *ALGORITHMS])
 
 
 def seeds() -> st.SearchStrategy[int]:

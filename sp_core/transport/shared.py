@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sp_core.errors import RankError
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
@@ -70,6 +72,19 @@ def share(comm: Intracomm, nbytes: int) -> list[Tensor]:
         raise NotShared(f"rank {rank} cannot map {sum(sizes):,} bytes of it: {os.strerror(problems[rank])}")
     assert memory is not None
     return list(torch.frombuffer(memory, dtype=torch.uint8)[mmap.PAGESIZE :].split(sizes))
+
+
+def demand(comm: Intracomm, nbytes: int) -> list[Tensor]:
+    """`share`, by ranks that have been found to have memory in common.
+
+    Raises:
+        RankError: there is none left; on every rank.
+    """
+    try:
+        return share(comm, nbytes)
+    except NotShared as reason:
+        text = f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some, or make the mesh with transport='host'."
+        raise RankError(text) from None
 
 
 def everybodys(comm: Intracomm, numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import wait
 from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import NotShared, everybodys, share
+from sp_core.transport.rooms import Rooms
+from sp_core.transport.shared import NotShared, demand, everybodys, share
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -46,15 +47,20 @@ class Window:
 
     Args:
         comm: an mpi4py communicator.
-        slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank.
+        slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank, `SLOT_BYTES` if not given.
+
+    Attributes:
+        blocks: rooms for what all ranks read in place; two, so that nobody waits until the others have read.
+        sums: a room for sums that ranks add to in turn.
 
     Raises:
         NotShared: the ranks have no memory in common; on every rank.
     """
 
-    def __init__(self, comm: Intracomm, slot_bytes: int = SLOT_BYTES) -> None:
-        self.slot_bytes = max(slot_bytes, 8 * comm.size) // 8 * 8
+    def __init__(self, comm: Intracomm, slot_bytes: int | None = None) -> None:
+        self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
         self._comm = comm
+        self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         parts = share(comm, FLAG_BYTES + SLOTS * self.slot_bytes)
         self.slots = [part[FLAG_BYTES : FLAG_BYTES + SLOTS * self.slot_bytes] for part in parts]
         flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
@@ -123,7 +129,7 @@ class Window:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in shared memory; every rank calls this, shapes may differ."""
         shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
-        parts = share(self._comm, math.prod(shape) * dtype.itemsize)
+        parts = demand(self._comm, math.prod(shape) * dtype.itemsize)
         tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
         self._allocations.append(tensors)
         return tensors[self._comm.rank]
@@ -141,6 +147,11 @@ class Window:
         """The tensors of all ranks that were allocated together with x; none where it was not allocated here."""
         own = self._comm.rank
         return next((found for found in self._allocations if found[own] is x), [])
+
+    def number(self, x: Tensor) -> int:
+        """The number of the allocation that a flat tensor begins with, the same for corresponding ones of all ranks; else -1."""
+        place = self.place(x)
+        return -1 if place < 0 or place & (1 << 40) - 1 else place >> 40
 
     def place(self, x: Tensor | None) -> int:
         """A number for the place of a flat tensor in shared memory, the same for corresponding places of all ranks; else -1."""

@@ -1,0 +1,174 @@
+"""Keys, values and the sums of their gradients in shared memory: nothing is sent, nothing is read too early or written too soon."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES, allgather_kv, ring
+from sp_core.schemes.blocks import reads_in_place
+from sp_core.testing import given, run_threads, spmd
+from sp_core.testing.attention_check import Results, Shards
+from sp_core.testing.strategies import AttentionProblem
+from sp_core.transport import shared
+from sp_core.transport.rooms import ALIGNMENT, Rooms
+
+pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
+PLAIN = AttentionProblem(
+    *(2, 13, 13, 2, 2, 4, "float64", "zigzag", "zigzag", sp.Mask(), None, 1.0),
+    *("normal", "normal", (True, True, True), "plain", 7),
+    late=True,
+)
+IN_RANK_ORDER = {"reduce_scatter": "pairwise"}
+SECONDS = 2e-3
+
+
+@pytest.fixture
+def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks now and then fall behind just before they write or read a block."""
+    random = Random(os.getpid())  # other ranks at other times, also where each is a process
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def dawdle(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(SECONDS * (random.randrange(3) == 0))
+            return function(*args, **kwargs)
+
+        return dawdle
+
+    monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
+    for module in (ring, allgather_kv):
+        monkeypatch.setattr(module, "attend", late(module.attend))
+        monkeypatch.setattr(module, "attend_backward", late(module.attend_backward))
+
+
+class NoMessages:
+    """What carries no message; a window does not ask for it."""
+
+    name = "window"
+
+    def __getattr__(self, what: str) -> Any:
+        raise AssertionError(f"{what} was asked for, where ranks share memory")
+
+
+def leave_alone(comm: sp.Communicator) -> None:
+    """Let ranks begin operations in shared memory without the kit's comparison, which would make them wait for each other."""
+    assert comm.window is not None
+    comm.window._announce = lambda what: None
+
+
+def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
+    """The results of attentions one after the other, each of other numbers, and then of their backwards."""
+    under_way = []
+    for turn, changes in enumerate(({}, {"mask": sp.Mask(causal=True)}, {"layout": "contiguous", "mask": sp.Mask(window=1)})):
+        problem = replace(PLAIN, seed=seed + turn, **changes)  # in the last, ranks see others' keys but not their own
+        shards = Shards(problem, comm.rank, comm.size, mesh.device)
+        under_way.append((shards, *shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))))
+    return [{"out": out.detach(), "lse": lse.detach(), **shards.gradients(out, lse)} for shards, out, lse in under_way]
+
+
+@pytest.mark.parametrize("name", ["allgather_kv", "ring"])
+@given(max_examples=4, seed=st.integers(0, 999))
+def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int) -> None:
+    """Of several attentions in a row, against those by messages."""
+    with sp.Mesh(comm, algorithm=IN_RANK_ORDER, sp=comm.size) as mesh:
+        wanted = several(comm, mesh, name, seed)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        carries, mesh["sp"].transport = mesh["sp"].transport, NoMessages()
+        leave_alone(mesh["sp"])
+        found = several(comm, mesh, name, seed)
+        mesh["sp"].transport = carries
+    for mine, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(mine[what], other[what]) for what in other)
+
+
+@spmd(2, 3)
+def test_tensors_of_shared_memory_are_read_without_a_copy(comm: Any) -> None:
+    """And belong to the caller again as soon as the ring has given its results, whoever is late."""
+    with sp.Mesh(comm, sp=comm.size) as messages, sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        group = mesh["sp"]
+        leave_alone(group)
+        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
+        wanted = shards.results(functools.partial(sp.ring_attention, comm=messages["sp"]))
+        given_ = [x.detach() for x in shards.local[1:]]
+        k, v = (sp.shared_empty(x.shape, comm=group, dtype=x.dtype) for x in given_)
+        scheme = functools.partial(sp.ring_attention, comm=group)
+        for training in (False, True, False):
+            comm.Barrier()  # what a rank writes over its tensors stays there until all have their results
+            for x, mine in zip(given_, (k, v), strict=True):
+                mine.data.copy_(x)
+            shards.local[1:] = [k.requires_grad_(training), v.requires_grad_(training)]
+            with torch.set_grad_enabled(training):
+                out, lse = shards.run(scheme)
+            found = {"out": out, "lse": lse, **(shards.gradients(out, lse) if training else {})}
+            for mine in (k, v):
+                mine.data.fill_(torch.nan)
+            assert all(torch.equal(x, wanted[what]) for what, x in found.items())
+        assert group.window is not None
+        assert group.window.blocks._uses == 0
+        k.data.copy_(given_[0])
+        v.data.copy_(given_[1])
+        shards.local[1:] = [k, v] if comm.rank == 0 else given_  # then they are not there on all ranks
+        assert torch.equal(shards.run(scheme)[0], wanted["out"])
+        assert group.window.blocks._uses == 1
+
+
+@spmd(3)
+def test_another_algorithm_is_respected_and_other_transports_have_messages(comm: Any) -> None:
+    for transport, algorithm, in_place in (
+        ("window", "auto", (True, True)),
+        ("window", "window", (True, True)),
+        ("window", "mpi", (False, False)),
+        ("window", "bruck", (False, True)),  # a shift has no algorithm of that name
+        ("host", "window", (False, False)),
+    ):
+        with sp.Mesh(comm, transport=transport, algorithm=algorithm, sp=comm.size, one=1) as mesh:
+            assert (reads_in_place(mesh["sp"], "all_gather"), reads_in_place(mesh["sp"], "shift")) == in_place
+            assert not reads_in_place(mesh["one"], "shift")
+
+
+@spmd(1, 3)
+def test_rooms_take_turns_and_grow(comm: Any) -> None:
+    rooms = Rooms(comm, 2)
+    for length in (1, 5, 5, 3000, 2, 3000, 7):
+        specs = [((2, length), torch.float64), ((length,), torch.bfloat16), ((0, 3), torch.float32), ((comm.size, 3), torch.int32)]
+        *others, ranks = rooms.enter(specs)
+        assert [(x.shape, x.dtype) for x in (*others, ranks)] == [(torch.Size(shape), dtype) for shape, dtype in specs]
+        comm.Barrier()
+        ranks[comm.rank] = comm.rank + length
+        others[0].fill_(1.0)
+        others[1].fill_(-1.0)
+        comm.Barrier()
+        assert torch.equal(ranks, torch.arange(comm.size, dtype=torch.int32)[:, None].expand(-1, 3) + length)
+        assert all(x.storage_offset() * x.itemsize % ALIGNMENT == 0 for x in (*others, ranks))
+        comm.Barrier()
+
+
+def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, most = shared._opened, 1 << 16
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+            shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device)
+            for scheme in (sp.ring_attention, sp.allgather_kv_attention):
+                with pytest.raises(sp.RankError, match=r"bytes of shared memory were asked for.*No space left.*transport='host'"):
+                    shards.run(functools.partial(scheme, comm=mesh["sp"]))
+            assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
+
+    def small(comm: Any, fd: int, sizes: Any) -> Any:
+        full = comm.rank == 1 and sum(sizes) > most
+        return (opened(comm, fd, sizes), (None, errno.ENOSPC))[full]
+
+    monkeypatch.setattr(shared, "_opened", small)
+    run_threads(3, body)
