@@ -233,6 +233,12 @@ class PipelinedTransport(OverHost):
         return self._streams.buffer(x.nbytes).view(x.dtype).view(x.shape)
 
 
+class IpcTransport(PipelinedTransport):
+    """Messages, and what goes beyond a node, as in the pipeline; the communicator has a window of device memory beside it."""
+
+    name = "ipc"
+
+
 class _Steps:
     """A transfer that advances when it is tested, after those that were started before it.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import wait
 from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import NotShared, everybodys, share
+from sp_core.transport.shared import everybodys, share
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -55,9 +55,8 @@ class Window:
     def __init__(self, comm: Intracomm, slot_bytes: int = SLOT_BYTES) -> None:
         self.slot_bytes = max(slot_bytes, 8 * comm.size) // 8 * 8
         self._comm = comm
-        parts = share(comm, FLAG_BYTES + SLOTS * self.slot_bytes)
-        self.slots = [part[FLAG_BYTES : FLAG_BYTES + SLOTS * self.slot_bytes] for part in parts]
-        flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
+        flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in share(comm, FLAG_BYTES)]
+        self.slots = [part[: SLOTS * self.slot_bytes] for part in self._share(SLOTS * self.slot_bytes)]
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self._begun = 0  # steps of all operations started so far
@@ -123,7 +122,7 @@ class Window:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in shared memory; every rank calls this, shapes may differ."""
         shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
-        parts = share(self._comm, math.prod(shape) * dtype.itemsize)
+        parts = self._share(math.prod(shape) * dtype.itemsize)
         tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
         self._allocations.append(tensors)
         return tensors[self._comm.rank]
@@ -159,6 +158,13 @@ class Window:
                 if offset >= 0 and offset + x.nbytes <= mine.nbytes:
                     return number, offset // x.itemsize
         raise KeyError("not in shared memory")
+
+    def close(self, *, together: bool) -> None:
+        """Nothing to give back: host memory goes when nobody looks at it any more."""
+
+    def _share(self, nbytes: int) -> list[Tensor]:
+        """Memory of every rank."""
+        return share(self._comm, nbytes)
 
     def have_made(self, steps: int) -> bool:
         """Whether every other rank has made so many steps."""
@@ -217,11 +223,3 @@ def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _nothing(what: str) -> None:
     """A communicator that is not checked."""
-
-
-def make_window(comm: Intracomm) -> tuple[Window | None, str]:
-    """A window, or why there is none; the same on every rank."""
-    try:
-        return Window(comm), ""
-    except NotShared as reason:
-        return None, str(reason)
