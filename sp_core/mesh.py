@@ -33,10 +33,10 @@ class Mesh:
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine. "window" (host memory)
-            and "ipc" (memory of a GPU) share memory among ranks of one machine, and do without where they cannot
-            (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT names, on a kind of device that has
-            it, else the first of `NAMES`.
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine. "window" (host memory),
+            "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share memory among ranks of one machine, and do
+            without where they cannot (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT names, on
+            a kind of device that has it, else the first of `NAMES`.
         check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
         algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
             collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +13,19 @@ import torch
 from hypothesis import strategies as st
 
 import sp_core as sp
-from sp_core.testing import given, run_threads, spmd
+from sp_core import transport
+from sp_core.testing import given, run_threads, session, spmd
 from sp_core.testing.collective_cases import Case, cases
 from sp_core.testing.fake_device import DelayedMemory, DelayedStreams
 from sp_core.transport import HostTransport, cuda_aware, group
 from sp_core.transport.cuda_aware import DeviceTransport, no_device_memory, outside_of_job, refuse_host_only
 from sp_core.transport.device_window import DeviceWindow
-from sp_core.transport.distributed import DistributedTransport
+from sp_core.transport.distributed import DistributedTransport, _Work
 from sp_core.transport.node_memory import Offer
 from sp_core.transport.shared import NotShared
 
 CPU = torch.device("cpu")
-FEW = 5  # a group of torch.distributed takes a while to connect
+FEW = 3  # a group of torch.distributed takes a while to connect
 
 
 def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
@@ -30,7 +34,7 @@ def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
     comm.transport = DistributedTransport(comm._comm, made, HostTransport(comm._comm), CPU, comm.poll)
 
 
-@given(max_examples=FEW, some=st.lists(cases(), min_size=3, max_size=8))
+@given(max_examples=FEW, some=st.lists(cases(), min_size=2, max_size=5))
 def test_torch_distributed_gives_what_is_defined(comm: Any, some: list[Case]) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         by_distributed(mesh["sp"])
@@ -75,13 +79,54 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(comm: Any, 
         assert sp.all_reduce(torch.ones(2), comm=mesh["sp"])[0] == comm.size
 
 
+@spmd()
+def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
+    """In the order of the ranks where the pieces are added here, within a rounding of it where the group adds."""
+    inputs = [torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(comm.size)]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        by_distributed(mesh["sp"])
+        part = sp.reduce_scatter(inputs[comm.rank], comm=mesh["sp"])
+        whole = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"])
+    total = functools.reduce(torch.add, (x.float() for x in inputs))
+    assert torch.equal(part, total.bfloat16().chunk(comm.size)[comm.rank])
+    exact = torch.stack([x.double() for x in inputs])
+    allowed = exact.sum(0).abs() * 2.0**-8 + exact.abs().sum(0) * comm.size * 2.0**-23
+    assert ((whole.double() - exact.sum(0)).abs() <= allowed).all()
+
+
+def test_a_transfer_that_fails_in_the_group_says_so() -> None:
+    def fails() -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nand much more")
+
+    work = SimpleNamespace(is_completed=lambda: True, wait=fails)
+    with pytest.raises(sp.PeerFailed, match=r"an all_gather failed: Connection closed by peer \[127.0.0.1\]:1 See"):
+        _Work(work, (), "an all_gather", None, lambda what: None).test()
+
+
+def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group along an axis fails: the ranks of the other groups must not go on alone."""
+
+    def made(made_for: Any, device: torch.device) -> None:
+        if made_for.size == 2 and "rank 3" in made_for.allgather(threading.current_thread().name):
+            raise sp.DeviceError("rank 3 has no way out")
+
+    def body(comm: Any) -> None:
+        with pytest.raises(sp.DeviceError, match="no way out"):
+            sp.Mesh(comm, transport="distributed", a=2, b=2)
+        with sp.Mesh(comm, a=2, b=2) as mesh:
+            assert sp.all_reduce(torch.ones(2), comm=mesh["a", "b"])[0] == comm.size
+
+    monkeypatch.setattr(transport, "make_group", made)
+    run_threads(4, body)
+
+
 def test_nccl_is_not_asked_to_share_a_gpu() -> None:
     group.refuse_shared_gpus(["a", "b", "c"])
     with pytest.raises(sp.DeviceError, match=r"4 ranks have 2 \(ranks 0, 2, 3: a\).*transport='ipc'"):
         group.refuse_shared_gpus(["a", "b", "a", "a"])
 
 
-@given(max_examples=20, case=cases())
+@given(max_examples=16, case=cases())
 def test_mpi_reads_what_the_device_has_computed_last(comm: Any, case: Case) -> None:
     """Addresses instead of tensors; what was computed before the call is seen, also in the second run of a plan."""
     streams = DelayedStreams()
@@ -97,6 +142,18 @@ def test_mpi_reads_what_the_device_has_computed_last(comm: Any, case: Case) -> N
         result = case.call(x, mesh["sp"])
         stays = direct and (case.op in ("copy_to_group", "shift") or (case.op == "broadcast" and comm.rank == case.root(comm.size)))
         assert stays or torch.equal(result, expected)
+
+
+@spmd()
+def test_a_plan_waits_for_the_device_in_every_run(comm: Any) -> None:
+    streams = DelayedStreams()
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        mesh["sp"].transport = DeviceTransport(mesh["sp"]._comm, streams.begin)
+        x = torch.zeros(3)
+        plan = sp.plan("all_reduce", x, comm=mesh["sp"])
+        for turn in range(1, 3):
+            streams.compute(functools.partial(x.fill_, float(turn)))
+            assert plan.run().tolist() == [float(turn * comm.size)] * 3
 
 
 @spmd()
@@ -122,12 +179,14 @@ def test_a_child_finds_out(program: str, reason: str) -> None:
     assert bool(found) == bool(reason)
 
 
-@pytest.mark.mpi_skip
-@pytest.mark.starts_mpi
-def test_the_child_exchanges_memory_of_a_device_with_itself() -> None:
-    """Of a CPU, where every library can; one that sends something else is found out."""
-    assert no_device_memory("cpu") == ""
-    assert "what came" in no_device_memory("cpu", cuda_aware.PROBE.replace("memory(z)", "memory(z + 1)"))
+@spmd()
+def test_what_the_child_does(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a CPU, which every library can read, comes as it was sent; what does not is noticed."""
+    if session.tier() == "mpi":
+        monkeypatch.setattr(sys, "argv", ["probe", "cpu"])
+        exec(cuda_aware.PROBE, {})
+        with pytest.raises(SystemExit, match="what came is not what was sent"):
+            exec(cuda_aware.PROBE.replace("if not (", "x += 1\nif not ("), {})
 
 
 def test_the_child_is_no_rank() -> None:
@@ -136,8 +195,8 @@ def test_the_child_is_no_rank() -> None:
     assert outside_of_job(environment)["PYTHONPATH"].endswith(":/p")
 
 
-@given(max_examples=60, case=cases(), slot_bytes=st.sampled_from([40, 200]), polls=st.integers(0, 4), resident=st.booleans())
-def test_a_window_on_a_device_however_late_it_is(comm: Any, case: Case, slot_bytes: int, polls: int, resident: bool) -> None:
+@given(max_examples=16, case=cases(), slot_bytes=st.sampled_from([40, 200]), polls=st.integers(0, 4))
+def test_a_window_on_a_device_however_late_it_is(comm: Any, case: Case, slot_bytes: int, polls: int) -> None:
     """The input is computed late, steps are carried out late, at another time on each rank."""
     memory = DelayedMemory(polls=(polls + comm.rank) % 5)
     with sp.Mesh(comm, sp=comm.size) as mesh:

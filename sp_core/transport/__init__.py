@@ -11,15 +11,15 @@ import torch
 from sp_core.errors import DeviceError
 from sp_core.transport import cuda_aware
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
-from sp_core.transport.cuda import CudaMemory
+from sp_core.transport.cuda import CudaMemory, PinnedMemory
 from sp_core.transport.device import CudaStreams
-from sp_core.transport.device_window import DeviceWindow
+from sp_core.transport.device_window import PINNED_SLOT_BYTES, DeviceWindow
 from sp_core.transport.distributed import DistributedTransport
 from sp_core.transport.group import make_group
 from sp_core.transport.host import HostTransport
 from sp_core.transport.link import LinkModel
 from sp_core.transport.shared import NotShared, first_of_its_machine
-from sp_core.transport.staged import IpcTransport, PipelinedTransport, StagedTransport
+from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
 from sp_core.transport.transfer import Op, Transfer
 from sp_core.transport.window import Operation, Window, WindowTransport
 
@@ -46,11 +46,11 @@ __all__ = [
     "wait",
 ]
 
-NAMES = {"cpu": ("host", "window", "distributed"), "cuda": ("ipc", "pipelined", "staged", "device", "distributed")}
+NAMES = {"cpu": ("host", "window", "distributed"), "cuda": ("ipc", "pinned", "pipelined", "staged", "device", "distributed")}
 """Transports by kind of device, the one that "auto" takes first."""
 
-MESSAGES = {"cpu": ("host",), "cuda": ("pipelined", "staged", "device")}
-"""Those that carry messages; "window" leaves these to "host", "ipc" to "pipelined", and "distributed" to either."""
+MESSAGES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
+"""Those that carry messages and are always there; the others leave messages to these, but for "device"."""
 
 
 MAY_BE_REFUSED = ("device", "distributed")
@@ -97,8 +97,8 @@ def make_transport(
             group = make_group(comm, device)  # before buffers are made for nothing
             messages = host if device.type == "cpu" else PipelinedTransport(host, CudaStreams(device), comm.size, poll=poll)
             return DistributedTransport(comm, group, messages, device, poll)
-    kind = IpcTransport if chosen == "ipc" else PipelinedTransport
-    return kind(host, CudaStreams(device), comm.size, poll=poll)
+    kinds = {"ipc": IpcTransport, "pinned": PinnedTransport}
+    return kinds.get(chosen, PipelinedTransport)(host, CudaStreams(device), comm.size, poll=poll)
 
 
 def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
@@ -115,6 +115,8 @@ def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[
                 return Window(comm), ""
             case "ipc":
                 return DeviceWindow(comm, CudaMemory(device)), ""
+            case "pinned":
+                return DeviceWindow(comm, PinnedMemory(device), PINNED_SLOT_BYTES), ""
     except NotShared as reason:
         return None, str(reason)
     return None, ""

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from sp_core.machine import loaded_library
 from sp_core.transport.device import CudaEvent, Event
-from sp_core.transport.node_memory import Offer, Work
+from sp_core.transport.node_memory import FileMemory, Offer, Work
 
 HANDLE_BYTES = 64
 PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+ANY_DIRECTION = 4  # cudaMemcpyDefault
 
 
 class Handle(ctypes.Structure):
@@ -53,9 +55,11 @@ class CudaStream:
                 item()
         return CudaEvent(self._stream)
 
-    def settle(self) -> None:
-        """Wait for the current stream."""
-        torch.cuda.current_stream(self._device).synchronize()
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy on the stream, wherever its two sides are."""
+        sides = ctypes.c_void_p(into.data_ptr()), ctypes.c_void_p(part.data_ptr())
+        stream = ctypes.c_void_p(self._stream.cuda_stream)
+        return partial(_call, "cudaMemcpyAsync", *sides, ctypes.c_size_t(into.nbytes), ctypes.c_int(ANY_DIRECTION), stream)
 
 
 class CudaMemory(CudaStream):
@@ -99,6 +103,42 @@ class CudaMemory(CudaStream):
         """Give memory back to the runtime."""
         with torch.cuda.device(self._device):
             _call("cudaFree", ctypes.c_void_p(x.data_ptr()))
+
+
+_FILES = FileMemory()
+"""Host memory that is registered with a device; it must stay mapped for as long as a tensor may be there."""
+
+
+class PinnedMemory(CudaStream):
+    """Host memory of the node that the device reads and writes in place, registered once: inside a node nothing else is copied."""
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
+        """New host memory."""
+        host, offer = _FILES.allocate(nbytes)
+        return self._registered(host), offer
+
+    def open(self, offer: Offer) -> Tensor:
+        """That of another process."""
+        return self._registered(_FILES.open(offer))
+
+    def close(self, x: Tensor) -> None:
+        """Let the device forget it, and unmap it."""
+        self._forget(x)
+        _FILES.close(x)
+
+    def free(self, x: Tensor) -> None:
+        """The same for own memory."""
+        self._forget(x)
+        _FILES.free(x)
+
+    def _registered(self, host: Tensor) -> Tensor:
+        with torch.cuda.device(self._device):
+            _call("cudaHostRegister", ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(host.nbytes), ctypes.c_uint(0))
+        return tensor_at(host.data_ptr(), host.nbytes, self._device)
+
+    def _forget(self, x: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            _call("cudaHostUnregister", ctypes.c_void_p(x.data_ptr()))
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:

@@ -20,13 +20,15 @@ from torch import Tensor
 from sp_core.transport.base import wait
 from sp_core.transport.device import Event
 from sp_core.transport.node_memory import NodeMemory, give_back, share_on_device
-from sp_core.transport.window import Operation, Steps, Window
+from sp_core.transport.window import Operation, Steps, Window, Work
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 DEVICE_SLOT_BYTES = 1 << 23
 """A chunk: large, because each costs a look at the flags of the others, and little beside the memory of a GPU."""
+PINNED_SLOT_BYTES = 1 << 21
+"""Smaller, so that one rank reads a chunk while another writes the next."""
 
 
 class DeviceWindow(Window):
@@ -77,6 +79,10 @@ class DeviceWindow(Window):
         if together and self.slots:
             give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
         self.slots = []
+
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy between tensors, to be launched in a step."""
+        return self._memory.copying(into, part)
 
     def _may_launch(self, operation: Operation) -> bool:
         number = operation.first + self._launched

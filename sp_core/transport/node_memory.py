@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sp_core.transport.base import wait
 from sp_core.transport.device import Event
 from sp_core.transport.shared import NotShared, together
 
@@ -57,8 +58,8 @@ class NodeMemory(Protocol):
         """Ask the device to do something, after what was launched before; the event comes when it has."""
         ...
 
-    def settle(self) -> None:
-        """Wait until the device has computed what it was asked to."""
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy, to be launched."""
         ...
 
 
@@ -127,17 +128,24 @@ def _opened(memory: NodeMemory, offers: Sequence[Offer], mine: Tensor | None, ow
 
 def _misread(comm: Intracomm, memory: NodeMemory, parts: Sequence[Tensor]) -> str:
     """Write a number into the own part and look for those of the others; what was wrong, if anything."""
-    number, mine = secrets.randbits(62), parts[comm.rank][:_NONCE_BYTES]
-    mine.copy_(torch.tensor([number]).view(torch.uint8))
-    memory.settle()
-    numbers = comm.allgather(number)
-    found = [int(part[:_NONCE_BYTES].cpu().view(torch.int64)) for part in parts]
+    mine, device = parts[comm.rank][:_NONCE_BYTES], parts[comm.rank].device
+    number = torch.tensor([secrets.randbits(62)], device=device)
+    _made(memory, memory.copying(mine, number.view(torch.uint8)))
+    numbers = comm.allgather(int(number))
+    found = torch.empty(comm.size, dtype=torch.int64, device=device)
+    rows = found.view(torch.uint8).view(comm.size, _NONCE_BYTES)
+    _made(memory, *(memory.copying(row, part[:_NONCE_BYTES]) for row, part in zip(rows, parts, strict=True)))
     comm.Barrier()
-    mine.zero_()
-    memory.settle()
+    _made(memory, memory.copying(mine, torch.zeros_like(mine)))
     comm.Barrier()
-    wrong = [rank for rank, (one, other) in enumerate(zip(numbers, found, strict=True)) if one != other]
+    wrong = [rank for rank, (one, other) in enumerate(zip(numbers, found.tolist(), strict=True)) if one != other]
     return f"finds something else in the memory of rank {wrong[0]} than was written there" if wrong else ""
+
+
+def _made(memory: NodeMemory, *work: Work) -> None:
+    """Launch something and wait for it."""
+    memory.begin()
+    wait(memory.launch(work))
 
 
 class FileMemory:

@@ -239,6 +239,12 @@ class IpcTransport(PipelinedTransport):
     name = "ipc"
 
 
+class PinnedTransport(PipelinedTransport):
+    """As "ipc", but with a window of host memory that is registered with the device."""
+
+    name = "pinned"
+
+
 class _Steps:
     """A transfer that advances when it is tested, after those that were started before it.
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import wait
-from sp_core.transport.host import HostTransport
+from sp_core.transport.host import HostTransport, as_numpy
 from sp_core.transport.shared import everybodys, share
 
 if TYPE_CHECKING:
@@ -161,6 +163,10 @@ class Window:
 
     def close(self, *, together: bool) -> None:
         """Nothing to give back: host memory goes when nobody looks at it any more."""
+
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy between tensors, to be made in a step; NumPy begins one sooner than torch."""
+        return partial(np.copyto, as_numpy(into), as_numpy(part))
 
     def _share(self, nbytes: int) -> list[Tensor]:
         """Memory of every rank."""
