@@ -20,7 +20,8 @@ from torch import Tensor
 from sp_core.transport.base import wait
 from sp_core.transport.device import Event
 from sp_core.transport.node_memory import NodeMemory, give_back, share_on_device
-from sp_core.transport.window import Operation, Steps, Window, Work
+from sp_core.transport.shared import share
+from sp_core.transport.window import FLAG_BYTES, Operation, Steps, Window, Work
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -87,6 +88,9 @@ class DeviceWindow(Window):
     def _may_launch(self, operation: Operation) -> bool:
         number = operation.first + self._launched
         return self.have_made(number if self._launched else number - 1)
+
+    def _flags_and_slots(self, nbytes: int) -> tuple[list[Tensor], list[Tensor]]:
+        return share(self._comm, FLAG_BYTES), [part[:nbytes] for part in self._share(nbytes)]
 
     def _share(self, nbytes: int) -> list[Tensor]:
         return share_on_device(self._comm, self._memory, nbytes)

@@ -57,8 +57,8 @@ class Window:
     def __init__(self, comm: Intracomm, slot_bytes: int = SLOT_BYTES) -> None:
         self.slot_bytes = max(slot_bytes, 8 * comm.size) // 8 * 8
         self._comm = comm
-        flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in share(comm, FLAG_BYTES)]
-        self.slots = [part[: SLOTS * self.slot_bytes] for part in self._share(SLOTS * self.slot_bytes)]
+        parts, self.slots = self._flags_and_slots(SLOTS * self.slot_bytes)
+        flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self._begun = 0  # steps of all operations started so far
@@ -167,6 +167,11 @@ class Window:
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """A copy between tensors, to be made in a step; NumPy begins one sooner than torch."""
         return partial(np.copyto, as_numpy(into), as_numpy(part))
+
+    def _flags_and_slots(self, nbytes: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every rank: memory that begins with its flag, and slots of so many bytes in all."""
+        parts = share(self._comm, FLAG_BYTES + nbytes)
+        return parts, [part[FLAG_BYTES : FLAG_BYTES + nbytes] for part in parts]
 
     def _share(self, nbytes: int) -> list[Tensor]:
         """Memory of every rank."""
