@@ -88,6 +88,10 @@ def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> 
         by_distributed(mesh["sp"])
         part = sp.reduce_scatter(inputs[comm.rank], comm=mesh["sp"])
         whole = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"])
+        mine = torch.full((5,), float(comm.rank))
+        for root in range(comm.size):
+            sp.reduce(mine, comm=mesh["sp"], root=root)
+        assert mine.tolist() == [float(comm.rank)] * 5  # the group overwrites what it is given
     total = functools.reduce(torch.add, (x.float() for x in inputs))
     assert torch.equal(part, total.bfloat16().chunk(comm.size)[comm.rank])
     exact = torch.stack([x.double() for x in inputs])
