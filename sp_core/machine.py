@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import socket
 import time
 from pathlib import Path
@@ -34,6 +35,16 @@ def cpu_model() -> str:
 def node_name() -> str:
     """What this machine calls itself."""
     return socket.gethostname()
+
+
+def loaded_library(name: str) -> str | None:
+    """Path of a shared library that this process has loaded, such as "libmpi"."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"(/\S*/{name}(-\w+)?\.so\S*)", maps)
+    return found[1] if found else None
 
 
 def node_number() -> int:

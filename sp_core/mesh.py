@@ -18,7 +18,7 @@ from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cores, cpu_model, node_name, node_number
 from sp_core.schedules import defaults
-from sp_core.transport import NAMES, LinkModel
+from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel
 from sp_core.tuning import FileError, Tuning, find
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ class Mesh:
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine; "window" shares memory
-            among ranks of one machine, and does without where it cannot (`Communicator.no_window` says why).
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine. "window" (host memory),
+            "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share memory among ranks of one machine, and do
+            without where they cannot (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT names, on
+            a kind of device that has it, else the first of `NAMES`.
         check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
         algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
             collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
@@ -74,12 +76,12 @@ class Mesh:
         self.axes = dict(axes)
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self._transport = transport
         self._check: Check = check
         self._algorithm = os.environ.get("SP_ALGORITHM", "auto") if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._freed = False
         self.device, error = _resolved(device)
+        self._transport = transport = _meant(transport, self.device.type)
         given = os.environ.get("SP_NODES", "").split(",") if nodes is None else list(map(str, nodes))
         constants, tuning_error = _constants(tuning) if self.rank == 0 else (None, None)
         error = error or self._problem() or self._nodes_problem(given) or tuning_error
@@ -89,9 +91,12 @@ class Mesh:
         self._nodes = tuple(map(int, given)) if given != [""] else tuple(number // 2 for number in told)
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
         self._comm = comm.Dup()
-        for number in range(1, len(self.axes) + 1):
-            for names in combinations(self.axes, number):
-                self._made[names] = self._make(names)
+        try:
+            for names in (names for number in range(1, len(self.axes) + 1) for names in combinations(self.axes, number)):
+                self._add(names)
+        except DeviceError:  # on every rank: a transport that is not here
+            self.free()
+            raise
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
         """The communicator along one axis, or along the product of several with the last one fastest; of none, this rank alone.
@@ -111,7 +116,7 @@ class Mesh:
             raise ShapeError(f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once.")
         if names not in self._made:
             agreement.agree(self._comm, f"mesh[{names}] for the first time")
-            self._made[names] = self._make(names)
+            self._add(names)
         return self._made[names]
 
     def coordinate(self, axis: str) -> int:
@@ -136,6 +141,23 @@ class Mesh:
         for communicator in self._made.values():  # the other ranks may be anywhere: waiting for them would hide the error
             communicator.abandon()
         self._freed = True
+
+    def _add(self, names: tuple[str, ...]) -> None:
+        """Make a communicator. A transport that is refused to some ranks of the mesh is refused to all: others would go on."""
+        made = error = None
+        try:
+            made = self._make(names)
+            self._made[names] = made
+        except DeviceError as found:
+            error = found
+        if self._transport not in MAY_BE_REFUSED:
+            return
+        try:
+            agreement.agree(self._comm, f"mesh[{names}]", error=error)
+        except DeviceError:
+            if made is not None:
+                self._made.pop(names).free()
+            raise
 
     def _make(self, names: tuple[str, ...]) -> Communicator:
         places = [self._coordinates(rank) for rank in range(self.size)]
@@ -194,6 +216,13 @@ class Mesh:
                 f"transports are {NAMES}. Pass one of these, or transport='auto'."
             )
         return None
+
+
+def _meant(transport: str | LinkModel, kind: str) -> str | LinkModel:
+    """What "auto" means: a transport that the environment names for this kind of device, or for none, which is an error."""
+    named = os.environ.get("SP_TRANSPORT", "auto")
+    for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(kind, ())
+    return named if transport == "auto" and not for_others else transport
 
 
 def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exception | None]:

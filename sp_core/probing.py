@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 
 LAUNCH_SECONDS = 60
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
@@ -15,14 +16,14 @@ def in_job() -> bool:
     return any(name in os.environ for name in JOB_VARIABLES)
 
 
-def bounded(command: list[str]) -> tuple[int | None, str]:
+def bounded(command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
     """Exit code, None after a time limit, and output of a command; whatever it started ends with it."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env
         )
         try:
-            code: int | None = process.wait(LAUNCH_SECONDS)
+            code: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             process.wait()

@@ -11,6 +11,7 @@ import pytest
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine, probing
+from sp_core.errors import DeviceError
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
 
@@ -43,7 +44,7 @@ def test_a_machine_that_works() -> None:
 def test_on_two_ranks_there_is_one_report() -> None:
     code, text = examined(MPIEXEC, "-n", "2", *DOCTOR)
     assert code == 0, text
-    assert text.count("over 2 rank(s) came out right") == 2  # messages, and shared memory
+    assert text.count("over 2 rank(s) came out right") == 3  # messages, shared memory, torch.distributed
     assert text.count("transport window") == 1
 
 
@@ -108,6 +109,16 @@ def test_a_transport_that_fails_on_one_rank_is_broken_on_all(
 )
 def test_a_launch_that_fails_has_a_remedy(code: int | None, output: str, remedy: str) -> None:
     assert remedy in probing.launch_problem(code, output)[1]
+
+
+def test_a_transport_that_says_why_it_is_not_here_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(*_: object) -> None:
+        raise DeviceError("ranks 0 and 1 have one GPU")
+
+    monkeypatch.setattr(doctor, "_gather", gather)
+    same = "DeviceError: ranks 0 and 1 have one GPU"
+    assert doctor._try(TwoRanks(same), "cuda", "distributed").status == "note"
+    assert doctor._try(TwoRanks("RuntimeError: lost"), "cuda", "distributed").status == "broken"
 
 
 def test_a_broken_finding_is_repeated_with_its_remedy() -> None:

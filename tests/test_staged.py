@@ -15,8 +15,9 @@ from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads
 from sp_core.testing.attention_check import check_attention
 from sp_core.testing.collective_cases import Case, cases
-from sp_core.testing.fake_device import DelayedStreams
+from sp_core.testing.fake_device import DelayedMemory, DelayedStreams
 from sp_core.testing.strategies import AttentionProblem, attention_problems
+from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.transfer import all_reduce
@@ -49,12 +50,14 @@ def test_results_are_right_however_late_the_device_is(comm: Any, case: Case, chu
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
-@given(max_examples=25, problem=attention_problems(17), staged=st.booleans())
-def test_schemes_do_not_know_how_their_bytes_travel(comm: Any, name: str, problem: AttentionProblem, staged: bool) -> None:
+@given(max_examples=25, problem=attention_problems(17), way=st.sampled_from(["staged", "pipelined", "device window"]))
+def test_schemes_do_not_know_how_their_bytes_travel(comm: Any, name: str, problem: AttentionProblem, way: str) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
         host = HostTransport(group._comm)
-        group.transport = StagedTransport(host) if staged else pipelined(group, DelayedStreams(), 256)
+        group.transport = StagedTransport(host) if way == "staged" else pipelined(group, DelayedStreams(), 256)
+        if way == "device window":
+            group.window = DeviceWindow(group._comm, DelayedMemory(), 256)
         check_attention(name, functools.partial(SCHEMES[name], comm=group), problem, comm.rank, comm.size, group.device)
 
 

@@ -73,16 +73,17 @@ def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     problem=problems,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     slot_bytes=st.sampled_from([40, 200]),
+    on_device=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_what_is_read_and_used_is_what_the_program_says(
-    comm: Any, problem: Problem, dtype: torch.dtype, slot_bytes: int, seed: int
+    comm: Any, problem: Problem, dtype: torch.dtype, slot_bytes: int, on_device: bool, seed: int
 ) -> None:
     """Bits, messages, bytes and scratch, three times in a row; read in place where the input lives in shared memory."""
     size, rank = comm.size, comm.rank
     with sp.Mesh(comm, sp=size) as mesh:
         group = mesh["sp"]
-        use_window(group, slot_bytes)
+        use_window(group, slot_bytes, on_device=on_device)
         assert group.window is not None
         slot = group.window.slot_bytes // dtype.itemsize
         tasks = [problem.task(other, size, slot) for other in range(size)]
@@ -130,14 +131,14 @@ def test_tensors_of_the_others_are_read_in_place(comm: Any) -> None:
 OPERATIONS = st.lists(st.sampled_from(["all_reduce", "all_gather", "shift"]), min_size=2, max_size=5)
 
 
-@given(max_examples=30, ops=OPERATIONS, seed=st.integers(0, 99))
-def test_many_are_under_way_and_waited_for_in_any_order(comm: Any, ops: list[str], seed: int) -> None:
+@given(max_examples=30, ops=OPERATIONS, on_device=st.booleans(), seed=st.integers(0, 99))
+def test_many_are_under_way_and_waited_for_in_any_order(comm: Any, ops: list[str], on_device: bool, seed: int) -> None:
     """Also on two communicators at once, with ranks that come late or poll often."""
     own = Random(seed * 31 + comm.rank)
     with sp.Mesh(comm, a=comm.size, b=1) as mesh:
         groups = [mesh["a"], mesh["a", "b"]]
         for group in groups:
-            use_window(group)
+            use_window(group, on_device=on_device)
         pending = []
         for place, op in enumerate(ops):
             x = torch.full((10 * place + 1,), float(comm.rank + place))

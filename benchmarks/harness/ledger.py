@@ -73,5 +73,9 @@ class Watched:
         """Begin announced messages."""
         return self._inner.post(sends, recvs, tag)
 
+    def close(self, *, together: bool) -> None:
+        """Give back what it holds."""
+        self._inner.close(together=together)
+
     def _note(self, *sent: Tensor | None) -> None:
         self.largest = max(self.largest, *(0 if x is None else x.nbytes for x in sent), 0)

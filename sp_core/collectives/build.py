@@ -208,7 +208,7 @@ def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims:
     if algorithm == "window" and comm.window is None:
         raise ValueError(
             f"algorithm='window' was given; {comm.name} has no shared memory: {comm.no_window}. "
-            "Pass another algorithm, or make the mesh with transport='window' over ranks of one machine."
+            "Pass another algorithm, or make the mesh with transport='window' ('ipc' on CUDA) over ranks of one machine."
         )
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from sp_core.communicator import Communicator, Count
 from sp_core.schedules import SLOTS, Buffer, Gather, InWindow, Place, WindowTask, in_window, widest_sum
 from sp_core.scratch import Scratch
 from sp_core.transport import Operation, Transfer
-from sp_core.transport.host import as_numpy
 
 Work = Callable[[], object]
 
@@ -120,6 +117,10 @@ class BoundWindow:
 
         return memory
 
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy."""
+        return self._window.copying(into, part)
+
     @property
     def reduction(self) -> str:
         """The sum, or what takes its place."""
@@ -131,6 +132,7 @@ class _Binding:
 
     def __init__(self, bound: BoundWindow, program: InWindow, wide: tuple[Tensor, Tensor] | None) -> None:
         self._memory, self._reduction, self._program, self._wide = bound.buffers(), bound.reduction, program, wide
+        self._copying = bound.copying
         self._read: list[Tensor] = []
         self._used: dict[int, int] = {}
 
@@ -150,4 +152,4 @@ class _Binding:
         if len(parts) > 1:
             yield from combination(into, parts, self._wide, self._reduction)
         elif into.data_ptr() != parts[0].data_ptr():
-            yield partial(np.copyto, as_numpy(into), as_numpy(parts[0]))
+            yield self._copying(into, parts[0])

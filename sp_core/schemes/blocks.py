@@ -22,7 +22,8 @@ from sp_core.schemes.travel import Block, Travel
 
 def reads_in_place(comm: Communicator, op: str) -> bool:
     """Whether what `op` would bring is read where it lies: the ranks share memory, and no other algorithm was asked for."""
-    return comm.size > 1 and comm.window is not None and comm.algorithms[op] in ("auto", "window")
+    shared = comm.window is not None and comm.window.has_rooms
+    return comm.size > 1 and shared and comm.algorithms[op] in ("auto", "window")
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_core.transport.node_memory import FileMemory
 
 POLLS = 2
 
@@ -106,6 +108,39 @@ class DelayedStreams:
     def settle(self) -> None:
         """Carry out the uploads that the device waits for."""
         self._up.run_to(self._awaited)
+
+
+class DelayedMemory(FileMemory):
+    """Memory of a device that is really host memory of the node; implements `sp_core.transport.node_memory.NodeMemory`.
+
+    What is launched happens when its event has been asked for often enough, and what is to be computed when something waits for it.
+
+    Args:
+        polls: how often an event answers "not yet" before; let it differ between ranks.
+    """
+
+    def __init__(self, *, polls: int = POLLS) -> None:
+        super().__init__()
+        self._polls = polls
+        self._computing, self._launched = _Queue(), _Queue()
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Ask the device to compute something."""
+        self._computing.add(work)
+
+    def begin(self) -> None:
+        """Let what is launched from now on see what has been computed."""
+        self._computing.run_to(self._computing.asked)
+
+    def launch(self, work: Sequence[Callable[[], object]]) -> _Event:
+        """Ask for something after what was launched before."""
+        for item in work:
+            self._launched.add(item)
+        return _Event(self._launched, self._polls)
+
+    def copying(self, into: Tensor, part: Tensor) -> Callable[[], object]:
+        """A copy."""
+        return lambda: into.copy_(part)
 
 
 def _bytes(x: Tensor) -> Tensor:

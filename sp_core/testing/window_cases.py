@@ -11,8 +11,10 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.schedules import HALF, SLOTS, Buffer, Gather, InWindow, Place, WindowTask, in_window
+from sp_core.testing.fake_device import DelayedMemory
 from sp_core.testing.schedule_cases import pieces
 from sp_core.transport import Window
+from sp_core.transport.device_window import DeviceWindow
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift")
 
@@ -151,7 +153,7 @@ def inputs_of(problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: 
     return [(torch.randn(length, generator=random) * 10.0 ** (rank % 4)).to(dtype) for rank, length in enumerate(lengths)]
 
 
-def use_window(comm: sp.Communicator, slot_bytes: int = 64) -> None:
-    """Give a communicator shared memory, full of what no test expects; every rank calls this."""
-    comm.window = Window(comm._comm, slot_bytes)
+def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:
+    """Give a communicator shared memory, or that of a device which is late, full of what no test expects; every rank calls this."""
+    comm.window = DeviceWindow(comm._comm, DelayedMemory(), slot_bytes) if on_device else Window(comm._comm, slot_bytes)
     comm.window.slots[comm.rank].fill_(0xFF)

@@ -63,6 +63,10 @@ class Transport(Protocol):
         """Begin announced messages, whenever this rank is ready for them. They meet messages of the same tag only."""
         ...
 
+    def close(self, *, together: bool) -> None:
+        """Give back what it holds; `together` where all ranks do so, with nothing under way."""
+        ...
+
 
 class Done:
     """The handle of a transfer that was complete when it was started."""

@@ -48,7 +48,9 @@ class Streams(Protocol):
         ...
 
 
-class _CudaEvent:
+class CudaEvent:
+    """What has been asked of a stream so far."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
@@ -87,11 +89,11 @@ class CudaStreams:
 
     def downloaded(self) -> Event:
         """An event on the stream that goes down."""
-        return _CudaEvent(self._down)
+        return CudaEvent(self._down)
 
     def uploaded(self) -> Event:
         """An event on the stream that goes up."""
-        return _CudaEvent(self._up)
+        return CudaEvent(self._up)
 
     def finish(self) -> None:
         """Let the current stream wait for the stream that goes up."""

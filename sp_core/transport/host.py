@@ -7,7 +7,7 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +28,7 @@ MAX_COUNT = 2**30
 TAG = 0  # of messages that all ranks post in the same order: the communicator is the transport's own, and MPI keeps their order
 _EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8}
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -93,7 +93,7 @@ class HostTransport:
         given = send if send is not None else recv
         if not self._fits(transfer) or (transfer.op.reduces and given is not None and given.dtype not in _SUMMABLE):
             return partial(self.run, transfer, send, recv)
-        arguments = _arguments(transfer, self._comm.rank, as_numpy(send), as_numpy(recv))
+        arguments = _arguments(transfer, self._comm.rank, self._memory(send), self._memory(recv))
         return partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
@@ -107,13 +107,24 @@ class HostTransport:
 
     def bind(self, messages: Messages) -> Bound:
         """The memory of the tensors, in parts that one call can move."""
-        return [(peer, as_numpy(part)) for peer, part in self._parts(messages)]
+        return [(peer, self._memory(part)) for peer, part in self._parts(messages)]
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin messages."""
+        self._settle()
         requests = [self._comm.Irecv(x, peer, tag) for peer, x in recvs]
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
         return _Request(requests, (sends, recvs))
+
+    def close(self, *, together: bool) -> None:
+        """Nothing to give back."""
+
+    def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
+        """What MPI gets in place of a flat tensor."""
+        return as_numpy(x)
+
+    def _settle(self) -> None:
+        """Wait until everything that MPI may read has been written. In host memory it has."""
 
     def _parts(self, messages: Messages) -> list[tuple[int, Tensor]]:
         return [(peer, part) for peer, x in messages for part in x.split(self._max_count)]
@@ -140,9 +151,10 @@ class HostTransport:
     def _call(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
         after = None
         if transfer.op.reduces:
-            send, recv, after = _widened(send, recv)
+            send, recv, after = widened(send, recv)
         call = _method(self._comm, transfer.op, blocking=blocking)
-        arguments = _arguments(transfer, self._comm.rank, as_numpy(send), as_numpy(recv))
+        arguments = _arguments(transfer, self._comm.rank, self._memory(send), self._memory(recv))
+        self._settle()
         request = call(*arguments, **_keywords(transfer))
         handle = _Request([] if request is None else [request], (send, recv), after)
         if blocking:
@@ -171,17 +183,23 @@ class OverHost(ABC):
         """The messages themselves: host memory is made when they are posted."""
         return messages
 
+    def close(self, *, together: bool) -> None:
+        """Give back what the host holds."""
+        self._host.close(together=together)
+
     def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:
         """Post messages of host memory."""
         return self._host.post(self._host.bind(sends), self._host.bind(recvs), tag)
 
 
-def _widened(send: Tensor | None, recv: Tensor | None) -> tuple[Tensor | None, Tensor | None, Callable[[], object] | None]:
-    """Buffers in a type that MPI can sum, and how to bring the sum back: a half type is rounded once, at the end."""
+def widened(
+    send: Tensor | None, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
+) -> tuple[Tensor | None, Tensor | None, Callable[[], object] | None]:
+    """Buffers in a type that can be summed, and how to bring the sum back: a half type is rounded once, at the end."""
     given = send if send is not None else recv
-    if given is None or given.dtype in _SUMMABLE:
+    if given is None or given.dtype not in wider:
         return send, recv, None
-    wide = _WIDER[given.dtype]
+    wide = wider[given.dtype]
     wide_send = None if send is None else send.to(wide)
     if recv is None:
         return wide_send, None, None

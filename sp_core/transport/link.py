@@ -107,6 +107,9 @@ class LinkTransport:
         handle = self._host.post(_parts(sends), _parts(recvs), tag)
         return _Late(handle, self._link, gone, [(left, nbytes) for _, (nbytes, left, _) in recvs])
 
+    def close(self, *, together: bool) -> None:
+        """Nothing to give back."""
+
     def _refuse(self, transfer: Transfer) -> NoReturn:
         raise DeviceError(
             f"{transfer.op} by the MPI library was asked for over {self._link!r}, which carries messages only. Pass the algorithm "

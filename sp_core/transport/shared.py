@@ -87,6 +87,17 @@ def demand(comm: Intracomm, nbytes: int) -> list[Tensor]:
         raise RankError(text) from None
 
 
+def together(comm: Intracomm) -> bool:
+    """Whether all ranks are on one machine; every rank calls this."""
+    return len(set(everybodys(comm, [_machine()])[:, 0].tolist())) == 1
+
+
+def first_of_its_machine(comm: Intracomm) -> bool:
+    """Whether no rank before the caller is on the same machine; every rank calls this."""
+    machines = everybodys(comm, [_machine()])[:, 0].tolist()
+    return bool(machines.index(machines[comm.rank]) == comm.rank)
+
+
 def everybodys(comm: Intracomm, numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Everybody's numbers, by rank."""
     found = np.empty((comm.size, len(numbers)), np.int64)

@@ -233,6 +233,18 @@ class PipelinedTransport(OverHost):
         return self._streams.buffer(x.nbytes).view(x.dtype).view(x.shape)
 
 
+class IpcTransport(PipelinedTransport):
+    """Messages, and what goes beyond a node, as in the pipeline; the communicator has a window of device memory beside it."""
+
+    name = "ipc"
+
+
+class PinnedTransport(PipelinedTransport):
+    """As "ipc", but with a window of host memory that is registered with the device."""
+
+    name = "pinned"
+
+
 class _Steps:
     """A transfer that advances when it is tested, after those that were started before it.
 

@@ -62,6 +62,15 @@ class Transfer:
 
         return replace(self, send=cut(self.send), recv=cut(self.recv), steps=min(self.steps - offset, length))
 
+    def needed_elsewhere(self, rank: int, size: int) -> int:
+        """Elements of the buffer of `rank` that other ranks need."""
+        if self.op is Op.ALL_GATHER or self.op is Op.BROADCAST:
+            return sum(self.send) * (size - 1)
+        if self.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
+            return sum(self.send) - self.send[rank]
+        contributes = size > 1 and not (self.op is Op.REDUCE and rank == self.root)
+        return sum(self.send) if contributes else 0
+
 
 def pieces(flat: Tensor | None, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """The pieces of a flat vector, as views."""

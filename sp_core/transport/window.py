@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import wait
-from sp_core.transport.host import HostTransport
+from sp_core.transport.host import HostTransport, as_numpy
 from sp_core.transport.rooms import Rooms
-from sp_core.transport.shared import NotShared, demand, everybodys, share
+from sp_core.transport.shared import demand, everybodys, share
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -57,12 +59,14 @@ class Window:
         NotShared: the ranks have no memory in common; on every rank.
     """
 
+    has_rooms = True
+    """Whether schemes may compute on what others have put there. On a device only the copies of the window are in order with it."""
+
     def __init__(self, comm: Intracomm, slot_bytes: int | None = None) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
         self._comm = comm
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
-        parts = share(comm, FLAG_BYTES + SLOTS * self.slot_bytes)
-        self.slots = [part[FLAG_BYTES : FLAG_BYTES + SLOTS * self.slot_bytes] for part in parts]
+        parts, self.slots = self._flags_and_slots(SLOTS * self.slot_bytes)
         flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
@@ -129,7 +133,7 @@ class Window:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in shared memory; every rank calls this, shapes may differ."""
         shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
-        parts = demand(self._comm, math.prod(shape) * dtype.itemsize)
+        parts = self._share(math.prod(shape) * dtype.itemsize)
         tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
         self._allocations.append(tensors)
         return tensors[self._comm.rank]
@@ -170,6 +174,22 @@ class Window:
                 if offset >= 0 and offset + x.nbytes <= mine.nbytes:
                     return number, offset // x.itemsize
         raise KeyError("not in shared memory")
+
+    def close(self, *, together: bool) -> None:
+        """Nothing to give back: host memory goes when nobody looks at it any more."""
+
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy between tensors, to be made in a step; NumPy begins one sooner than torch."""
+        return partial(np.copyto, as_numpy(into), as_numpy(part))
+
+    def _flags_and_slots(self, nbytes: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every rank: memory that begins with its flag, and slots of so many bytes in all."""
+        parts = share(self._comm, FLAG_BYTES + nbytes)
+        return parts, [part[FLAG_BYTES : FLAG_BYTES + nbytes] for part in parts]
+
+    def _share(self, nbytes: int) -> list[Tensor]:
+        """Memory of every rank."""
+        return demand(self._comm, nbytes)
 
     def have_made(self, steps: int) -> bool:
         """Whether every other rank has made so many steps."""
@@ -228,11 +248,3 @@ def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _nothing(what: str) -> None:
     """A communicator that is not checked."""
-
-
-def make_window(comm: Intracomm) -> tuple[Window | None, str]:
-    """A window, or why there is none; the same on every rank."""
-    try:
-        return Window(comm), ""
-    except NotShared as reason:
-        return None, str(reason)

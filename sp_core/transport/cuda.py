@@ -1,0 +1,167 @@
+"""Memory of a CUDA device that other processes map: the few calls of the CUDA runtime that torch does not offer.
+
+torch's own allocator hands out parts of large blocks, which may grow in place; a handle leads to a block as it was. So the memory
+of a window comes from the runtime itself, once.
+
+Source: CUDA runtime API, "Memory Management" and "Device Management" (cudaIpcGetMemHandle, cudaIpcOpenMemHandle).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.machine import loaded_library
+from sp_core.transport.device import CudaEvent, Event
+from sp_core.transport.node_memory import FileMemory, Offer, Work
+
+HANDLE_BYTES = 64
+PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+ANY_DIRECTION = 4  # cudaMemcpyDefault
+
+
+class Handle(ctypes.Structure):
+    """What the runtime calls cudaIpcMemHandle_t."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaStream:
+    """A stream of one device beside the one that computes; what windows need of it.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def begin(self) -> None:
+        """Let the stream wait for the current one."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def launch(self, work: Sequence[Work]) -> Event:
+        """Launch on the stream."""
+        with torch.cuda.stream(self._stream):
+            for item in work:
+                item()
+        return CudaEvent(self._stream)
+
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """A copy on the stream, wherever its two sides are."""
+        sides = ctypes.c_void_p(into.data_ptr()), ctypes.c_void_p(part.data_ptr())
+        stream = ctypes.c_void_p(self._stream.cuda_stream)
+        return partial(_call, "cudaMemcpyAsync", *sides, ctypes.c_size_t(into.nbytes), ctypes.c_int(ANY_DIRECTION), stream)
+
+
+class CudaMemory(CudaStream):
+    """Device memory whose handle other processes open."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._opened: set[int] = set()
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
+        """Memory from cudaMalloc, outside of torch's allocator."""
+        pointer, handle = ctypes.c_void_p(), Handle()
+        with torch.cuda.device(self._device):
+            _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+            try:
+                _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+            except OSError:
+                _call("cudaFree", pointer)
+                raise
+        address = int(pointer.value or 0)
+        return tensor_at(address, nbytes, self._device).zero_(), Offer(os.getpid(), address, bytes(handle), nbytes)
+
+    def open(self, offer: Offer) -> Tensor:
+        """What a handle leads to; memory of another thread is where it is, because a process cannot open its own handles."""
+        if offer.process == os.getpid():
+            return tensor_at(offer.address, offer.nbytes, self._device)
+        pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(offer.handle)
+        with torch.cuda.device(self._device):
+            _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), handle, ctypes.c_uint(PEER_ACCESS))
+        self._opened.add(int(pointer.value or 0))
+        return tensor_at(int(pointer.value or 0), offer.nbytes, self._device)
+
+    def close(self, x: Tensor) -> None:
+        """Unmap what a handle led to."""
+        if x.data_ptr() in self._opened:
+            self._opened.remove(x.data_ptr())
+            with torch.cuda.device(self._device):
+                _call("cudaIpcCloseMemHandle", ctypes.c_void_p(x.data_ptr()))
+
+    def free(self, x: Tensor) -> None:
+        """Give memory back to the runtime."""
+        with torch.cuda.device(self._device):
+            _call("cudaFree", ctypes.c_void_p(x.data_ptr()))
+
+
+_FILES = FileMemory()
+"""Host memory that is registered with a device; it must stay mapped for as long as a tensor may be there."""
+
+
+class PinnedMemory(CudaStream):
+    """Host memory of the node that the device reads and writes in place, registered once: inside a node nothing else is copied."""
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
+        """New host memory."""
+        host, offer = _FILES.allocate(nbytes)
+        return self._registered(host), offer
+
+    def open(self, offer: Offer) -> Tensor:
+        """That of another process."""
+        return self._registered(_FILES.open(offer))
+
+    def close(self, x: Tensor) -> None:
+        """Let the device forget it, and unmap it."""
+        self._forget(x)
+        _FILES.close(x)
+
+    def free(self, x: Tensor) -> None:
+        """The same for own memory."""
+        self._forget(x)
+        _FILES.free(x)
+
+    def _registered(self, host: Tensor) -> Tensor:
+        with torch.cuda.device(self._device):
+            _call("cudaHostRegister", ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(host.nbytes), ctypes.c_uint(0))
+        return tensor_at(host.data_ptr(), host.nbytes, self._device)
+
+    def _forget(self, x: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            _call("cudaHostUnregister", ctypes.c_void_p(x.data_ptr()))
+
+
+def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """The bytes at an address, as a tensor on a device that can reach them; whoever made them frees them."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    path = loaded_library("libcudart")
+    if path is None:
+        raise OSError("torch has loaded no libcudart")
+    library = ctypes.CDLL(path)
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(name: str, *arguments: object) -> None:
+    """A call of the runtime. What went wrong is taken out of it again, or torch's next call would report it."""
+    library = _runtime()
+    code = int(getattr(library, name)(*arguments))
+    if code:
+        library.cudaGetLastError()
+        raise OSError(f"{name}: {library.cudaGetErrorString(code).decode()}")

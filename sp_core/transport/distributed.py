@@ -1,0 +1,224 @@
+"""Collectives by torch.distributed, over a process group of its own: gloo on a CPU, NCCL on CUDA.
+
+The group takes even pieces, and the types that it can add. So what only moves goes as bytes; an all-gather of uneven pieces is an
+all-to-all in which everybody gets the same; a reduce-scatter is an all-to-all whose pieces are added in the order of the ranks.
+Messages that all ranks post together are one all-to-all, too. The messages of a schedule, which each rank posts when it is ready,
+go over MPI: NCCL would match them by their order alone, and gloo's cannot be asked whether they are complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sp_core.errors import PeerFailed
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
+from sp_core.transport.host import WIDER, widened
+from sp_core.transport.transfer import Op, Transfer
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_WIDER = {**WIDER, torch.int16: torch.int32}
+"""What gloo or NCCL cannot add, or would round after each addition, and what it is added in."""
+
+
+class DistributedTransport:
+    """Moves tensors by torch.distributed.
+
+    Args:
+        comm: an mpi4py communicator that nobody else sends on.
+        group: a backend of torch.distributed over the same ranks; `close` gives it up.
+        messages: carries the messages of schedules.
+        device: where the tensors live.
+        poll: called while waiting.
+    """
+
+    name = "distributed"
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        group: Any,
+        messages: Transport,
+        device: torch.device,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._comm, self._group, self._messages, self._poll = comm, group, messages, poll
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._say: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
+        self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
+
+    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+        """Carry out a collective."""
+        wait(self.start(transfer, send, recv), self._poll)
+
+    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Begin a collective."""
+        what = f"{transfer.op} by torch.distributed"
+        self._say(what)
+        if transfer.steps == 0:
+            return Done()
+        match transfer.op:
+            case Op.ALL_REDUCE | Op.REDUCE:
+                return self._reduction(transfer, send, recv, what)
+            case Op.BROADCAST:
+                return self._broadcast(transfer, send if recv is None else recv, what)
+        assert send is not None
+        assert recv is not None
+        return self._pieces(transfer, send, recv, what)
+
+    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """A collective on the same memory."""
+        return partial(self.run, transfer, send, recv)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """Begin point-to-point messages, as one all-to-all; what is alone is not copied."""
+        what = "messages by torch.distributed"
+        self._say(what)
+        outgoing, incoming = ([_bytes(x) for _, x in _sorted(messages)] for messages in (sends, recvs))
+        room = _room(incoming, self._nothing)
+        splits = (_lengths(recvs, self._comm.size), _lengths(sends, self._comm.size))
+        return self._all_to_all(room, _joined(outgoing, self._nothing), *splits, what, partial(_unpack, room, incoming))
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted over MPI."""
+        self._messages.announce(sends, recvs)
+
+    def bind(self, messages: Messages) -> Bound:
+        """Bring messages into MPI's form."""
+        return self._messages.bind(messages)
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages over MPI."""
+        return self._messages.post(sends, recvs, tag)
+
+    def close(self, *, together: bool) -> None:
+        """Give the group up."""
+        self._messages.close(together=together)
+        held, self._group = [self._group], None
+        if not together:  # its end waits for what is under way, until the others have gone or its time is up
+            threading.Thread(target=held.clear, daemon=True).start()
+
+    def _reduction(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, what: str) -> Handle:
+        """A sum (or max, min), on every rank in memory that may be overwritten."""
+        from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions
+
+        wide, total, after = widened(send, recv, _WIDER)
+        assert wide is not None
+        total = wide.clone() if total is None else total
+        total.copy_(wide)
+        reduction: Any = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[transfer.reduction]
+        if transfer.op is Op.REDUCE:
+            to_root = ReduceOptions()
+            to_root.reduceOp, to_root.rootRank = reduction, transfer.root
+            return self._handle(self._group.reduce([total], to_root), (total, recv), what, after)
+        to_all = AllreduceOptions()
+        to_all.reduceOp = reduction
+        return self._handle(self._group.allreduce([total], to_all), (total, recv), what, after)
+
+    def _broadcast(self, transfer: Transfer, x: Tensor | None, what: str) -> Handle:
+        from torch.distributed import BroadcastOptions
+
+        assert x is not None
+        options = BroadcastOptions()
+        options.rootRank = transfer.root
+        return self._handle(self._group.broadcast([_bytes(x)], options), (x,), what)
+
+    def _pieces(self, transfer: Transfer, send: Tensor, recv: Tensor, what: str) -> Handle:
+        """What goes from every rank to every rank."""
+        size, gathers = self._comm.size, transfer.op is Op.ALL_GATHER
+        if gathers and len(set(transfer.recv)) == 1:
+            work = self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)])
+            return self._handle(work, (send, recv), what)
+        packed = _bytes(send).repeat(size) if gathers else _bytes(send)
+        sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in transfer.send]
+        if transfer.op is Op.REDUCE_SCATTER:
+            parts = recv.new_empty((size, recv.numel()))
+            return self._all_to_all(_bytes(parts.view(-1)), packed, [recv.nbytes] * size, sent, what, partial(_add, recv, parts))
+        return self._all_to_all(_bytes(recv), packed, [count * recv.itemsize for count in transfer.recv], sent, what)
+
+    def _all_to_all(
+        self,
+        room: Tensor,
+        packed: Tensor,
+        received: list[int],
+        sent: list[int],
+        what: str,
+        after: Callable[[], object] = lambda: None,
+    ) -> Handle:
+        """So many bytes from and for every rank."""
+        return self._handle(self._group.alltoall_base(room, packed, received, sent), (room, packed), what, after)
+
+    def _handle(self, work: Any, keep: tuple[object, ...], what: str, after: Callable[[], object] | None = None) -> Handle:
+        return _Work(work, keep, what, after, self._watch)
+
+
+class _Work:
+    """A transfer of the group, and what is done after it."""
+
+    def __init__(
+        self, work: Any, keep: tuple[object, ...], what: str, after: Callable[[], object] | None, watch: Callable[[str], object]
+    ) -> None:
+        self._work, self._keep, self._what, self._after, self._watch = work, keep, what, after, watch
+
+    def test(self) -> bool:
+        if self._work is None:
+            return True
+        if not self._work.is_completed():
+            self._watch(self._what)
+            return False
+        try:
+            self._work.wait()  # complete; what went wrong is said here, and on CUDA the current stream waits
+        except RuntimeError as error:
+            raise PeerFailed(f"{self._what} failed: {str(error).splitlines()[0]} See what the other ranks say.") from error
+        if self._after is not None:
+            self._after()
+        self._work, self._keep, self._after = None, (), None
+        return True
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().view(torch.uint8)
+
+
+def _sorted(messages: Messages) -> list[tuple[int, Tensor]]:
+    """By rank; those of one rank stay in their order."""
+    return sorted(messages, key=lambda message: message[0])
+
+
+def _lengths(messages: Messages, size: int) -> list[int]:
+    """Bytes for or from each rank."""
+    return [sum(x.nbytes for peer, x in messages if peer == rank) for rank in range(size)]
+
+
+def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([nothing, *parts])
+
+
+def _room(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
+    """Where all parts arrive one after the other."""
+    return parts[0] if len(parts) == 1 else nothing.new_empty(sum(part.numel() for part in parts))
+
+
+def _unpack(room: Tensor, parts: Sequence[Tensor]) -> None:
+    if len(parts) > 1:
+        for x, part in zip(parts, room.split([part.numel() for part in parts]), strict=True):
+            x.copy_(part)
+
+
+def _add(into: Tensor, parts: Tensor) -> None:
+    """The sum of all rows in their order; half types in float32, rounded once."""
+    total = parts[0].to(WIDER.get(into.dtype, into.dtype))
+    for part in parts[1:]:
+        total = total + part
+    into.copy_(total)
+
+
+def _nothing(what: str) -> None:
+    """A communicator that is not checked."""

@@ -1,0 +1,142 @@
+"""The calls of the CUDA runtime behind shared device memory, made to a runtime whose device is the host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sp_core as sp
+from sp_core.testing import run_threads
+from sp_core.transport import cuda
+from sp_core.transport.cuda import CudaMemory, PinnedMemory
+from sp_core.transport.device_window import DeviceWindow
+
+CPU = torch.device("cpu")
+
+
+class Runtime:
+    """What the CUDA runtime does, in host memory; a handle holds an address."""
+
+    def __init__(self) -> None:
+        self.failing = ""
+        self.cleared = 0
+        self.blocks: dict[int, Any] = {}
+        self.opened: list[int] = []
+        self.registered: set[int] = set()
+        self.cudaGetErrorString = lambda code: b"peer access is not supported"
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 217 if name == self.failing else self._done(name, *arguments)
+
+    def _done(self, name: str, *arguments: Any) -> int:
+        getattr(self, name.replace("cuda", "_"))(*arguments)
+        return 0
+
+    def _GetLastError(self) -> None:
+        self.cleared += 1
+
+    def _Malloc(self, pointer: Any, nbytes: ctypes.c_size_t) -> None:
+        block = (ctypes.c_ubyte * nbytes.value)(*[7] * nbytes.value)
+        self.blocks[ctypes.addressof(block)] = block
+        pointer._obj.value = ctypes.addressof(block)
+
+    def _Free(self, pointer: ctypes.c_void_p) -> None:
+        del self.blocks[int(pointer.value or 0)]
+
+    def _IpcGetMemHandle(self, handle: Any, pointer: ctypes.c_void_p) -> None:
+        handle._obj.reserved[:8] = list(int(pointer.value or 0).to_bytes(8, "little"))
+
+    def _IpcOpenMemHandle(self, pointer: Any, handle: cuda.Handle, flags: ctypes.c_uint) -> None:
+        assert flags.value == 1  # with access to the memory of a peer
+        pointer._obj.value = int.from_bytes(bytes(handle)[:8], "little")
+        self.opened.append(pointer._obj.value)
+
+    def _IpcCloseMemHandle(self, pointer: ctypes.c_void_p) -> None:
+        self.opened.remove(int(pointer.value or 0))
+
+    def _HostRegister(self, pointer: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: ctypes.c_uint) -> None:
+        self.registered.add(int(pointer.value or 0))
+
+    def _HostUnregister(self, pointer: ctypes.c_void_p) -> None:
+        self.registered.remove(int(pointer.value or 0))
+
+    def _MemcpyAsync(self, into: Any, part: Any, nbytes: ctypes.c_size_t, direction: ctypes.c_int, stream: Any) -> None:
+        assert direction.value == 4  # whatever is where
+        ctypes.memmove(into, part, nbytes.value)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """A runtime, and a torch.cuda that has nothing to do."""
+    made = Runtime()
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    monkeypatch.setattr(cuda, "_runtime", lambda: made)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    return made
+
+
+def test_what_a_handle_leads_to_is_the_memory_it_was_made_for(runtime: Runtime) -> None:
+    memory = CudaMemory(CPU)
+    x, offer = memory.allocate(100)
+    assert x.tolist() == [0] * 100
+    y = memory.open(offer._replace(process=-1))  # of another process
+    numbers = torch.arange(4, dtype=torch.uint8)
+    memory.copying(y[10:14], numbers)()
+    assert x[8:16].tolist() == [0, 0, 0, 1, 2, 3, 0, 0]
+    assert memory.open(offer).data_ptr() == x.data_ptr()  # of this one, whose handles it cannot open
+    assert len(runtime.opened) == 1
+    memory.close(y)
+    memory.close(x)
+    assert runtime.opened == []
+    memory.free(x)
+    assert runtime.blocks == {}
+
+
+@pytest.mark.parametrize("call", ["cudaMalloc", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle"])
+def test_a_call_that_fails_says_so_and_leaves_nothing(runtime: Runtime, call: str) -> None:
+    memory = CudaMemory(CPU)
+    runtime.failing = call
+    with pytest.raises(OSError, match=f"{call}: peer access is not supported"):
+        memory.open(memory.allocate(10)[1]._replace(process=-1))
+    assert runtime.cleared == 1
+    assert len(runtime.blocks) == (call == "cudaIpcOpenMemHandle")
+
+
+@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
+def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any]) -> None:
+    """It is used, given back, and where it cannot be had the ranks carry on without."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            group = mesh["sp"]
+            group.window = DeviceWindow(group._comm, kind(CPU), 64)
+            x = torch.arange(50.0) + comm.rank
+            for op in ("all_reduce", "all_gather"):
+                found = getattr(sp, op)(x, comm=group)
+                every = [torch.arange(50.0) + rank for rank in range(comm.size)]
+                assert torch.equal(found, sum(every, torch.zeros(50)) if op == "all_reduce" else torch.cat(every))
+
+    run_threads(3, body)
+    assert runtime.blocks == {}
+    assert runtime.registered == set()
+    runtime.failing = "cudaMalloc" if kind is CudaMemory else "cudaHostRegister"
+    with pytest.raises(Exception, match=f"cannot allocate .* {runtime.failing}"):
+        run_threads(2, lambda comm: DeviceWindow(comm, kind(CPU), 64))
+
+
+def test_without_a_runtime_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "loaded_library", lambda name: None)
+    cuda._runtime.cache_clear()
+    with pytest.raises(OSError, match="no libcudart"):
+        cuda._runtime()
