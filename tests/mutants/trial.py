@@ -20,7 +20,7 @@ from mutants.catalogue import ROOT, Mutant, Stale
 
 COPIED = ("sp_core", "tests", "benchmarks", "pyproject.toml", "README.md")
 ELSEWHERE = (
-    *("append_history", "bench", "ci_scripts", "compare*", "counters", "doctor", "explore", "history", "kit_*", "layout"),
+    *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history", "kit_*", "layout"),
     *("llama_command", "mutants", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*", "slurm", "trace"),
     "workflows",
 )

@@ -1,0 +1,129 @@
+"""What was found, as a table on the terminal, as Markdown, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from conformance.capabilities import CAPABILITIES, posed, smallest
+from conformance.libraries import Library
+
+STYLES = {
+    "pass": "green",
+    "refused": "yellow",
+    "not offered": "dim",
+    "wrong": "bold red",
+    "hung": "bold magenta",
+    "crashed": "bold magenta",
+    "not installed": "dim",
+}
+"""Every verdict and how it looks."""
+SCHEMA = 1
+Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""By library and capability."""
+
+
+def document(
+    libraries: Sequence[Library], verdicts: Verdicts, machine: Mapping[str, Any], setting: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything as plain data."""
+    columns = [{"name": one.name, "package": one.package, "version": setting["versions"][one.name]} for one in libraries]
+    rest = {name: value for name, value in setting.items() if name != "versions"}
+    return {"schema_version": SCHEMA, "machine": dict(machine), "setting": rest, "libraries": columns, "verdicts": verdicts}
+
+
+def short(verdict: Mapping[str, Any]) -> str:
+    """One cell: the verdict, and of how many problems."""
+    name, examples = verdict["verdict"], verdict.get("examples", 0)
+    if name == "pass":
+        return f"pass {examples}" if verdict["gradients"] else f"pass {examples}, forward"
+    if name == "refused" and 0 < verdict.get("refused", 0) < examples:
+        return f"refused {verdict['refused']} of {examples}"
+    if name == "wrong" and verdict["relative"] is not None:
+        return f"wrong {verdict['result']} {verdict['relative']:.0e}"
+    return str(name)
+
+
+def table(document: Mapping[str, Any]) -> Table:
+    """Capabilities down, libraries across."""
+    shown = Table(title="conformance", title_justify="left", show_lines=False)
+    shown.add_column("")
+    for column in document["libraries"]:
+        shown.add_column(f"{column['name']}\n{column['version']}", overflow="fold")
+    for capability in CAPABILITIES:
+        row = [document["verdicts"][column["name"]][capability] for column in document["libraries"]]
+        shown.add_row(capability, *(f"[{STYLES[v['verdict']]}]{short(v)}[/]" for v in row))
+    return shown
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The report for people."""
+    columns, verdicts, machine = document["libraries"], document["verdicts"], document["machine"]
+    setting = document["setting"]
+    ranks = ", ".join(map(str, setting["ranks"]))
+    lines = [
+        "# Other libraries under the laws of our schemes",
+        "",
+        f"`nox -s conformance`: {setting['examples']} problems for each cell and number of ranks ({ranks}), on CPU over gloo;",
+        f"{machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, {machine['mpi']}, {setting['seconds']:.0f} s.",
+        "",
+        "`pass n`: right in all n problems, forward and backward (`forward` where the plain gradients are not right, or not there).",
+        "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`: which",
+        "result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
+        "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
+        "",
+        "![The same as a picture](REPORT.png)",
+        "",
+        f"| | {' | '.join(column['name'] for column in columns)} |",
+        f"| --- |{' --- |' * len(columns)}",
+        f"| version | {' | '.join(str(column['version']) for column in columns)} |",
+    ]
+    for capability, meaning in CAPABILITIES.items():
+        cells = (short(verdicts[column["name"]][capability]) for column in columns)
+        lines.append(f"| {capability}: {meaning} | {' | '.join(cells)} |")
+    for title, names in (("Wrong", ("wrong",)), ("Hung or crashed", ("hung", "crashed")), ("Refused", ("refused", "not offered"))):
+        lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
+    return "\n".join(lines) + "\n"
+
+
+def _details(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    found = [
+        (column["name"], capability, verdict)
+        for column in document["libraries"]
+        for capability, verdict in document["verdicts"][column["name"]].items()
+        if verdict["verdict"] in names
+    ]
+    if not found:
+        return []
+    head = {"wrong": "smallest problem | error | alone", "hung": "smallest problem | what the ranks did"}.get(
+        names[0], "why | source"
+    )
+    lines = [f"| library | capability | {head} |", f"| --- | --- |{' --- |' * (head.count('|') + 1)}"]
+    return lines + [f"| {library} | {capability} | {' | '.join(_cells(verdict))} |" for library, capability, verdict in found]
+
+
+def _cells(verdict: Mapping[str, Any]) -> list[str]:
+    """What is told of one cell."""
+    problem = smallest(posed(verdict["problem"])) if "problem" in verdict else "-"
+    if verdict["verdict"] == "wrong":
+        relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
+        where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"
+        return [problem, where, _escaped(verdict.get("alone", "not tried"))]
+    if verdict["verdict"] in ("hung", "crashed"):
+        return [problem, _escaped(verdict["states"])]
+    return [_escaped(verdict.get("text", "")), _escaped(verdict.get("source", "tried"))]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")[:300]
+
+
+def write(folder: Path, document: Mapping[str, Any]) -> None:
+    """Write the Markdown and the JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "REPORT.md").write_text(markdown(document))
+    (folder / "REPORT.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
