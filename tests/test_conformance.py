@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,10 +124,6 @@ def scaled(*qkv: Tensor, **options: Any) -> Tensor:
     return ours.attend(*qkv, **{**options, "softmax_scale": 1.01 * (options["softmax_scale"] or qkv[0].shape[3] ** -0.5)})
 
 
-def without_documents(*qkv: Tensor, **options: Any) -> Tensor:
-    return ours.attend(*qkv, **{**options, "documents": None})
-
-
 def a_mask_not_shifted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Every rank takes its own first token for the first of the sequence."""
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
@@ -142,18 +137,17 @@ def half_a_gradient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("attend", "capability", "results"),
     [
-        (scaled, "causal", {"out"}),
-        (without_documents, "documents", {"out", "dq", "dk", "dv"}),
+        (scaled, "GQA", {"out", "dq", "dk", "dv"}),
         (a_mask_not_shifted, "full", {"out"}),
         (half_a_gradient, "backward", {"dk"}),
     ],
 )
 def test_a_planted_fault_is_wrong_with_a_small_example(attend: Attend, capability: str, results: set[str]) -> None:
-    found = on_trial(attend, capability, examples=30)
+    found = on_trial(attend, capability, examples=10)
     assert found["verdict"] == "wrong", found
     assert found["result"] in results
     problem = found["problem"]
-    assert (problem["seq_len"], problem["batch"], problem["kv_heads"], problem["head_dim"]) <= (8, 1, 4, 8)
+    assert [problem[size] for size in ("seq_len", "batch", "kv_heads", "head_dim")] == [4, 1, 2, 8]
     assert found["relative"] > 1e-5
     assert told(posed(problem)) == problem
 
@@ -165,14 +159,14 @@ def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
     def one_rank_raises(*qkv: Tensor, **options: Any) -> Tensor:
         if options["comm"].rank == 1:
             raise IndexError("no such rank")
-        return ours.attend(*qkv[:1], *qkv[1:], **options) if options["comm"].size == 1 else qkv[0] * 1.0
+        return qkv[0] * 1.0
 
     def every_rank_waits(*_: Tensor, **__: Any) -> Tensor:
         raise RuntimeError("[gloo] Timed out waiting 6000ms for recv operation to complete")
 
     refused = on_trial(refuses, "causal")
     assert (refused["verdict"], refused["text"]) == ("refused", "ValueError: the length must be even")
-    crashed = on_trial(one_rank_raises, "causal")
+    crashed = on_trial(one_rank_raises, "full")
     assert crashed["verdict"] == "crashed"
     assert "rank 1: raised IndexError: no such rank" in crashed["states"]
     assert on_trial(every_rank_waits, "causal")["verdict"] == "hung"
@@ -210,17 +204,18 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
     """On 2 ranks "causal" kills the launch; it is not tried again, and what is wrong on 2 ranks is not tried on 3."""
     tried: list[tuple[int, str]] = []
 
-    def launch(cells: list[launching.Cell], size: int, examples: int, folder: Path) -> tuple[float, str]:
+    def launch(size: int, folder: Path) -> str:
+        cells = json.loads((folder / "setting.json").read_text())["cells"]
         with (folder / "verdicts.jsonl").open("w") as file:
-            for _, capability, _ in cells:
+            for _, capability in cells:
                 tried.append((size, capability))
                 file.write(
                     json.dumps({**line(capability, size), "begins": True} | {"verdict": ""}).replace('"verdict": "", ', "") + "\n"
                 )
                 if capability == "causal":
-                    return 3.0, "rank 1: killed by signal 11"
+                    return "rank 1 died first: killed by SIGSEGV; last place: in the body of body"
                 file.write(json.dumps(line(capability, size, "wrong" if capability == "GQA" else "pass")) + "\n")
-        return 3.0, ""
+        return ""
 
     monkeypatch.setattr(launching, "_launch", launch)
     found = launching.put_on_trial([named("torch ring")], (2, 3), 5, tmp_path)
@@ -229,6 +224,7 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
     assert verdicts.pop("GQA") == "wrong"
     assert set(verdicts.values()) == {"pass"}
     assert set(verdicts) | {"causal", "GQA"} == set(named("torch ring").tried())
+    assert found["torch ring", "causal"]["states"].startswith("rank 1 died first: killed by SIGSEGV")
     assert tried.count((2, "causal")) == 1
     assert {(3, "causal"), (3, "GQA")}.isdisjoint(tried)
     assert found["torch ring", "MQA"]["ranks"] == [2, 3]

@@ -18,11 +18,11 @@ from rich.console import Console
 
 from benchmarks.machine import environment
 from conformance.capabilities import CAPABILITIES
-from conformance.launching import ROOT, Found, installed, put_on_trial
+from conformance.launching import CONDEMNED, ROOT, Found, installed, put_on_trial
 from conformance.libraries import LIBRARIES, NOT_OFFERED, Library, named
 from conformance.picture import draw
-from conformance.report import document, table, write
-from conformance.script import confirmed, script
+from conformance.report import document, joined, table, write
+from conformance.script import last_words, script, shows
 
 EXAMPLES = 20
 RANKS = (2, 3, 4)
@@ -51,8 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - began:4.0f} s  {', '.join(one.name for one in same)}", flush=True)
     verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
     faults = _show_alone(libraries, verdicts, versions, options.out) + _faults(verdicts)
-    setting = {"ranks": options.ranks, "examples": options.examples, "versions": versions, "seconds": time.monotonic() - began}
-    report = document(libraries, verdicts, {**environment(), "mpi": _mpi()}, setting)
+    setting = {"ranks": options.ranks, "examples": options.examples, "seconds": round(time.monotonic() - began)}
+    report = document(libraries, versions, verdicts, {**environment(), "mpi": _mpi()}, setting)
+    if options.only:
+        report = joined(options.out, report, [one.name for one in LIBRARIES])
     write(options.out, report)
     draw(report, options.out / "REPORT.png")
     Console(width=max(200, Console().width)).print(table(report))
@@ -62,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s conformance --", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in LIBRARIES], metavar="LIBRARY")
+    names = [one.name for one in LIBRARIES]
+    parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="LIBRARY", help="the report keeps the others")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="numbers of ranks, from 2 (default: 2 3 4)")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="of each cell and number of ranks (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "conformance", help="folder of the report")
     parser.add_argument(
-        "--script", nargs=2, metavar=("LIBRARY", "CAPABILITY"), help="print the script of a wrong result of the report in --out"
+        "--script", nargs=2, metavar=("LIBRARY", "CAPABILITY"), help="print the script of something wrong in the report in --out"
     )
     options = parser.parse_args(arguments)
     if min(options.ranks) < 2 or options.examples < 1:
@@ -86,21 +89,24 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
         elif not version:
             column[capability] = {"verdict": "not installed"}
         else:
-            column[capability] = found[library.name, capability]
+            known = library.known.get(capability)
+            column[capability] = {**found[library.name, capability], **({"known": known} if known else {})}
     return column
 
 
 def _show_alone(libraries: Sequence[Library], verdicts: dict[str, Any], versions: dict[str, str], out: Path) -> list[str]:
-    """Write and run the script of every wrong result; what it does not show is a fault of ours."""
+    """Write and run the script of everything that is wrong, hangs or crashes; what it does not show is a fault of ours."""
     faults = []
     for library in libraries:
-        wrong = {name: v for name, v in verdicts[library.name].items() if v["verdict"] == "wrong" and library.name != OURS}
-        for capability, verdict in wrong.items():
+        for capability, verdict in verdicts[library.name].items():
+            if verdict["verdict"] not in CONDEMNED or "problem" not in verdict or library.name == OURS:
+                continue
             path = out / f"{library.name} {capability}.py".replace(" ", "_")
             path.write_text(script(library, verdict, versions[library.name]))
-            shown, verdict["alone"] = confirmed(path)
+            verdict["alone"] = last_words(path)
             print(f"{path.name}: {verdict['alone']}", flush=True)
-            faults += [] if shown else [f"{path} does not show the error: {verdict['alone']}"]
+            if not shows(verdict):
+                faults.append(f"{path} does not show what was found: {verdict['alone']}")
     return faults
 
 
@@ -114,8 +120,8 @@ def _faults(verdicts: dict[str, Any]) -> list[str]:
 def _print_script(report: Path, name: str, capability: str) -> int:
     data = json.loads(report.read_text())
     verdict = data["verdicts"][name][capability]
-    if verdict["verdict"] != "wrong":
-        print(f"{name}, {capability}: {verdict['verdict']}, not wrong", file=sys.stderr)
+    if "problem" not in verdict:
+        print(f"{name}, {capability}: {verdict['verdict']}, so there is nothing to show", file=sys.stderr)
         return 2
     version = next(column["version"] for column in data["libraries"] if column["name"] == name)
     print(script(named(name), verdict, version))

@@ -6,8 +6,8 @@ library is made for. So a fault shows under the capability that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
@@ -132,13 +132,13 @@ def _length(drawn: int, size: int, capability: str) -> int:
 
 def _heads(drawn: AttentionProblem, size: int, capability: str) -> tuple[int, int]:
     """Key/value heads, and query heads to each."""
-    twice = 1 + drawn.kv_heads % 2
+    twice = 2 - drawn.kv_heads % 2
     if capability == "GQA":
-        return size * twice, 2 + drawn.group % 2
+        return size * twice, 3 - drawn.group % 2
     if capability == "MQA":
         return 1, size * twice
     if capability == "uneven heads":
-        return size + 1 + drawn.kv_heads % (size - 1), 1
+        return size + 1 + (drawn.kv_heads - 1) % (size - 1), 1
     return size * twice, 1
 
 
@@ -196,13 +196,3 @@ def smallest(problem: Posed) -> str:
     parts += [f"documents {mask.documents}"] * (mask.documents is not None)
     parts += [f"scale {problem.softmax_scale}"] * (problem.softmax_scale is not None)
     return ", ".join(parts)
-
-
-def without_gradients(problem: Posed) -> Posed:
-    """The same problem, forward only."""
-    return replace(problem, needs_grad=(False,) * 3)
-
-
-def in_order(names: Sequence[str]) -> list[str]:
-    """Capabilities in the order in which they are tried."""
-    return [name for name in CAPABILITIES if name in names]

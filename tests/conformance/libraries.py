@@ -42,6 +42,7 @@ class Library:
         variant: for the adapter.
         needs: how it wants its problems.
         says: capabilities that are not tried, with the reason.
+        known: where a fault of a capability has been told to its project.
         flash: whether it is given the stand-in for flash-attn.
         full: whether it can do without a mask.
     """
@@ -52,6 +53,7 @@ class Library:
     variant: str = ""
     needs: Needs = field(default_factory=Needs)
     says: Mapping[str, Says] = field(default_factory=dict)
+    known: Mapping[str, str] = field(default_factory=dict)
     flash: bool = False
     full: bool = True
 
@@ -180,7 +182,10 @@ LIBRARIES = (
     Library("sp_core", "ours", "sp-core", needs=Needs(("contiguous", "zigzag", "striped"))),
     Library("torch ring", "torch_ring", "torch", needs=Needs(("zigzag", "contiguous")), says=TORCH),
     Library("torch context_parallel", "torch_context_parallel", "torch", needs=Needs(("zigzag",), "zigzag"), says=TORCH),
-    Library("DeepSpeed Ulysses", "deepspeed_ulysses", "deepspeed"),
+    Library(
+        *("DeepSpeed Ulysses", "deepspeed_ulysses", "deepspeed"),
+        known={"uneven length": "github.com/deepspeedai/DeepSpeed/issues/7384"},
+    ),
     _usp("basic TORCH_EFFICIENT", Needs(), USP_TORCH),
     _usp("basic TORCH_MATH", Needs(), USP_TORCH),
     _usp("basic FA", Needs(dtype="bfloat16"), USP_FLASH),

@@ -28,12 +28,25 @@ Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def document(
-    libraries: Sequence[Library], verdicts: Verdicts, machine: Mapping[str, Any], setting: Mapping[str, Any]
+    libraries: Sequence[Library],
+    versions: Mapping[str, str],
+    verdicts: Verdicts,
+    machine: Mapping[str, Any],
+    setting: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything as plain data."""
-    columns = [{"name": one.name, "package": one.package, "version": setting["versions"][one.name]} for one in libraries]
-    rest = {name: value for name, value in setting.items() if name != "versions"}
-    return {"schema_version": SCHEMA, "machine": dict(machine), "setting": rest, "libraries": columns, "verdicts": verdicts}
+    columns = [{"name": one.name, "package": one.package, "version": versions[one.name], **setting} for one in libraries]
+    return {"schema_version": SCHEMA, "machine": dict(machine), "libraries": columns, "verdicts": dict(verdicts)}
+
+
+def joined(folder: Path, new: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """A report with the columns of the one in a folder that it does not have itself."""
+    file = folder / "REPORT.json"
+    old = json.loads(file.read_text()) if file.exists() else new
+    columns = {column["name"]: column for part in (old, new) for column in part["libraries"]}
+    here = [name for name in order if name in columns]
+    verdicts = {**old["verdicts"], **new["verdicts"]}
+    return {**new, "libraries": [columns[name] for name in here], "verdicts": {name: verdicts[name] for name in here}}
 
 
 def short(verdict: Mapping[str, Any]) -> str:
@@ -63,17 +76,17 @@ def table(document: Mapping[str, Any]) -> Table:
 def markdown(document: Mapping[str, Any]) -> str:
     """The report for people."""
     columns, verdicts, machine = document["libraries"], document["verdicts"], document["machine"]
-    setting = document["setting"]
-    ranks = ", ".join(map(str, setting["ranks"]))
+    sizes = sorted({size for column in columns for size in column["ranks"]})
+    examples = min(column["examples"] for column in columns)
     lines = [
         "# Other libraries under the laws of our schemes",
         "",
-        f"`nox -s conformance`: {setting['examples']} problems for each cell and number of ranks ({ranks}), on CPU over gloo;",
-        f"{machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, {machine['mpi']}, {setting['seconds']:.0f} s.",
+        f"`nox -s conformance`: {examples} problems for each cell and number of ranks ({', '.join(map(str, sizes))}), over gloo;",
+        f"{machine['cores']} cores, Python {machine['python']}, torch {machine['torch']} on CPU, {machine['mpi']}.",
         "",
-        "`pass n`: right in all n problems, forward and backward (`forward` where the plain gradients are not right, or not there).",
-        "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`: which",
-        "result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
+        "`pass n`: right in all n problems, forward and backward (`forward` where plain gradients are not right, or not there).",
+        "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`:",
+        "which result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
         "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
         "",
         "![The same as a picture](REPORT.png)",
@@ -99,9 +112,8 @@ def _details(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     ]
     if not found:
         return []
-    head = {"wrong": "smallest problem | error | alone", "hung": "smallest problem | what the ranks did"}.get(
-        names[0], "why | source"
-    )
+    heads = {"wrong": "smallest problem | error | by its script", "hung": "problem | what the ranks did | by its script"}
+    head = heads.get(names[0], "why | source")
     lines = [f"| library | capability | {head} |", f"| --- | --- |{' --- |' * (head.count('|') + 1)}"]
     return lines + [f"| {library} | {capability} | {' | '.join(_cells(verdict))} |" for library, capability, verdict in found]
 
@@ -109,12 +121,13 @@ def _details(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 def _cells(verdict: Mapping[str, Any]) -> list[str]:
     """What is told of one cell."""
     problem = smallest(posed(verdict["problem"])) if "problem" in verdict else "-"
+    alone = verdict.get("alone", "not tried") + (f"; {verdict['known']}" if "known" in verdict else "")
     if verdict["verdict"] == "wrong":
         relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
         where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"
-        return [problem, where, _escaped(verdict.get("alone", "not tried"))]
+        return [problem, where, _escaped(alone)]
     if verdict["verdict"] in ("hung", "crashed"):
-        return [problem, _escaped(verdict["states"])]
+        return [problem, _escaped(verdict["states"]), _escaped(alone)]
     return [_escaped(verdict.get("text", "")), _escaped(verdict.get("source", "tried"))]
 
 

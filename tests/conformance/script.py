@@ -10,6 +10,7 @@ import inspect
 import pprint
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ def script(library: Library, verdict: dict[str, Any], version: str) -> str:
         verdict: with a problem, the result that is wrong and its relative error.
         version: of the library.
     """
-    least = (verdict["relative"] or 1.0) / 2
-    what = f"{library.name} ({library.package} {version}), {verdict['capability']}: {verdict['result']} of rank {verdict['rank']}"
-    parts = [f'"""{what}. Exit code 1: the error is there; 0: it is not."""\n', IMPORTS]
+    least = (verdict.get("relative") or 1.0) / 2
+    found = f"{verdict['result']} of rank {verdict['rank']} is wrong" if "result" in verdict else verdict["verdict"]
+    what = f"{library.name} ({library.package} {version}), {verdict['capability']}: {found}."
+    parts = [f'"""{what}\n\nExit code 0: right after all.\n"""\n', IMPORTS]
     if library.flash:
         parts += ["\n# ---- a stand-in for flash-attn's kernels, exact, for the CPU", _source(flash_standin), "install()"]
     parts += [f"\n# ---- the call: {library.name}", _source(library.module())]
@@ -54,18 +56,19 @@ def _source(module: Any) -> str:
     return text.partition("from __future__ import annotations\n")[2].strip("\n") + "\n"
 
 
-def confirmed(path: Path) -> tuple[bool, str]:
-    """Run a script.
-
-    Returns:
-        Whether it shows the error, and the last line that it printed.
-    """
+def last_words(path: Path) -> str:
+    """Run a script; the last line that it prints."""
     try:
         answer = subprocess.run(
             [sys.executable, "-W", "ignore", str(path)], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return False, f"it has not ended after {SECONDS:.0f} s"
-    printed = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
-    last = printed[-1] if printed else "nothing was printed"
-    return answer.returncode == 1 and last.startswith("WRONG"), last
+        return f"it has not ended after {SECONDS:.0f} s"
+    printed = [line.strip() for line in (answer.stdout.strip() or answer.stderr.strip()).splitlines() if line.strip()]
+    return printed[-1][:300] if printed else f"nothing was printed; exit code {answer.returncode}"
+
+
+def shows(verdict: Mapping[str, Any]) -> bool:
+    """Whether a script has shown what was found: the error, or for ranks that hang or die anything but a right result."""
+    words: str = verdict["alone"]
+    return words.startswith("WRONG") if verdict["verdict"] == "wrong" else not words.startswith("right")

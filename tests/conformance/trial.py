@@ -99,7 +99,8 @@ class Trial:
         if comm.rank == 0:
             self.examples += 1
         if any(attempt.status != FINE for attempt in everyone):
-            self.renew(comm)
+            if len(set(everyone)) > 1:  # else every rank gave up at the same point, and no message is left
+                self.renew(comm)
             self._not_fine(problem, everyone)
             return
         error = max(comm.allgather(worst(shards, results)), key=lambda e: e.ratio)

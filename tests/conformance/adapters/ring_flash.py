@@ -1,8 +1,8 @@
 """ring-flash-attn: its batch and its varlen functions, on a stand-in for the kernels of flash-attn.
 
 Called as its tests do (test/test_ring_flash_attn_func.py and the like): `ring` takes contiguous pieces, `zigzag` pieces r and
-2P-1-r, `stripe` every P-th token. The varlen functions take packed documents without a batch: `ring_varlen` and `zigzag_varlen` every
-rank's piece of each document, with `cu_seqlens // P`; `llama3` contiguous pieces of the packed sequence.
+2P-1-r, `stripe` every P-th token. The varlen functions take packed documents without a batch: `ring_varlen` and `zigzag_varlen`
+every rank's piece of each document, with `cu_seqlens // P`; `llama3` contiguous pieces of the packed sequence.
 """
 
 from __future__ import annotations
