@@ -21,7 +21,7 @@ from conformance.capabilities import CAPABILITIES
 from conformance.launching import CONDEMNED, ROOT, Found, installed, put_on_trial
 from conformance.libraries import LIBRARIES, NOT_OFFERED, Library, named
 from conformance.picture import draw
-from conformance.report import document, joined, table, write
+from conformance.report import document, joined, known_cells, read, table, write
 from conformance.script import last_words, script, shows
 
 EXAMPLES = 20
@@ -41,20 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries = [one for one in LIBRARIES if not options.only or one.name in options.only]
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in ("ranks.log", "verdicts.jsonl"):
-        (options.out / name).unlink(missing_ok=True)
+    old = read(options.out) if options.more or options.only else {}
     versions = {one.name: installed(one) for one in libraries}
-    found: Found = {}
+    found = known_cells(old, [one.name for one in libraries]) if options.more else {}
     for adapter in dict.fromkeys(one.adapter for one in libraries if versions[one.name]):
         same = [one for one in libraries if one.adapter == adapter]
-        found |= put_on_trial(same, options.ranks, options.examples, options.out)
+        mine = {cell: verdict for cell, verdict in found.items() if cell[0] in {one.name for one in same}}
+        found |= put_on_trial(same, options.ranks, options.examples, options.out, mine)
         print(f"{time.monotonic() - began:4.0f} s  {', '.join(one.name for one in same)}", flush=True)
     verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
     faults = _show_alone(libraries, verdicts, versions, options.out) + _faults(verdicts)
-    setting = {"ranks": options.ranks, "examples": options.examples, "seconds": round(time.monotonic() - began)}
+    setting = {"examples": options.examples, "seconds": round(time.monotonic() - began)}
     report = document(libraries, versions, verdicts, {**environment(), "mpi": _mpi()}, setting)
-    if options.only:
-        report = joined(options.out, report, [one.name for one in LIBRARIES])
+    report = joined(old, report, [one.name for one in LIBRARIES]) if old else report
     write(options.out, report)
     draw(report, options.out / "REPORT.png")
     Console(width=max(200, Console().width)).print(table(report))
@@ -69,6 +68,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="numbers of ranks, from 2 (default: 2 3 4)")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="of each cell and number of ranks (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "conformance", help="folder of the report")
+    parser.add_argument("--more", action="store_true", help="add these numbers of ranks to the report in --out")
     parser.add_argument(
         "--script", nargs=2, metavar=("LIBRARY", "CAPABILITY"), help="print the script of something wrong in the report in --out"
     )
@@ -99,7 +99,7 @@ def _show_alone(libraries: Sequence[Library], verdicts: dict[str, Any], versions
     faults = []
     for library in libraries:
         for capability, verdict in verdicts[library.name].items():
-            if verdict["verdict"] not in CONDEMNED or "problem" not in verdict or library.name == OURS:
+            if verdict["verdict"] not in CONDEMNED or {"problem", "alone"} & set(verdict) != {"problem"} or library.name == OURS:
                 continue
             path = out / f"{library.name} {capability}.py".replace(" ", "_")
             path.write_text(script(library, verdict, versions[library.name]))

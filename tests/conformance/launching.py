@@ -21,7 +21,9 @@ from conformance.libraries import Library
 
 ROOT = Path(__file__).resolve().parents[2]
 LAWS = Path(__file__).with_name("laws.py")
-LAUNCH_SECONDS = 240.0
+LAUNCH_SECONDS = 600.0
+EXAMPLE_SECONDS = 40
+"""So long may one problem take on a rank: more than a process group waits, and a hang ends long before its launch's time is up."""
 Cell = tuple[str, str]
 """A library and a capability."""
 Found = dict[Cell, dict[str, Any]]
@@ -39,7 +41,7 @@ def installed(library: Library) -> str:
         return ""
 
 
-def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: int, logs: Path) -> Found:
+def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: int, logs: Path, before: Found) -> Found:
     """Every capability that these libraries of one adapter offer, on each number of ranks.
 
     Args:
@@ -47,8 +49,9 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: i
         ranks: numbers of ranks, the smallest first.
         examples: of each cell.
         logs: folder for what the ranks print.
+        before: verdicts of fewer ranks.
     """
-    found: Found = {}
+    found = dict(before)
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
         still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in CONDEMNED]
@@ -94,7 +97,7 @@ def _launch_all(cells: Sequence[Cell], size: int, examples: int, logs: Path) -> 
 
 
 def _told(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found:
-    """The verdicts of a launch; where it died, also of the cell that it died of, or of the first where it came to none."""
+    """The verdicts of a launch; where it died, also of the cell that it died of, or of all where it came to none."""
     file, in_flight = folder / "verdicts.jsonl", folder / "in_flight.json"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     told = {(line["library"], line["capability"]): line for line in lines if "verdict" in line}
@@ -102,16 +105,15 @@ def _told(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found
     problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
     for line in begun:
         told[line["library"], line["capability"]] = _dead(line, printed) | problem
-    if not told:
-        name, capability = cells[0]
-        cell = {"library": name, "capability": capability, "ranks": size, "gradients": False}
-        told[cells[0]] = _dead(cell, printed)
-    return told
+    if told:
+        return told
+    blank = {"ranks": size, "gradients": False}
+    return {(name, capability): _dead({"library": name, "capability": capability, **blank}, printed) for name, capability in cells}
 
 
 def _launch(size: int, folder: Path) -> str:
     """Run the laws with the setting in a folder; returns what the ranks printed."""
-    chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "SP_WATCHDOG_S": "90", "OMP_NUM_THREADS": "1"}
+    chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "SP_WATCHDOG_S": str(EXAMPLE_SECONDS), "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(size), "--timeout", str(LAUNCH_SECONDS), "--"]
     quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--no-raw-replay", "-q"]
@@ -134,7 +136,6 @@ def _dead(line: dict[str, Any], printed: str) -> dict[str, Any]:
 
 def _log(logs: Path, cells: Sequence[Cell], size: int, printed: str, told: Found) -> None:
     """Leave what is known so far, for a session that is ended early."""
-    logs.mkdir(parents=True, exist_ok=True)
     with (logs / "ranks.log").open("a") as file:
         file.write(f"==== {size} ranks: {cells}\n{printed}\n")
     with (logs / "verdicts.jsonl").open("a") as file:

@@ -39,10 +39,21 @@ def document(
     return {"schema_version": SCHEMA, "machine": dict(machine), "libraries": columns, "verdicts": dict(verdicts)}
 
 
-def joined(folder: Path, new: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    """A report with the columns of the one in a folder that it does not have itself."""
+def read(folder: Path) -> dict[str, Any]:
+    """The report in a folder; nothing where there is none."""
     file = folder / "REPORT.json"
-    old = json.loads(file.read_text()) if file.exists() else new
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def known_cells(report: Mapping[str, Any], names: Sequence[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What a report says that was tried, of some libraries."""
+    columns = {name: report["verdicts"][name] for name in names if name in report.get("verdicts", {})}
+    return {(name, cell): v for name, column in columns.items() for cell, v in column.items() if "examples" in v}
+
+
+def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """A report with the columns of another that it does not have itself."""
     columns = {column["name"]: column for part in (old, new) for column in part["libraries"]}
     here = [name for name in order if name in columns]
     verdicts = {**old["verdicts"], **new["verdicts"]}
@@ -53,7 +64,8 @@ def short(verdict: Mapping[str, Any]) -> str:
     """One cell: the verdict, and of how many problems."""
     name, examples = verdict["verdict"], verdict.get("examples", 0)
     if name == "pass":
-        return f"pass {examples}" if verdict["gradients"] else f"pass {examples}, forward"
+        forward = not verdict["gradients"] and verdict["capability"] not in ("full", "causal")
+        return f"pass {examples}" + ", forward" * forward
     if name == "refused" and 0 < verdict.get("refused", 0) < examples:
         return f"refused {verdict['refused']} of {examples}"
     if name == "wrong" and verdict["relative"] is not None:
@@ -76,7 +88,7 @@ def table(document: Mapping[str, Any]) -> Table:
 def markdown(document: Mapping[str, Any]) -> str:
     """The report for people."""
     columns, verdicts, machine = document["libraries"], document["verdicts"], document["machine"]
-    sizes = sorted({size for column in columns for size in column["ranks"]})
+    sizes = sorted({size for column in verdicts.values() for verdict in column.values() for size in verdict.get("ranks", ())})
     examples = min(column["examples"] for column in columns)
     lines = [
         "# Other libraries under the laws of our schemes",
@@ -84,7 +96,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"`nox -s conformance`: {examples} problems for each cell and number of ranks ({', '.join(map(str, sizes))}), over gloo;",
         f"{machine['cores']} cores, Python {machine['python']}, torch {machine['torch']} on CPU, {machine['mpi']}.",
         "",
-        "`pass n`: right in all n problems, forward and backward (`forward` where plain gradients are not right, or not there).",
+        "`pass n`: right in all n problems; forward and backward, but full and causal forward alone, and where plain gradients are",
+        "not right or not there `forward`.",
         "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`:",
         "which result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
         "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
