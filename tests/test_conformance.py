@@ -218,7 +218,8 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
         return ""
 
     monkeypatch.setattr(launching, "_launch", launch)
-    found = launching.put_on_trial([named("torch ring")], (2, 3), 5, tmp_path, {})
+    found: launching.Found = {}
+    launching.put_on_trial([named("torch ring")], (2, 3), 5, tmp_path, found)
     verdicts = {capability: verdict["verdict"] for (_, capability), verdict in found.items()}
     assert verdicts.pop("causal") == "crashed"
     assert verdicts.pop("GQA") == "wrong"

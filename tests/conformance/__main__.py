@@ -41,16 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries = [one for one in LIBRARIES if not options.only or one.name in options.only]
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
+    for name in () if options.more else ("ranks.log", "verdicts.jsonl"):
+        (options.out / name).unlink(missing_ok=True)
     old = read(options.out) if options.more or options.only else {}
     versions = {one.name: installed(one) for one in libraries}
     found = known_cells(old, [one.name for one in libraries]) if options.more else {}
-    for adapter in dict.fromkeys(one.adapter for one in libraries if versions[one.name]):
-        same = [one for one in libraries if one.adapter == adapter]
-        mine = {cell: verdict for cell, verdict in found.items() if cell[0] in {one.name for one in same}}
-        found |= put_on_trial(same, options.ranks, options.examples, options.out, mine)
-        print(f"{time.monotonic() - began:4.0f} s  {', '.join(one.name for one in same)}", flush=True)
+    faults: list[str] = []
+    try:
+        for adapter in dict.fromkeys(one.adapter for one in libraries if versions[one.name]):
+            same = [one for one in libraries if one.adapter == adapter]
+            put_on_trial(same, options.ranks, options.examples, options.out, found)
+            print(f"{time.monotonic() - began:4.0f} s  {', '.join(one.name for one in same)}", flush=True)
+    except KeyboardInterrupt:
+        faults.append("interrupted: what is missing was not tried")
     verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
-    faults = _show_alone(libraries, verdicts, versions, options.out) + _faults(verdicts)
+    faults += _show_alone(libraries, verdicts, versions, options.out) + _faults(verdicts)
     setting = {"examples": options.examples, "seconds": round(time.monotonic() - began)}
     report = document(libraries, versions, verdicts, {**environment(), "mpi": _mpi()}, setting)
     report = joined(old, report, [one.name for one in LIBRARIES]) if old else report
@@ -90,7 +95,8 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
             column[capability] = {"verdict": "not installed"}
         else:
             known = library.known.get(capability)
-            column[capability] = {**found[library.name, capability], **({"known": known} if known else {})}
+            tried = found.get((library.name, capability), {"verdict": "not tried"})
+            column[capability] = {**tried, **({"known": known} if known else {})}
     return column
 
 

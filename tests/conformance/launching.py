@@ -22,6 +22,7 @@ from conformance.libraries import Library
 ROOT = Path(__file__).resolve().parents[2]
 LAWS = Path(__file__).with_name("laws.py")
 LAUNCH_SECONDS = 600.0
+ENDING_SECONDS = 30.0
 EXAMPLE_SECONDS = 40
 """So long may one problem take on a rank: more than a process group waits, and a hang ends long before its launch's time is up."""
 Cell = tuple[str, str]
@@ -41,7 +42,7 @@ def installed(library: Library) -> str:
         return ""
 
 
-def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: int, logs: Path, before: Found) -> Found:
+def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: int, logs: Path, found: Found) -> None:
     """Every capability that these libraries of one adapter offer, on each number of ranks.
 
     Args:
@@ -49,14 +50,12 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: i
         ranks: numbers of ranks, the smallest first.
         examples: of each cell.
         logs: folder for what the ranks print.
-        before: verdicts of fewer ranks.
+        found: verdicts of fewer ranks; those of each number of ranks are put in as they come.
     """
-    found = dict(before)
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
         still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in CONDEMNED]
-        found = merged(found, _launch_all(still, size, examples, logs))
-    return found
+        found.update(merged(found, _launch_all(still, size, examples, logs)))
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
@@ -120,7 +119,13 @@ def _launch(size: int, folder: Path) -> str:
     suite = [sys.executable, "-m", "pytest", str(LAWS), "--only-mpi", "--expect-ranks", str(size), *quiet]
     with (folder / "printed").open("w") as printed:
         environment = {**os.environ, **chosen, "PYTHONPATH": path}
-        subprocess.run([*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT, check=False)
+        process = subprocess.Popen([*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            process.wait()
+        finally:  # a killed launcher would leave its ranks; one that is asked to end takes them along
+            if process.poll() is None:
+                process.terminate()
+                process.wait(ENDING_SECONDS)
     return (folder / "printed").read_text(errors="replace")
 
 

@@ -16,6 +16,7 @@ COLOURS = {
     "hung": "#7b2d8b",
     "crashed": "#7b2d8b",
     "not installed": "#ffffff",
+    "not tried": "#ffffff",
 }
 SIGNS = {"pass": "\N{CHECK MARK}", "refused": "no", "not offered": "", "wrong": "wrong", "hung": "hung", "crashed": "crash"}
 
@@ -50,7 +51,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         for verdict in COLOURS
         if any(v["verdict"] == verdict for one in document["verdicts"].values() for v in one.values())
     ]
-    handles = [Patch(color=COLOURS[verdict], label=verdict) for verdict in seen if verdict != "not installed"]
+    handles = [Patch(color=COLOURS[verdict], label=verdict) for verdict in seen if COLOURS[verdict] != "#ffffff"]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.01), ncols=len(handles), frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)

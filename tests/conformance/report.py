@@ -20,6 +20,7 @@ STYLES = {
     "hung": "bold magenta",
     "crashed": "bold magenta",
     "not installed": "dim",
+    "not tried": "dim",
 }
 """Every verdict and how it looks."""
 SCHEMA = 1
