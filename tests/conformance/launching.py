@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: i
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
         still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in CONDEMNED]
-        found.update(merged(found, _launch_all(still, size, examples, logs)))
+        for part in _launch_all(still, size, examples, logs):
+            found.update(merged(found, part))
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
@@ -78,34 +79,43 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {**joined, **counts, "ranks": [*old["ranks"], new["ranks"]], "error": max(old["error"], new["error"])}
 
 
-def _launch_all(cells: Sequence[Cell], size: int, examples: int, logs: Path) -> Found:
-    """Cells on one number of ranks; each launch that dies takes one of them with it."""
-    found: Found = {}
+def _launch_all(cells: Sequence[Cell], size: int, examples: int, logs: Path) -> Iterator[Found]:
+    """Cells on one number of ranks, the verdicts of each launch; one that dies takes one of them with it."""
+    right: list[str] = []
     while cells:
-        right = [name for (name, capability), told in found.items() if (capability, told["verdict"]) == ("backward", "pass")]
         with tempfile.TemporaryDirectory(prefix="sp_core-conformance-") as name:
             folder = Path(name)
             setting = {"cells": cells, "examples": examples, "right_gradients": right, "folder": str(folder)}
             (folder / "setting.json").write_text(json.dumps(setting))
-            printed = _launch(size, folder)
-            told = _told(cells, size, folder, printed)
+            try:
+                printed = _launch(size, folder)
+            except KeyboardInterrupt:
+                yield _told(folder)
+                raise
+            told = _told(folder) | _died(cells, size, folder, printed)
         _log(logs, cells, size, printed, told)
-        found |= told
+        yield told
+        right += [name for (name, capability), one in told.items() if (capability, one["verdict"]) == ("backward", "pass")]
         cells = [cell for cell in cells if cell not in told]
-    return found
 
 
-def _told(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found:
-    """The verdicts of a launch; where it died, also of the cell that it died of, or of all where it came to none."""
-    file, in_flight = folder / "verdicts.jsonl", folder / "in_flight.json"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    told = {(line["library"], line["capability"]): line for line in lines if "verdict" in line}
-    begun = [line for line in lines if "begins" in line and (line["library"], line["capability"]) not in told]
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "verdicts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _told(folder: Path) -> Found:
+    """The verdicts of a launch."""
+    return {(line["library"], line["capability"]): line for line in _lines(folder) if "verdict" in line}
+
+
+def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found:
+    """The cell that a launch has died of; all of them where it came to none."""
+    told, in_flight = _told(folder), folder / "in_flight.json"
+    begun = [line for line in _lines(folder) if "begins" in line and (line["library"], line["capability"]) not in told]
     problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
-    for line in begun:
-        told[line["library"], line["capability"]] = _dead(line, printed) | problem
-    if told:
-        return told
+    if begun or told:
+        return {(line["library"], line["capability"]): _dead(line, printed) | problem for line in begun}
     blank = {"ranks": size, "gradients": False}
     return {(name, capability): _dead({"library": name, "capability": capability, **blank}, printed) for name, capability in cells}
 
