@@ -154,7 +154,6 @@ TORCH = {
     ),
 }
 USP = {
-    "window": Says(REFUSED, "window_size is not supported", f"{RING_FLASH}, README.md: the rings that {YUNCHANG} is built on"),
     "documents": Says(NOT_OFFERED, "no argument for boundaries", f"{YUNCHANG}, yunchang/hybrid/attn_layer.py"),
     "uneven length": Says(REFUSED, "assert seqlen % world_size == 0", f"{YUNCHANG}, test/test_hybrid_attn.py"),
 }
@@ -163,6 +162,10 @@ USP_TORCH = {
     "backward": Says(REFUSED, "the backward pass is not supported for AttnType.TORCH_EFFICIENT", f"{YUNCHANG}, README.md"),
 }
 USP_FLASH = {**USP, "float64": FLASH_DTYPES}
+USP_ZIGZAG = {
+    **USP_FLASH,
+    "full": Says(REFUSED, "zigzag and stripe is load balance strategy for causal=True", f"{YUNCHANG}, README.md"),
+}
 
 
 def _flash(variant: str, needs: Needs, says: Mapping[str, Says]) -> Library:
@@ -189,7 +192,7 @@ LIBRARIES = (
     _usp("basic TORCH_EFFICIENT", Needs(), USP_TORCH),
     _usp("basic TORCH_MATH", Needs(), USP_TORCH),
     _usp("basic FA", Needs(dtype="bfloat16"), USP_FLASH),
-    _usp("zigzag FA", Needs(("zigzag",), "zigzag", "bfloat16", _yunchang_zigzag), {**USP_FLASH, "full": CAUSAL_ONLY}),
+    _usp("zigzag FA", Needs(("zigzag",), "zigzag", "bfloat16", _yunchang_zigzag), USP_ZIGZAG),
     _flash("ring", Needs(dtype="bfloat16"), RING),
     _flash("zigzag", Needs(("zigzag",), "zigzag", "bfloat16"), ZIGZAG),
     _flash("stripe", Needs(("striped",), "striped", "bfloat16"), STRIPE),

@@ -7,6 +7,7 @@ other: an error on every rank is a refusal, an error on some is a fault, because
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,8 +26,8 @@ from sp_core.testing.attention_check import Shards
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.tolerance import error_ratio
 
-MAX_BROKEN = 3
-"""So many examples may time out before no further one is tried: each costs the patience of the process group."""
+CELL_SECONDS = 25.0
+"""So long may the problems of a capability take; then none is tried that is not known yet. A library that hangs uses it up."""
 TRANSPORT = ("gloo", "op.preamble", "timed out", "timeout", "connection closed", "connection reset", "connection refused")
 """Words of a process group in trouble: not of a library that refuses."""
 FINE, RAISED, STUCK = "fine", "raised", "stuck"
@@ -69,17 +70,21 @@ class Trial:
         variant: which of its functions.
         renew: makes a new process group after one has broken.
         announce: is told each problem before it is tried, by rank 0.
+        seconds: after which no further problem is tried.
     """
 
     adapter: Adapter | ModuleType
     variant: str
     renew: Callable[[Any], None]
     announce: Callable[[dict[str, Any]], None] = lambda problem: None
+    seconds: float = CELL_SECONDS
     examples: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
-    broken: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, dict[str, Any]] = field(default_factory=dict)
     worst: float = 0.0
     failure: dict[str, Any] | None = None
+    closed: bool = False
+    _began: float = 0.0
 
     def __call__(self, comm: Any, problem: Posed) -> None:
         """Try one problem.
@@ -87,15 +92,18 @@ class Trial:
         Raises:
             AssertionError: on every rank: a wrong result, or ranks that did not end alike.
         """
-        if repr(problem) in self.broken:  # as before, without waiting for it again
-            raise AssertionError(self.broken[repr(problem)])
-        if len(self.broken) >= MAX_BROKEN:
+        if repr(problem) in self.failures:
+            self._fail(problem, self.failures[repr(problem)])
+        if self.closed:
             return
+        self._began = self._began or time.monotonic()
         if comm.rank == 0:
             self.announce(told(problem))
         shards = Shards(problem, comm.rank, comm.size, torch.device("cpu"))
         mine, results = self._attempt(shards, comm)
-        everyone: list[Attempt] = comm.allgather(mine)
+        late = time.monotonic() - self._began > self.seconds
+        everyone, lates = zip(*comm.allgather((mine, late)), strict=True)
+        self.closed = any(lates)
         if comm.rank == 0:
             self.examples += 1
         if any(attempt.status != FINE for attempt in everyone):
@@ -107,8 +115,7 @@ class Trial:
         self.worst = max(self.worst, min(error.ratio, 1.0))
         if not error.ratio <= 1.0:
             said = {"result": error.result, "rank": error.rank, "relative": finite(error.relative), "ratio": finite(error.ratio)}
-            self.failure = {"verdict": "wrong", "problem": told(problem), **said}
-            raise AssertionError(f"{error.result} of rank {error.rank}: relative error {error.relative:.3g}")
+            self._fail(problem, {"verdict": "wrong", "problem": told(problem), **said})
 
     def _not_fine(self, problem: Posed, everyone: Sequence[Attempt]) -> None:
         text = next(a.text for a in everyone if a.status != FINE)
@@ -117,9 +124,12 @@ class Trial:
             return
         hung = not any(attempt.status == RAISED for attempt in everyone)
         states = "; ".join(f"rank {rank}: {a.status} {a.text}".strip() for rank, a in enumerate(everyone))
-        self.failure = {"verdict": "hung" if hung else "crashed", "problem": told(problem), "states": states}
-        self.broken[repr(problem)] = states
-        raise AssertionError(states)
+        self._fail(problem, {"verdict": "hung" if hung else "crashed", "problem": told(problem), "states": states})
+
+    def _fail(self, problem: Posed, failure: dict[str, Any]) -> None:
+        """The same failure again whenever this problem comes again, also when there is no time to try it."""
+        self.failure = self.failures[repr(problem)] = failure
+        raise AssertionError(f"{failure['verdict']}: {problem}")
 
     def _attempt(self, shards: Shards, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
         def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, softmax_scale: float | None, **_: Any) -> tuple[Tensor, None]:

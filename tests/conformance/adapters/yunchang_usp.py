@@ -28,14 +28,27 @@ def degrees(size: int) -> tuple[int, int]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, variant: str, causal: bool, softmax_scale: float | None, shards: Any, **rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    variant: str,
+    causal: bool,
+    window: int | None,
+    softmax_scale: float | None,
+    shards: Any,
+    **rest: Any,
 ) -> Tensor:
-    """(B, S/P, H, D); the tokens must be those that the library itself takes for this rank."""
+    """(B, S/P, H, D); the tokens must be those that the library itself takes for this rank.
+
+    A window is flash-attn's pair of how many tokens are seen to the left and to the right.
+    """
     ring, kernel = variant.split()
     _check_tokens(ring, shards)
     kernels = importlib.import_module("yunchang.kernels").AttnType
     module = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=ring, attn_type=kernels[kernel])
-    return module(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    window_size = (-1, -1) if window is None else (window - 1, 0)
+    return module(q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size)
 
 
 def _check_tokens(ring: str, shards: Any) -> None:
