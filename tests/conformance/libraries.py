@@ -157,7 +157,7 @@ USP = {
     "documents": Says(NOT_OFFERED, "no argument for boundaries", f"{YUNCHANG}, yunchang/hybrid/attn_layer.py"),
     "uneven length": Says(REFUSED, "assert seqlen % world_size == 0", f"{YUNCHANG}, test/test_hybrid_attn.py"),
 }
-USP_TORCH = {
+USP_EFFICIENT = {
     **USP,
     "backward": Says(REFUSED, "the backward pass is not supported for AttnType.TORCH_EFFICIENT", f"{YUNCHANG}, README.md"),
 }
@@ -189,8 +189,8 @@ LIBRARIES = (
         *("DeepSpeed Ulysses", "deepspeed_ulysses", "deepspeed"),
         known={"uneven length": "github.com/deepspeedai/DeepSpeed/issues/7384"},
     ),
-    _usp("basic TORCH_EFFICIENT", Needs(), USP_TORCH),
-    _usp("basic TORCH_MATH", Needs(), USP_TORCH),
+    _usp("basic TORCH_EFFICIENT", Needs(), USP_EFFICIENT),
+    _usp("basic TORCH_MATH", Needs(), USP),
     _usp("basic FA", Needs(dtype="bfloat16"), USP_FLASH),
     _usp("zigzag FA", Needs(("zigzag",), "zigzag", "bfloat16", _yunchang_zigzag), USP_ZIGZAG),
     _flash("ring", Needs(dtype="bfloat16"), RING),
