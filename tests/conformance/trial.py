@@ -107,8 +107,7 @@ class Trial:
         if comm.rank == 0:
             self.examples += 1
         if any(attempt.status != FINE for attempt in everyone):
-            if len(set(everyone)) > 1:  # else every rank gave up at the same point, and no message is left
-                self.renew(comm)
+            self.renew(comm)  # also where every rank has refused: messages may be under way, and would meet the next problem's
             self._not_fine(problem, everyone)
             return
         error = max(comm.allgather(worst(shards, results)), key=lambda e: e.ratio)
