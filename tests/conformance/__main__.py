@@ -138,7 +138,8 @@ def _mpi() -> str:
     """The MPI library, asked in a process of its own: this one must not start it."""
     import subprocess
 
-    program = "from mpi4py import MPI; name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
+    asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
+    program = f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {asked}"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     return answer.stdout.strip() or "no MPI"
 
