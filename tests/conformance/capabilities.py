@@ -1,0 +1,198 @@
+"""What a library may be able to do, and the problems that find out.
+
+Everything that a capability is not about is plain: an even length, as many heads as any scheme wants, the dtype and layout that the
+library is made for. So a fault shows under the capability that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from sp_core.mask import Mask
+from sp_core.sharding import Sharding
+from sp_core.testing.strategies import LAYOUTS, AttentionProblem, attention_problems, boundaries, windows
+
+CAPABILITIES = {
+    "full": "no mask",
+    "causal": "a token sees itself and those before it",
+    "backward": "gradients of q, k and v, where the rest is plain",
+    "window": "the nearest w tokens, causal",
+    "documents": "packed documents, causal within each",
+    "GQA": "2 or 3 query heads to a key/value head",
+    "MQA": "one key/value head",
+    "uneven length": "a length that the number of ranks does not divide",
+    "uneven heads": "more heads than ranks, not a multiple",
+    "contiguous": "rank r has the r-th piece; causal",
+    "zigzag": "rank r has pieces r and 2P-1-r of 2P; causal",
+    "striped": "rank r has tokens r, r+P, ...; causal",
+    "float64": "errors at the round-off of float64; causal",
+    "bfloat16": "errors at the round-off of bfloat16; causal",
+}
+"""Every capability, in the order in which they are tried."""
+
+LONGEST = 24
+Positions = tuple[tuple[int, ...], ...]
+PlacesOf = Callable[[str, int, int, tuple[int, ...] | None], Positions]
+"""Of a layout, a number of tokens, a number of ranks, and document boundaries: the positions of each rank."""
+
+
+@dataclass(frozen=True)
+class Posed(AttentionProblem):
+    """A problem with an ownership of tokens of its own, because libraries differ in what they mean by a layout."""
+
+    shards: Positions = ()
+
+    def sharding(self, size: int) -> Sharding:
+        """Who owns which tokens."""
+        return Sharding.from_positions(self.shards)
+
+    def kv_sharding(self, size: int) -> Sharding:
+        """The same: all of this is self attention."""
+        return self.sharding(size)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """How a library wants its problems.
+
+    Args:
+        layouts: that it offers, its usual one first.
+        full_layout: for attention without a mask.
+        dtype: for everything but the capabilities that are about dtypes.
+        places: the positions of each rank; None for ours.
+        document_unit: of a number of ranks: what every document length is a multiple of.
+        one_sequence: whether there is no batch.
+    """
+
+    layouts: tuple[str, ...] = ("contiguous",)
+    full_layout: str = "contiguous"
+    dtype: str = "float32"
+    places: PlacesOf | None = None
+    document_unit: Callable[[int], int] = lambda size: 1
+    one_sequence: bool = False
+
+
+def places(layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None) -> Positions:
+    """The positions of each rank in the layouts of this project."""
+    sharding = LAYOUTS[layout](seq_len, size)
+    return tuple(tuple(sharding.positions(rank).tolist()) for rank in range(size))
+
+
+@st.composite
+def problems(draw: st.DrawFn, capability: str, size: int, needs: Needs, gradients: bool, full: bool = True) -> Posed:
+    """Problems of one capability on `size` ranks.
+
+    Args:
+        draw: Hypothesis'.
+        capability: a name in `CAPABILITIES`.
+        size: number of ranks.
+        needs: of the library.
+        gradients: whether they are asked for.
+        full: whether "backward" may come without a mask.
+    """
+    drawn = draw(attention_problems(LONGEST))
+    seq_len = _length(drawn.seq_len, size, capability)
+    kv_heads, group = _heads(drawn, size, capability)
+    dtype = capability if capability in ("float64", "bfloat16") else needs.dtype
+    mask = _mask(draw, capability, seq_len, needs.document_unit(size), full)
+    layout = capability if capability in LAYOUTS else needs.layouts[0] if mask.causal else needs.full_layout
+    seq_len = mask.documents[-1] if mask.documents else seq_len
+    plain = AttentionProblem(
+        batch=1 if needs.one_sequence else drawn.batch,
+        seq_len=seq_len,
+        kv_len=seq_len,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=8 if drawn.head_dim < 16 else 16,
+        dtype=dtype,
+        layout=layout,
+        kv_layout=layout,
+        mask=mask,
+        softmax_scale=drawn.softmax_scale,
+        magnitude=1.0,
+        values="normal",
+        upstream="normal",
+        needs_grad=(gradients,) * 3,
+        storage="plain",
+        seed=3 * drawn.seed + 1,  # with these seeds the log-sum-exp has no gradient
+    )
+    return Posed(**vars(plain), shards=(needs.places or places)(layout, seq_len, size, mask.documents))
+
+
+def _length(drawn: int, size: int, capability: str) -> int:
+    """An even length has equal halves on every rank; an uneven one leaves no rank without tokens."""
+    if capability != "uneven length":
+        return max(1, round(drawn / (2 * size))) * 2 * size
+    return drawn + size + (drawn % size == 0)
+
+
+def _heads(drawn: AttentionProblem, size: int, capability: str) -> tuple[int, int]:
+    """Key/value heads, and query heads to each."""
+    twice = 2 - drawn.kv_heads % 2
+    if capability == "GQA":
+        return size * twice, 3 - drawn.group % 2
+    if capability == "MQA":
+        return 1, size * twice
+    if capability == "uneven heads":
+        return size + 1 + (drawn.kv_heads - 1) % (size - 1), 1
+    return size * twice, 1
+
+
+def _mask(draw: st.DrawFn, capability: str, seq_len: int, unit: int, full: bool) -> Mask:
+    if capability == "full":
+        return Mask()
+    if capability == "backward":
+        return Mask(causal=not full or draw(st.booleans()))
+    if capability == "window":
+        return Mask(causal=True, window=draw(windows(seq_len, seq_len)))
+    if capability == "documents":
+        number = draw(st.integers(1, 3))
+        cuts = sorted(set(draw(boundaries(max(1, seq_len // unit), number))))
+        return Mask(causal=True, documents=tuple(cut * unit for cut in cuts))
+    return Mask(causal=True)
+
+
+def told(problem: Posed) -> dict[str, Any]:
+    """A problem as plain data."""
+    mask = problem.mask
+    kept = ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout", "softmax_scale", "seed")
+    return {
+        **{name: getattr(problem, name) for name in kept},
+        "causal": mask.causal,
+        "window": mask.window,
+        "documents": mask.documents and list(mask.documents),
+        "gradients": problem.needs_grad[0],
+        "shards": [list(shard) for shard in problem.shards],
+    }
+
+
+def posed(data: dict[str, Any]) -> Posed:
+    """A problem from plain data."""
+    documents = None if data["documents"] is None else tuple(data["documents"])
+    mask = Mask(data["causal"], data["window"], documents)
+    same = {name: data[name] for name in ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout")}
+    rest = {"softmax_scale": data["softmax_scale"], "seed": data["seed"], "shards": tuple(map(tuple, data["shards"]))}
+    fixed = {"magnitude": 1.0, "values": "normal", "upstream": "normal", "storage": "plain"}
+    grads = {"needs_grad": (data["gradients"],) * 3}
+    return Posed(**same, kv_len=data["seq_len"], kv_layout=data["layout"], mask=mask, **fixed, **grads, **rest)
+
+
+def smallest(problem: Posed) -> str:
+    """A problem in one line, for a table."""
+    mask = problem.mask
+    parts = [f"P {len(problem.shards)}", f"B {problem.batch}", f"S {problem.seq_len}"]
+    parts += [
+        f"heads {problem.kv_heads * problem.group}:{problem.kv_heads}",
+        f"D {problem.head_dim}",
+        problem.dtype,
+        problem.layout,
+    ]
+    parts += ["causal" if mask.causal else "full"]
+    parts += [f"window {mask.window}"] * (mask.window is not None)
+    parts += [f"documents {mask.documents}"] * (mask.documents is not None)
+    parts += [f"scale {problem.softmax_scale}"] * (problem.softmax_scale is not None)
+    return ", ".join(parts)

@@ -1,0 +1,157 @@
+"""The launches: all cells of one adapter on one number of ranks under one mpiexec, again without a cell that a launch has died of.
+
+The cheapest number of ranks comes first, and what is found wrong there is not tried on more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from conformance.capabilities import CAPABILITIES
+from conformance.libraries import Library
+
+ROOT = Path(__file__).resolve().parents[2]
+LAWS = Path(__file__).with_name("laws.py")
+LAUNCH_SECONDS = 600.0
+ENDING_SECONDS = 30.0
+EXAMPLE_SECONDS = 120
+"""So long may one problem take on a rank: far more than a process group waits, because DTensor derives its rules slowly."""
+Cell = tuple[str, str]
+"""A library and a capability."""
+Found = dict[Cell, dict[str, Any]]
+"""The verdict of each."""
+DIED = re.compile(r"rank \d+ died first: ")
+HUNG = ("a rank has reached its time limit", "the launch has not ended after")
+CONDEMNED = ("wrong", "hung", "crashed")
+
+
+def installed(library: Library) -> str:
+    """The version of a library; nothing where it is not there."""
+    try:
+        return version(library.package)
+    except PackageNotFoundError:
+        return ""
+
+
+def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: int, logs: Path, found: Found) -> None:
+    """Every capability that these libraries of one adapter offer, on each number of ranks.
+
+    Args:
+        libraries: with the same adapter.
+        ranks: numbers of ranks, the smallest first.
+        examples: of each cell.
+        logs: folder for what the ranks print.
+        found: verdicts of fewer ranks; those of each number of ranks are put in as they come.
+    """
+    for size in ranks:
+        cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
+        still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in CONDEMNED]
+        for part in _launch_all(still, size, examples, logs):
+            found.update(merged(found, part))
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """Backward first: whether gradients are asked for elsewhere depends on the plain ones."""
+    return sorted(names, key=lambda name: (name != "backward", list(CAPABILITIES).index(name)))
+
+
+def merged(before: Found, now: Found) -> Found:
+    """The verdicts of fewer and of more ranks as one."""
+    total = dict(before)
+    for cell, verdict in now.items():
+        old = before.get(cell)
+        total[cell] = {**verdict, "ranks": [verdict["ranks"]]} if old is None else _joined(old, verdict)
+    return total
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    joined = new if new["verdict"] in CONDEMNED or old["verdict"] == "pass" else old
+    counts = {name: old[name] + new[name] for name in ("examples", "refused")}
+    return {**joined, **counts, "ranks": [*old["ranks"], new["ranks"]], "error": max(old["error"], new["error"])}
+
+
+def _launch_all(cells: Sequence[Cell], size: int, examples: int, logs: Path) -> Iterator[Found]:
+    """Cells on one number of ranks, the verdicts of each launch; one that dies takes one of them with it."""
+    right: list[str] = []
+    while cells:
+        with tempfile.TemporaryDirectory(prefix="sp_core-conformance-") as name:
+            folder = Path(name)
+            setting = {"cells": cells, "examples": examples, "right_gradients": right, "folder": str(folder)}
+            (folder / "setting.json").write_text(json.dumps(setting))
+            try:
+                printed = _launch(size, folder)
+            except KeyboardInterrupt:
+                yield _told(folder)
+                raise
+            told = _told(folder) | _died(cells, size, folder, printed)
+        _log(logs, cells, size, printed, told)
+        yield told
+        right += [name for (name, capability), one in told.items() if (capability, one["verdict"]) == ("backward", "pass")]
+        cells = [cell for cell in cells if cell not in told]
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "verdicts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _told(folder: Path) -> Found:
+    """The verdicts of a launch."""
+    return {(line["library"], line["capability"]): line for line in _lines(folder) if "verdict" in line}
+
+
+def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found:
+    """The cell that a launch has died of; all of them where it came to none."""
+    told, in_flight = _told(folder), folder / "in_flight.json"
+    begun = [line for line in _lines(folder) if "begins" in line and (line["library"], line["capability"]) not in told]
+    problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
+    if begun or told:
+        return {(line["library"], line["capability"]): _dead(line, printed) | problem for line in begun}
+    blank = {"ranks": size, "gradients": False}
+    return {(name, capability): _dead({"library": name, "capability": capability, **blank}, printed) for name, capability in cells}
+
+
+def _launch(size: int, folder: Path) -> str:
+    """Run the laws with the setting in a folder; returns what the ranks printed."""
+    chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "SP_WATCHDOG_S": str(EXAMPLE_SECONDS), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(size), "--timeout", str(LAUNCH_SECONDS), "--"]
+    quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--no-raw-replay", "-q"]
+    suite = [sys.executable, "-m", "pytest", str(LAWS), "--only-mpi", "--expect-ranks", str(size), *quiet]
+    with (folder / "printed").open("w") as printed:
+        environment = {**os.environ, **chosen, "PYTHONPATH": path}
+        process = subprocess.Popen([*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            process.wait()
+        finally:  # a killed launcher would leave its ranks; one that is asked to end takes them along
+            if process.poll() is None:
+                process.terminate()
+                process.wait(ENDING_SECONDS)
+    return (folder / "printed").read_text(errors="replace")
+
+
+def _dead(line: dict[str, Any], printed: str) -> dict[str, Any]:
+    """The verdict of a cell that a launch has died of, or that failed outside the library."""
+    cell = {name: line[name] for name in ("library", "capability", "ranks", "gradients")}
+    hung = any(words in printed for words in HUNG)
+    lines = [text.strip() for text in printed.splitlines() if text.strip()]
+    said = [text for text in lines if DIED.match(text)] or [text for text in lines if text.startswith("E ")] or lines[-1:]
+    text = " ".join(said[0].removeprefix("E ").split())[:400] if said else "nothing was printed"
+    return {**cell, "verdict": "hung" if hung else "crashed", "examples": 0, "refused": 0, "error": 0.0, "states": text}
+
+
+def _log(logs: Path, cells: Sequence[Cell], size: int, printed: str, told: Found) -> None:
+    """Leave what is known so far, for a session that is ended early."""
+    with (logs / "ranks.log").open("a") as file:
+        file.write(f"==== {size} ranks: {cells}\n{printed}\n")
+    with (logs / "verdicts.jsonl").open("a") as file:
+        file.writelines(json.dumps(verdict) + "\n" for verdict in told.values())

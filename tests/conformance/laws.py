@@ -1,0 +1,63 @@
+"""The property of every capability, for the libraries of one adapter under mpiexec; started by `conformance.launching`.
+
+SP_CONFORMANCE names a file with the setting. A line of JSON is written when a cell of the report begins and when its verdict is
+there, so that what a launch died of is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.capabilities import problems
+from conformance.gloo import Gloo
+from conformance.libraries import named
+from conformance.trial import Trial, judged
+
+SETTING: dict[str, Any] = json.loads(Path(os.environ["SP_CONFORMANCE"]).read_text())
+FOLDER = Path(SETTING["folder"])
+RIGHT_GRADIENTS: set[str] = set(SETTING["right_gradients"])
+FORWARD_ONLY = ("full", "causal")
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Gloo:
+    """The process group of this launch."""
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    return Gloo(FOLDER, MPI.COMM_WORLD)
+
+
+def note(comm: Any, line: dict[str, Any]) -> None:
+    """Leave a line for the runner."""
+    if comm.rank == 0:
+        with (FOLDER / "verdicts.jsonl").open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "capability"), SETTING["cells"])
+def test_cell(gloo: Gloo, name: str, capability: str) -> None:
+    """Gradients are asked for where the plain ones are right, so that a fault of backward shows in one cell."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    library = named(name)
+    gradients = capability == "backward" or (name in RIGHT_GRADIENTS and capability not in FORWARD_ONLY)
+    cell = {"library": name, "capability": capability, "ranks": world.size, "gradients": gradients}
+    note(world, {"begins": True, **cell})
+    adapter = library.module()
+    gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
+    strategy = problems(capability, world.size, library.needs, gradients, library.full)
+    in_flight = FOLDER / "in_flight.json"
+    trial = Trial(adapter, library.variant, gloo.renew, lambda problem: in_flight.write_text(json.dumps(problem)) and None)
+    found = judged(trial, strategy, world.size, SETTING["examples"])
+    if capability == "backward" and found["verdict"] == "pass":
+        RIGHT_GRADIENTS.add(name)
+    note(world, {**cell, **found})

@@ -1,0 +1,74 @@
+"""A script that shows one wrong result with that library alone: torch, the library, gloo between processes of its own.
+
+It is put together from the adapter's source, the stand-in's where the library needs one, and a driver, so it calls the library
+exactly as the trial did. Nothing of this project is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pprint
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from conformance import flash_standin
+from conformance.libraries import Library
+
+DRIVER = Path(__file__).with_name("driver.txt")
+SECONDS = 120.0
+IMPORTS = "\n".join(
+    (
+        "from __future__ import annotations\n",
+        *("import os", "import tempfile\n", "import torch", "import torch.distributed as dist"),
+        "import torch.nn.functional as F",
+    )
+)
+
+
+def script(library: Library, verdict: dict[str, Any], version: str) -> str:
+    """The text of a script.
+
+    Args:
+        library: how it is called.
+        verdict: with a problem, the result that is wrong and its relative error.
+        version: of the library.
+    """
+    least = (verdict.get("relative") or 1.0) / 2
+    found = f"{verdict['result']} of rank {verdict['rank']} is wrong" if "result" in verdict else verdict["verdict"]
+    what = f"{library.name} ({library.package} {version}), {verdict['capability']}: {found}."
+    parts = [f'"""{what}\n\nExit code 0: right after all.\n"""\n', IMPORTS]
+    if library.flash:
+        parts += ["\n# ---- a stand-in for flash-attn's kernels, exact, for the CPU", _source(flash_standin), "install()"]
+    parts += [f"\n# ---- the call: {library.name}", _source(library.module())]
+    problem = pprint.pformat(verdict["problem"], width=120, sort_dicts=False)
+    parts += [
+        f"\n# ---- the smallest problem that was found\nVARIANT = {library.variant!r}\nLEAST = {least!r}\nPROBLEM = {problem}\n\n"
+    ]
+    return "\n".join([*parts, DRIVER.read_text()])
+
+
+def _source(module: Any) -> str:
+    """The source of a module without its docstring and `from __future__`, which stands at the top already."""
+    text = inspect.getsource(module)
+    return text.partition("from __future__ import annotations\n")[2].strip("\n") + "\n"
+
+
+def last_words(path: Path) -> str:
+    """Run a script; the last line that it prints."""
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-W", "ignore", str(path)], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it has not ended after {SECONDS:.0f} s"
+    printed = [line.strip() for line in (answer.stdout.strip() or answer.stderr.strip()).splitlines() if line.strip()]
+    return printed[-1][:300] if printed else f"nothing was printed; exit code {answer.returncode}"
+
+
+def shows(verdict: Mapping[str, Any]) -> bool:
+    """Whether a script has shown what was found: the error, or for ranks that hang or die anything but a right result."""
+    words: str = verdict["alone"]
+    return words.startswith("WRONG") if verdict["verdict"] == "wrong" else not words.startswith("right")

@@ -1,0 +1,292 @@
+"""Other libraries on trial: the stand-in is exact, a right library passes, a wrong one does not, and no launch is lost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conformance import flash_standin, launching, report
+from conformance.adapters import ours
+from conformance.capabilities import CAPABILITIES, Needs, Posed, posed, problems, told
+from conformance.libraries import LIBRARIES, named
+from conformance.script import script
+from conformance.trial import Trial, judged
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sp_core import Mask
+from sp_core.testing import reference
+from sp_core.testing.tolerance import bound, check_close
+
+HERE = Path(__file__).parent / "conformance"
+NEEDS = Needs(("contiguous", "zigzag", "striped"), dtype="float64")
+EXAMPLE = Posed(
+    *(1, 4, 4, 2, 1, 8, "float32", "contiguous", "contiguous", Mask(causal=True), None, 1.0),
+    *("normal", "normal", (True, True, True), "plain", 1),
+    shards=((0, 1), (2, 3)),
+)
+Attend = Callable[..., Tensor]
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> dict[str, Any]:
+    """One call of a kernel: lengths, heads, mask."""
+    return {
+        "queries": draw(st.integers(1, 9)),
+        "keys": draw(st.integers(1, 9)),
+        "kv_heads": draw(st.integers(1, 3)),
+        "group": draw(st.integers(1, 3)),
+        "causal": draw(st.booleans()),
+        "window": draw(st.none() | st.integers(1, 6)),
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+@settings(max_examples=40)
+@drawn(block=blocks())
+def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, Any]) -> None:
+    """Forward and backward; the last query sits at the last key, and a window reaches back from there."""
+    random = torch.Generator().manual_seed(block["seed"])
+    lengths, heads = (block["queries"], block["keys"], block["keys"]), block["kv_heads"] * block["group"]
+    numbers = (heads, block["kv_heads"], block["kv_heads"])
+    q, k, v = (torch.randn(2, s, n, 4, generator=random, dtype=torch.float64) for s, n in zip(lengths, numbers, strict=True))
+    grad = torch.randn(q.shape, generator=random, dtype=torch.float64)
+    place = {"q_positions": range(block["keys"] - block["queries"], block["keys"]), "kv_positions": range(block["keys"])}
+    rest = {"causal": block["causal"], "window": block["window"], "softmax_scale": 0.7}
+    reach = -1 if block["window"] is None else block["window"] - 1
+    window = (reach, -1 if block["window"] is None or block["causal"] else reach)
+    out, lse, *_ = flash_standin._flash_attn_forward(q, k, v, 0.0, 0.7, block["causal"], *window, 0.0, None, False)
+    want = reference.attention(q, k, v, **place, **rest)
+    check_close("out", out, want.out, bound(want.out_scale, torch.float64, want.growth))
+    expected = torch.where(want.lse.isinf(), math.inf, want.lse)
+    check_close("lse", lse, expected, bound(want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0)), torch.float32, want.growth))
+    given = (grad, q, k, v, out, expected)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    flash_standin._flash_attn_backward(*given, dq, dk, dv, 0.0, 0.7, block["causal"], *window, 0.0, None, False)
+    grads = reference.attention_grads(q, k, v, grad, **place, **rest)
+    for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
+        scale = getattr(grads, f"{name}_scale")
+        check_close(name, found, getattr(grads, name), bound(scale, torch.float64, grads.growth))
+
+
+def test_the_stand_in_is_what_torch_computes() -> None:
+    q, k, v = (torch.randn(2, 6, 3, 4, dtype=torch.float64) for _ in range(3))
+    out, *_ = flash_standin._flash_attn_forward(q, k, v, 0.0, 0.5, True, -1, -1, 0.0, None, False)
+    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.5).transpose(1, 2)
+    assert torch.allclose(out, want, atol=1e-12)
+
+
+def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
+    cuts = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    q, k, v, grad = (torch.randn(9, 2, 4, dtype=torch.float64) for _ in range(4))
+    out, lse, *_ = flash_standin._flash_attn_varlen_forward(q, k, v, cuts, cuts, 5, 5, 0.0, 0.5, True)
+    options = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
+    batched = [x[None] for x in (q, k, v)]
+    want = reference.attention(*batched, **options)
+    check_close("out", out[None], want.out, bound(want.out_scale, torch.float64, want.growth))
+    found = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    lengths = (cuts, cuts, 5, 5)
+    flash_standin._flash_attn_varlen_backward(
+        grad, q, k, v, out, want.lse[0], *found, *lengths, 0.0, 0.5, True, -1, -1, 0.0, None, False
+    )
+    grads = reference.attention_grads(*batched, grad[None], **options)
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        check_close(name, x[None], getattr(grads, name), bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth))
+    assert lse.dtype == torch.float32
+
+
+def on_trial(attend: Attend, capability: str, examples: int = 6, size: int = 2, seconds: float = 60.0) -> dict[str, Any]:
+    """The verdict on a library whose ranks are threads; without time, on the first problem."""
+    trial = Trial(SimpleNamespace(attend=attend), "", lambda comm: None, seconds=seconds)
+    return judged(trial, problems(capability, size, NEEDS, gradients=capability != "full"), size, examples)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_our_own_schemes_pass(capability: str) -> None:
+    found = on_trial(ours.attend, capability, examples=4, size=3)
+    assert found["verdict"] == "pass", found
+    assert found["examples"] >= 4
+    assert 0 < found["error"] <= 0.5
+
+
+def scaled(*qkv: Tensor, **options: Any) -> Tensor:
+    return ours.attend(*qkv, **{**options, "softmax_scale": 1.01 * (options["softmax_scale"] or qkv[0].shape[3] ** -0.5)})
+
+
+def a_mask_not_shifted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Every rank takes its own first token for the first of the sequence."""
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=options["causal"], scale=options["softmax_scale"]).transpose(1, 2)
+
+
+def half_a_gradient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return ours.attend(q, (k + k.detach()) / 2, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("attend", "capability", "results"),
+    [
+        (a_mask_not_shifted, "full", {"out"}),
+        (half_a_gradient, "backward", {"dk"}),
+    ],
+)
+def test_a_planted_fault_is_wrong_with_a_small_example(attend: Attend, capability: str, results: set[str]) -> None:
+    found = on_trial(attend, capability, examples=10)
+    assert found["verdict"] == "wrong", found
+    assert found["result"] in results
+    problem = found["problem"]
+    assert [problem[size] for size in ("seq_len", "batch", "kv_heads", "head_dim")] == [4, 1, 2, 8]
+    assert found["relative"] > 1e-5
+    assert told(posed(problem)) == problem
+
+
+def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
+    def refuses(*_: Tensor, **__: Any) -> Tensor:
+        raise ValueError("the length must be even")
+
+    def one_rank_raises(*qkv: Tensor, **options: Any) -> Tensor:
+        if options["comm"].rank == 1:
+            raise IndexError("no such rank")
+        return qkv[0] * 1.0
+
+    def every_rank_waits(*_: Tensor, **__: Any) -> Tensor:
+        raise RuntimeError("[gloo] Timed out waiting 6000ms for recv operation to complete")
+
+    refused = on_trial(refuses, "causal", seconds=0.0)
+    assert (refused["verdict"], refused["text"]) == ("refused", "ValueError: the length must be even")
+    crashed = on_trial(one_rank_raises, "full", seconds=0.0)
+    assert crashed["verdict"] == "crashed"
+    assert "rank 1: raised IndexError: no such rank" in crashed["states"]
+    assert on_trial(every_rank_waits, "causal", seconds=0.0)["verdict"] == "hung"
+
+
+def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() -> None:
+    passed, failed = (on_trial(attend, "causal", examples=20, seconds=0.0) for attend in (ours.attend, scaled))
+    assert (passed["verdict"], passed["examples"]) == ("pass", 1)
+    assert (failed["verdict"], failed["examples"]) == ("wrong", 1)
+
+
+def test_a_problem_is_what_its_capability_says() -> None:
+    @settings(max_examples=60)
+    @drawn(data=st.data(), size=st.integers(2, 4), capability=st.sampled_from(sorted(CAPABILITIES)))
+    def holds(data: st.DataObject, size: int, capability: str) -> None:
+        needs = replace(NEEDS, dtype="float32", document_unit=lambda size: 2 * size)
+        problem = data.draw(problems(capability, size, needs, gradients=True))
+        uneven = problem.seq_len % size != 0
+        assert uneven == (capability == "uneven length")
+        assert uneven or problem.seq_len % (2 * size) == 0
+        assert (problem.kv_heads * problem.group % size != 0) == (capability == "uneven heads")
+        assert (problem.group > 1) == (capability in ("GQA", "MQA"))
+        assert (problem.mask.window is not None) == (capability == "window")
+        assert all(cut % (2 * size) == 0 for cut in problem.mask.documents or ())
+        assert sorted(token for shard in problem.shards for token in shard) == list(range(problem.seq_len))
+        assert min(map(len, problem.shards)) > 0
+        assert told(posed(told(problem))) == told(problem)
+
+    holds()
+
+
+def cell(capability: str, ranks: int) -> dict[str, Any]:
+    return {"library": "torch ring", "capability": capability, "ranks": ranks, "gradients": True}
+
+
+def line(capability: str, ranks: int, verdict: str = "pass") -> dict[str, Any]:
+    return {**cell(capability, ranks), "verdict": verdict, "examples": 5, "refused": 0, "error": 0.1}
+
+
+def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On 2 ranks "causal" kills the launch; it is not tried again, and what is wrong on 2 ranks is not tried on 3."""
+    tried: list[tuple[int, str]] = []
+
+    def launch(size: int, folder: Path) -> str:
+        cells = json.loads((folder / "setting.json").read_text())["cells"]
+        with (folder / "verdicts.jsonl").open("w") as file:
+            for _, capability in cells:
+                tried.append((size, capability))
+                file.write(
+                    json.dumps({**line(capability, size), "begins": True} | {"verdict": ""}).replace('"verdict": "", ', "") + "\n"
+                )
+                if capability == "causal":
+                    return "rank 1 died first: killed by SIGSEGV; last place: in the body of body"
+                file.write(json.dumps(line(capability, size, "wrong" if capability == "GQA" else "pass")) + "\n")
+        return ""
+
+    monkeypatch.setattr(launching, "_launch", launch)
+    found: launching.Found = {}
+    launching.put_on_trial([named("torch ring")], (2, 3), 5, tmp_path, found)
+    verdicts = {capability: verdict["verdict"] for (_, capability), verdict in found.items()}
+    assert verdicts.pop("causal") == "crashed"
+    assert verdicts.pop("GQA") == "wrong"
+    assert set(verdicts.values()) == {"pass"}
+    assert set(verdicts) | {"causal", "GQA"} == set(named("torch ring").tried())
+    assert found["torch ring", "causal"]["states"].startswith("rank 1 died first: killed by SIGSEGV")
+    assert tried.count((2, "causal")) == 1
+    assert {(3, "causal"), (3, "GQA")}.isdisjoint(tried)
+    assert found["torch ring", "MQA"]["ranks"] == [2, 3]
+    assert found["torch ring", "MQA"]["examples"] == 10
+
+
+@pytest.mark.parametrize("library", LIBRARIES[1:], ids=lambda library: library.name)
+def test_a_script_uses_the_library_alone(library: Any) -> None:
+    verdict = {**line("causal", 2, "wrong"), "result": "out", "rank": 1, "relative": 0.5, "problem": told(EXAMPLE)}
+    tree = ast.parse(script(library, verdict, "1.0"))
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in names} <= {
+        "__future__",
+        "contextlib",
+        "importlib",
+        "math",
+        "os",
+        "sys",
+        "tempfile",
+        "torch",
+        "types",
+        "typing",
+    }
+
+
+@pytest.mark.parametrize(("fault", "code"), [("", 0), ('"scale": softmax_scale', 1), ('"is_causal": causal', 1)])
+def test_a_script_shows_an_error_that_is_there_and_no_other(
+    fault: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one rank, in this process: as the adapter is, and with a fault planted in its text."""
+    problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
+    verdict = {**line("causal", 1, "wrong"), "result": "out", "rank": 0, "relative": 1e-3, "problem": problem}
+    text = script(named("torch ring"), verdict, "1.0")
+    if fault:
+        assert fault in text
+        text = text.replace(fault, '"is_causal": not causal' if "causal" in fault else '"scale": 0.5')
+    shown: dict[str, Any] = {"__name__": "shown"}
+    exec(compile(text, "shown.py", "exec"), shown)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda run, arguments, nprocs: run(0, *arguments))
+    try:
+        assert shown["main"]() == code
+    finally:
+        torch.distributed.destroy_process_group()
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("WRONG" if code else "right")
+    assert len(said) == 5
+
+
+def test_the_committed_report_says_what_its_data_say() -> None:
+    data = json.loads((HERE / "REPORT.json").read_text())
+    assert (HERE / "REPORT.md").read_text() == report.markdown(data)
+    assert [column["name"] for column in data["libraries"]] == [library.name for library in LIBRARIES]
+    assert {verdict["verdict"] for verdict in data["verdicts"]["sp_core"].values()} == {"pass"}
+    wrong = [v for column in data["verdicts"].values() for v in column.values() if v["verdict"] == "wrong"]
+    assert all(v["alone"].startswith("WRONG") for v in wrong)
+    assert (HERE / "REPORT.png").stat().st_size > 10_000
