@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sp_core as sp
+from sp_core.collectives.build import check_device
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
 
 B, S, H, K, D = 2, 12, 4, 2, 8
+DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
 Wrong = Callable[[sp.Communicator], object]
 
 
@@ -50,6 +56,11 @@ EVERYWHERE: dict[str, tuple[type[Exception], str, Wrong]] = {
     "three dims": (sp.ShapeError, "B, S", lambda c: attention(c, q=lambda x: x[0])),
     "no tensor": (sp.DtypeError, "list", lambda c: attention(c, v=lambda x: x.tolist())),
     "another device": (sp.DeviceError, "meta", lambda c: attention(c, k=lambda x: x.to("meta"))),
+    "a sum elsewhere": (
+        sp.DeviceError,
+        "the tensor is on meta",
+        lambda c: sp.all_reduce(torch.ones(2, device="meta"), comm=c),
+    ),
     "a gathered list": (sp.DtypeError, "list", lambda c: sp.all_gather([1.0], comm=c)),  # type: ignore[arg-type]
     "a dim that is not there": (sp.ShapeError, "dim 3", lambda c: sp.all_gather(torch.ones(2), comm=c, dim=3)),
     "sizes that do not add up": (sp.ShapeError, "adds up", lambda c: sp.reduce_scatter(torch.ones(9), comm=c, sizes=[1] * c.size)),
@@ -188,6 +199,16 @@ def test_a_mesh_that_does_not_fit(comm: Any) -> None:
         sp.Mesh(comm, check="never", sp=comm.size)  # type: ignore[arg-type]
     with sp.Mesh(comm, sp=comm.size) as mesh:
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
+
+
+@given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
+def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
+    """A communicator whose device has no number takes tensors of all devices of that type."""
+    x: Any = SimpleNamespace(device=torch.device(tensor))
+    comm: Any = SimpleNamespace(device=torch.device(wanted), name="sp")
+    fits = tensor.partition(":")[0] == wanted.partition(":")[0] and (":" not in wanted or tensor == wanted)
+    with nullcontext() if fits else pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}"):
+        check_device(x, comm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
