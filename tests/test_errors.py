@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +185,22 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(comm: Any, case: str) -> Non
         text = expect(mesh["sp"], *ON_ONE_RANK[case])
         everyone = comm.allgather(text)
         assert everyone == [text] * comm.size
+
+
+@pytest.mark.parametrize(
+    ("collective", "sizes"),
+    [
+        *(("all_gather", "sizes"), ("gather_replicated", "sizes"), ("shift", "sizes"), ("reduce_scatter", "sizes")),
+        *(("all_to_all", "split_sizes"), ("all_to_all", "concat_sizes")),
+    ],
+)
+@spmd(1, 3)
+def test_sizes_are_those_of_the_tensors_of_all_ranks(comm: Any, collective: str, sizes: str) -> None:
+    dims = {"split_dim": 0, "concat_dim": 1} if collective == "all_to_all" else {}
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-9] + [9] * (comm.size - 1), []):
+            call = partial(getattr(sp, collective), torch.ones(9, 9), **dims, **{sizes: wrong})
+            expect(mesh["sp"], sp.ShapeError, f"{sizes}=", lambda c, call=call: call(comm=c))
 
 
 @spmd()

@@ -224,6 +224,16 @@ def test_what_was_done_is_kept_but_what_is_asked_for_again(tmp_path: Path) -> No
     assert generic.kept(tmp_path / "none.jsonl", []) == {}
 
 
+def test_a_survivor_of_an_early_stage_is_tried_by_the_later_ones() -> None:
+    assert [generic.is_final(Outcome("survived", stage), "far") for stage in ("near", "far", "ranks", "reach")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert all(generic.is_final(Outcome(verdict, "near"), "ranks") for verdict in ("killed", "hung", "broken"))
+
+
 def test_edits_are_chosen_by_room_operator_file_and_id() -> None:
     some = [small(1), small(2, file="sp_core/sharding.py")]
     assert generic.selected(some, []) == some

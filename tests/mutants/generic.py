@@ -83,10 +83,11 @@ def _clock(seconds: float) -> Callable[[], bool]:
 def _reached(pool: ThreadPoolExecutor, late: Callable[[], bool]) -> reach.Reached | None:
     """What the tests reach, measured where it is not known; None where the time is up."""
     _, missing = reach.gathered()
-    done = list(pool.map(lambda part: late() or reach.measured(*part), missing))
-    reached, missing = reach.gathered()
-    print(f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s; measured {len(done)} files", flush=True)
-    return None if missing else reached
+    list(pool.map(lambda part: late() or reach.measured(*part), missing))
+    reached, left = reach.gathered()
+    known = f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s"
+    print(f"{known}; measured {len(missing) - len(left)} files, {len(left)} are left", flush=True)
+    return None if left else reached
 
 
 def kept(journal: Path, again: Sequence[str]) -> dict[str, Outcome]:
@@ -94,6 +95,11 @@ def kept(journal: Path, again: Sequence[str]) -> dict[str, Outcome]:
     lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     outcomes = {line.pop("id"): Outcome(**line) for line in lines}
     return {name: outcome for name, outcome in outcomes.items() if outcome.verdict not in again}
+
+
+def is_final(outcome: Outcome, until: str) -> bool:
+    """Whether nothing is to be tried up to a stage that has not been."""
+    return outcome.verdict != "survived" or outcome.stage not in STAGES or STAGES.index(outcome.stage) >= STAGES.index(until)
 
 
 def _results(
@@ -112,18 +118,23 @@ def _results(
     outcomes = kept(journal, options.again)
     equivalent = {edit.id: one for edit in chosen for one in known if one.is_that(edit)}
 
+    until = {edit.id: STAGES[0] if edit.id in equivalent else options.until for edit in chosen}
+
+    def is_done(edit: Edit) -> bool:
+        return edit.id in outcomes and is_final(outcomes[edit.id], until[edit.id])
+
     def attempt(edit: Edit) -> None:
-        if edit.id in outcomes or late():
+        if is_done(edit) or late():
             return
-        outcome = tried(edit, reached, STAGES[0] if edit.id in equivalent else options.until)
+        outcome = tried(edit, reached, until[edit.id])
         with journal.open("a") as file:
             file.write(json.dumps({"id": edit.id, **outcome.as_dict()}) + "\n")
         outcomes[edit.id] = outcome
         print(_line(edit, outcome), flush=True)
 
     list(pool.map(attempt, chosen))
-    if any(edit.id not in outcomes for edit in chosen):
-        print(f"{len(outcomes)} of {len(chosen)} are done; --resume goes on", flush=True)
+    if not all(map(is_done, chosen)):
+        print(f"{sum(map(is_done, chosen))} of {len(chosen)} are done; --resume goes on", flush=True)
         return None
     return [Result(edit, outcomes[edit.id], equivalent.get(edit.id)) for edit in chosen]
 
