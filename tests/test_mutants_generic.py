@@ -203,6 +203,7 @@ def test_a_report_leaves_out_what_changes_nothing_and_names_survivors(tmp_path: 
     other = small(5, file="sp_core/sharding.py")
     results = [Result(small(1), killed), Result(other, survived), Result(other, survived, entry)]
     assert (tally.score(results).killed, tally.score(results).all) == (1, 2)
+    assert tally.score([*results, Result(other, tally.OPEN)]) == tally.score(results)
     assert tally.wrong([*results, Result(small(1), killed, entry)]) == [Result(small(1), killed, entry)]
     tally.write(tmp_path, results, "Seed 1")
     text = (tmp_path / "generic.md").read_text()

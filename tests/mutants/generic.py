@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except reach.Red as error:
             print(error, flush=True)
             return 2
-        results = None if reached is None else _results(pool, chosen, known, reached, options, late)
-    if results is None:
-        return 3
+        if reached is None:
+            return 3
+        results, left = _results(pool, chosen, known, reached, options, late)
     tally.write(options.out, results, heading)
     for result in (wrong := tally.wrong(results)):
         print(f"said to change nothing, but {result.outcome.law}: {result.edit.id} {result.edit.after}", flush=True)
-    print(f"{tally.score(results)} killed; {options.out}/generic.md", flush=True)
-    return int(bool(wrong) or not tally.score(results).suffices)
+    print(f"{tally.score(results)} killed, {left} are left; {options.out}/generic.md", flush=True)
+    return 3 if left else int(bool(wrong) or not tally.score(results).suffices)
 
 
 def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
@@ -109,8 +109,8 @@ def _results(
     reached: reach.Reached,
     options: argparse.Namespace,
     late: Callable[[], bool],
-) -> list[Result] | None:
-    """What became of the edits, written down one by one; None where the time is up."""
+) -> tuple[list[Result], int]:
+    """What became of the edits, written down one by one, and how many are left because the time was up."""
     options.out.mkdir(parents=True, exist_ok=True)
     journal = options.out / "generic.jsonl"
     if not options.resume:
@@ -133,10 +133,8 @@ def _results(
         print(_line(edit, outcome), flush=True)
 
     list(pool.map(attempt, chosen))
-    if not all(map(is_done, chosen)):
-        print(f"{sum(map(is_done, chosen))} of {len(chosen)} are done; --resume goes on", flush=True)
-        return None
-    return [Result(edit, outcomes[edit.id], equivalent.get(edit.id)) for edit in chosen]
+    results = [Result(edit, outcomes.get(edit.id, tally.OPEN), equivalent.get(edit.id)) for edit in chosen]
+    return results, sum(not is_done(edit) for edit in chosen)
 
 
 def _line(edit: Edit, outcome: Outcome) -> str:

@@ -17,6 +17,7 @@ from mutants.trial import Outcome
 Z = 1.959964
 """Of a two-sided interval of 95 %."""
 LEAST_SCORE, LEAST_BOUND = 0.95, 0.92
+OPEN = Outcome("open", words="not tried yet")
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,14 @@ class Score:
 
 
 def score(results: Sequence[Result]) -> Score:
-    """Of results, without those that change nothing."""
-    counted = [result for result in results if result.equivalent is None]
+    """Of what was tried, without those that change nothing."""
+    counted = [result for result in results if result.equivalent is None and result.outcome != OPEN]
     return Score(sum(result.killed for result in counted), len(counted))
 
 
 def wrong(results: Sequence[Result]) -> list[Result]:
     """Those said to change nothing, that a test has noticed."""
-    return [result for result in results if result.equivalent is not None and result.outcome.verdict != "survived"]
+    return [result for result in results if result.equivalent is not None and result.outcome.verdict not in ("survived", "open")]
 
 
 def grouped(results: Sequence[Result], key: Callable[[Edit], str]) -> dict[str, list[Result]]:
@@ -95,6 +96,7 @@ def markdown(results: Sequence[Result], heading: str) -> str:
     taken = [result.outcome.seconds for result in results if result.killed]
     median = statistics.median(taken) if taken else 0.0
     lines = ["# Wrong edits and the tests that kill them", "", f"{heading}: {score(results)} killed, median {median:.1f} s."]
+    lines += ["", f"Tried so far: {sum(result.outcome != OPEN for result in results)} of {len(results)}."]
     lines += ["", "| | edits | equivalent | killed | share |", "| --- | --- | --- | --- | --- |"]
     for key in (lambda edit: room_of(edit.file), lambda edit: edit.operator):
         lines += [_row(name, part) for name, part in grouped(results, key).items()]
@@ -107,7 +109,7 @@ def markdown(results: Sequence[Result], heading: str) -> str:
 
 def _row(name: str, part: Sequence[Result]) -> str:
     figures = score(part)
-    return f"| {name} | {len(part)} | {len(part) - figures.all} | {figures.killed} | {figures.share:.1%} |"
+    return f"| {name} | {len(part)} | {sum(result.equivalent is not None for result in part)} | {figures.killed} | {figures.share:.1%} |"
 
 
 def _told(result: Result) -> str:
