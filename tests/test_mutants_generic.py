@@ -147,8 +147,8 @@ def test_an_entry_whose_line_has_changed_is_stale() -> None:
     assert sample.stale([entry, gone], FOUND) == [gone]
 
 
-def small(*lines: int, file: str = FILE) -> Edit:
-    return Edit(file, "f", "constants", lines, 0, 1, "2", "x = 1", "x = 2")
+def small(*lines: int, file: str = FILE, inside: bool = True) -> Edit:
+    return Edit(file, "f", "constants", lines, 0, 1, "2", "x = 1", "x = 2", inside=inside)
 
 
 def reached(seconds: dict[str, float], lines: dict[int, list[str]]) -> Reached:
@@ -164,10 +164,14 @@ def test_narrow_and_quick_tests_come_first() -> None:
     assert found.tests(small(2, 3)) == ["wide", "slow"]
 
 
-def test_what_runs_at_import_has_the_tests_of_its_file() -> None:
-    found = reached({"a": 1.0, "b": 2.0}, {1: [""], 2: ["", "a"], 3: ["b"]})
-    assert found.tests(small(1)) == ["a", "b"]
-    assert found.tests(small(1, 2)) == ["a"]
+def test_what_runs_at_import_has_all_tests_of_files_that_reach_its_own() -> None:
+    """A signature can be asked for its defaults by a test that calls nothing, and a module imported by any test."""
+    found = reached({"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0}, {1: ["", "v::d"], 2: ["t::a"]})
+    assert found.tests(small(1, inside=False)) == ["t::b", "t::a", "v::d"]
+    assert found.tests(small(1)) == ["v::d"]
+    text = "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\nclass B:\n    c = 5\n    d = lambda: 6\n"
+    inside = {edit.before: edit.inside for edit in edits("a.py", text) if edit.operator == "constants"}
+    assert [before for before, is_inside in inside.items() if is_inside] == ["def g(b=3):", "return 4"]
     assert found.tests(small(9)) == []
     assert found.tests(small(1, file="sp_core/sharding.py")) == []
 

@@ -57,6 +57,7 @@ class Edit:
         before: the source lines without the edit.
         after: and with it.
         nth: among edits of the same function and lines.
+        inside: whether it is in the body of a function; the rest happens when the module is imported.
     """
 
     file: str
@@ -69,6 +70,7 @@ class Edit:
     before: str
     after: str
     nth: int = 0
+    inside: bool = True
 
     @property
     def id(self) -> str:
@@ -88,6 +90,8 @@ class Scope:
     place: str = ""
     parameters: tuple[str, ...] = ()
     line: int = 1
+    function: bool = False
+    inside: bool = False
 
 
 Variants = Iterator[tuple[ast.AST, str]]
@@ -103,7 +107,7 @@ def edits(file: str, text: str) -> list[Edit]:
         left, right = text.rfind("\n", 0, start) + 1, f"{text}\n".find("\n", stop)
         before, after = text[left:right].strip(), f"{text[left:start]}{new}{text[stop:right]}".strip()
         lines = tuple(sorted({scope.line, *range(node.lineno, node.end_lineno + 1)}))
-        edit = Edit(file, scope.place, operator, lines, start, stop, new, before, after)
+        edit = Edit(file, scope.place, operator, lines, start, stop, new, before, after, inside=scope.inside)
         found.append(replace(edit, nth=seen[scope.place, before, after]))
         seen[scope.place, before, after] += 1
     return sorted(found, key=lambda edit: (edit.start, edit.stop))
@@ -120,7 +124,7 @@ def _positions(text: str) -> Callable[[int, int], int]:
 
 def _found(node: ast.AST, scope: Scope) -> Iterator[tuple[Scope, str, ast.AST, str]]:
     if isinstance(node, ast.stmt):
-        scope = replace(scope, line=node.lineno)
+        scope = replace(scope, line=node.lineno, inside=scope.function)
     for name, operator in OPERATORS.items():
         yield from ((scope, name, old, new) for old, new in operator(node, scope))
     inner = _entered(node, scope)
@@ -133,7 +137,7 @@ def _entered(node: ast.AST, scope: Scope) -> Scope:
         return Scope(f"{scope.place}.{node.name}".lstrip("."))
     if isinstance(node, ast.FunctionDef):
         names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        return Scope(f"{scope.place}.{node.name}".lstrip("."), tuple(name for name in names if name not in ("self", "cls", "ctx")))
+        return Scope(f"{scope.place}.{node.name}".lstrip("."), tuple(name for name in names if name not in ("self", "cls", "ctx")), function=True)
     return scope
 
 

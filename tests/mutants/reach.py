@@ -51,12 +51,12 @@ class Reached:
                 self.width.update(tests)
 
     def tests(self, edit: Edit) -> list[str]:
-        """All tests that reach an edit, or its file where importing does; in the order in which to try them."""
+        """All tests that reach an edit, in the order in which to try them; where importing does, all in files with one that does."""
         there = self.lines.get(edit.file, {})
-        found = set().union(*(there.get(line, ()) for line in edit.lines))
-        if found == {""}:
-            found = set().union(*there.values())
-        return self._ordered(found & self.seconds.keys())
+        if edit.inside:
+            return self._ordered(set().union(*(there.get(line, ()) for line in edit.lines)) & self.seconds.keys())
+        files = {_file(test) for test in set().union(*there.values()) & self.seconds.keys()}
+        return self._ordered(test for test in self.seconds if _file(test) in files)
 
     def _ordered(self, tests: Iterable[str]) -> list[str]:
         """Narrow and quick before wide and slow, with the first instances of a test before its later ones."""
@@ -77,6 +77,10 @@ class Reached:
             if taken > NEAR_SECONDS:
                 return max(place, 1)
         return len(tests)
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def digest(root: Path, file: str) -> str:

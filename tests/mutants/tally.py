@@ -108,8 +108,8 @@ def markdown(results: Sequence[Result], heading: str) -> str:
 
 
 def _row(name: str, part: Sequence[Result]) -> str:
-    figures = score(part)
-    return f"| {name} | {len(part)} | {sum(result.equivalent is not None for result in part)} | {figures.killed} | {figures.share:.1%} |"
+    figures, same = score(part), sum(result.equivalent is not None for result in part)
+    return f"| {name} | {len(part)} | {same} | {figures.killed} | {figures.share:.1%} |"
 
 
 def _told(result: Result) -> str:
