@@ -137,7 +137,8 @@ def _entered(node: ast.AST, scope: Scope) -> Scope:
         return Scope(f"{scope.place}.{node.name}".lstrip("."))
     if isinstance(node, ast.FunctionDef):
         names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        return Scope(f"{scope.place}.{node.name}".lstrip("."), tuple(name for name in names if name not in ("self", "cls", "ctx")), function=True)
+        parameters = tuple(name for name in names if name not in ("self", "cls", "ctx"))
+        return Scope(f"{scope.place}.{node.name}".lstrip("."), parameters, node.lineno, function=True, inside=scope.inside)
     return scope
 
 

@@ -51,7 +51,7 @@ class Reached:
                 self.width.update(tests)
 
     def tests(self, edit: Edit) -> list[str]:
-        """All tests that reach an edit, in the order in which to try them; where importing does, all in files with one that does."""
+        """All tests that reach an edit, in the order to try them; of what is imported, all in files that reach its module."""
         there = self.lines.get(edit.file, {})
         if edit.inside:
             return self._ordered(set().union(*(there.get(line, ()) for line in edit.lines)) & self.seconds.keys())
