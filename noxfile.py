@@ -73,6 +73,14 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def generic_mutants(session: nox.Session) -> None:
+    """A sample of small wrong edits of the library: the tests that reach one see it. `-- --help` lists arguments, and `--mpi`."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]", "coverage")
+    session.run("python", "-m", "mutants.generic", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+
+
+@nox.session
 def llama(session: nox.Session) -> None:
     """LLaMA against transformers, which is too large a dependency for every test run. Arguments go to pytest."""
     _install(session, MPIS[0], "-e", ".[test,bench,hf]")

@@ -19,7 +19,6 @@ from sp_core.attention import (
     backend_for,
     block_attention,
     block_attention_backward,
-    cuda,
     merge,
     record_backends,
 )
@@ -160,33 +159,10 @@ def test_the_backend_can_be_asked(device: str, dtype: torch.dtype, head_dim: int
     assert backend_for(device, dtype, head_dim, kind) == expected
 
 
-@pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
-def test_the_cuda_kernels_take_the_arguments_that_are_packed_for_them(backend: str) -> None:
-    """On the meta device, which checks schemas and shapes where there is no GPU."""
-    dtype = torch.bfloat16
-    q, k = (torch.empty(2, heads, 40, 16, dtype=dtype, device="meta") for heads in (4, 4 if backend != "efficient_cuda" else 2))
-    out, lse = cuda.forward(backend, q, k, k, True, 0.3)
-    assert out.shape == q.shape
-    assert lse.shape == (2, 4, 40)
-    dq, dk, dv = cuda.backward(backend, q, q, k, k, out, lse, True, 0.3)
-    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
-
-
-def test_the_lse_of_the_cuda_kernels_is_cut_and_padded() -> None:
-    lse = torch.randn(2, 3, 40)
-    padded = cuda.padded_lse(lse)
-    assert padded.shape == (2, 3, 64)
-    assert (padded[..., 40:] == torch.inf).all()
-    assert torch.equal(cuda.unpadded_lse(padded, 40), lse)
-    assert torch.equal(cuda.unpadded_lse(lse.unsqueeze(-1), 40), lse)
-    assert torch.equal(cuda.padded_lse(padded), padded)
-
-
-def test_repeated_keys_are_gathered_again() -> None:
-    k = torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
-    wide = cuda.repeated(k, 6)
-    assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
-    assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
+def test_a_kernel_that_there_is_not_is_refused() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="'magic', needed flash_cuda"):
+        block_attention(q, q, q, scale=1.0, backend="magic")
 
 
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from kit.narrow import narrow_transport
 
 import sp_core as sp
+from sp_core.collectives import build
 from sp_core.sharding import split_sizes
 from sp_core.testing import given, spmd
 from sp_core.testing.collective_cases import Case, cases
@@ -16,6 +18,18 @@ from sp_core.testing.fake_device import DelayedStreams
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
+DEFAULTS = {
+    "dim": 0,
+    "root": 0,
+    "offset": 1,
+    "op": "sum",
+    "algorithm": "auto",
+    "deterministic": False,
+    "in_place": False,
+    "sizes": None,
+    "split_sizes": None,
+    "concat_sizes": None,
+}
 TRANSPORTS = ["host", "host in chunks", "staged", "pipelined"]
 
 
@@ -68,6 +82,15 @@ def test_half_types_are_summed_in_float32_and_rounded_once(comm: Any, case: Case
         exact = torch.zeros_like(exact)
     worst = ((result.double() - exact).abs() / bound.clamp_min(torch.finfo(dtype).tiny)).max().item() if exact.numel() else 0.0
     assert worst <= 1.0, f"{case.op} in {case.dtype}: {worst:.3g} times the error of a float32 sum that is rounded once"
+
+
+def test_an_argument_that_is_left_out_means_the_same_everywhere() -> None:
+    """Also to `plan`, which passes on what it was given."""
+    public = [*(getattr(sp, name) for name in sp.__all__), *vars(build).values()]
+    signatures = [inspect.signature(call).parameters for call in public if inspect.isfunction(call)]
+    taking = [parameters.values() for parameters in signatures if "algorithm" in parameters]
+    assert len(taking) > 20
+    assert {(p.name, p.default) for parameters in taking for p in parameters if p.default is not p.empty} == set(DEFAULTS.items())
 
 
 @spmd()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sp_core as sp
+from sp_core.collectives.build import check_device
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
 
 B, S, H, K, D = 2, 12, 4, 2, 8
+DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
 Wrong = Callable[[sp.Communicator], object]
 
 
@@ -50,6 +57,11 @@ EVERYWHERE: dict[str, tuple[type[Exception], str, Wrong]] = {
     "three dims": (sp.ShapeError, "B, S", lambda c: attention(c, q=lambda x: x[0])),
     "no tensor": (sp.DtypeError, "list", lambda c: attention(c, v=lambda x: x.tolist())),
     "another device": (sp.DeviceError, "meta", lambda c: attention(c, k=lambda x: x.to("meta"))),
+    "a sum elsewhere": (
+        sp.DeviceError,
+        "the tensor is on meta",
+        lambda c: sp.all_reduce(torch.ones(2, device="meta"), comm=c),
+    ),
     "a gathered list": (sp.DtypeError, "list", lambda c: sp.all_gather([1.0], comm=c)),  # type: ignore[arg-type]
     "a dim that is not there": (sp.ShapeError, "dim 3", lambda c: sp.all_gather(torch.ones(2), comm=c, dim=3)),
     "sizes that do not add up": (sp.ShapeError, "adds up", lambda c: sp.reduce_scatter(torch.ones(9), comm=c, sizes=[1] * c.size)),
@@ -175,6 +187,22 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(comm: Any, case: str) -> Non
         assert everyone == [text] * comm.size
 
 
+@pytest.mark.parametrize(
+    ("collective", "sizes"),
+    [
+        *(("all_gather", "sizes"), ("gather_replicated", "sizes"), ("shift", "sizes"), ("reduce_scatter", "sizes")),
+        *(("all_to_all", "split_sizes"), ("all_to_all", "concat_sizes")),
+    ],
+)
+@spmd(1, 3)
+def test_sizes_are_those_of_the_tensors_of_all_ranks(comm: Any, collective: str, sizes: str) -> None:
+    dims = {"split_dim": 0, "concat_dim": 1} if collective == "all_to_all" else {}
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-9] + [9] * (comm.size - 1), []):
+            call = partial(getattr(sp, collective), torch.ones(9, 9), **dims, **{sizes: wrong})
+            expect(mesh["sp"], sp.ShapeError, f"{sizes}=", lambda c, call=call: call(comm=c))
+
+
 @spmd()
 def test_a_mesh_that_does_not_fit(comm: Any) -> None:
     for axes, text in (({"sp": comm.size + 1}, f"has {comm.size}"), ({"a": comm.size, "b": 0}, "sizes >= 1"), ({}, "no axes")):
@@ -188,6 +216,16 @@ def test_a_mesh_that_does_not_fit(comm: Any) -> None:
         sp.Mesh(comm, check="never", sp=comm.size)  # type: ignore[arg-type]
     with sp.Mesh(comm, sp=comm.size) as mesh:
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
+
+
+@given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
+def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
+    """A communicator whose device has no number takes tensors of all devices of that type."""
+    x: Any = SimpleNamespace(device=torch.device(tensor))
+    comm: Any = SimpleNamespace(device=torch.device(wanted), name="sp")
+    fits = tensor.partition(":")[0] == wanted.partition(":")[0] and (":" not in wanted or tensor == wanted)
+    with nullcontext() if fits else pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}"):
+        check_device(x, comm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

@@ -121,12 +121,16 @@ def test_coverage_sees_a_missing_and_a_doubled_block() -> None:
 
 
 @settings(deadline=None)
-@given(positions=st.lists(st.integers(-3, 30), max_size=30) | problems().map(lambda problem: problem[0]))
-def test_runs_are_the_positions_in_order_whatever_their_container(positions: list[int]) -> None:
+@given(
+    positions=st.lists(st.integers(-3, 30), max_size=30)
+    | problems().map(lambda problem: problem[0])
+    | st.builds(range, st.integers(0, 9), st.integers(0, 30), st.integers(1, 9))
+)
+def test_runs_are_the_positions_in_order_whatever_their_container(positions: Sequence[int]) -> None:
     cut = runs(positions)
-    assert [p for run in cut for p in range(run.start, run.last + 1, run.step)] == positions
+    assert [p for run in cut for p in range(run.start, run.last + 1, run.step)] == [*positions]
     assert all(run.step >= 1 and run.length >= 1 for run in cut)
-    assert cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
+    assert cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))  # keys of caches
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,21 @@ def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Sc
     return schedule(op, algorithm, counts, draw(st.integers(0, size - 1)), draw(st.none() | st.integers(1, 4)), nodes)
 
 
+def replayed(made: Schedule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The replay of a schedule; of a wrong one it might not end."""
+    verify(made)
+    return replay(made, inputs)
+
+
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 @given(data=st.data())
 def test_every_contribution_is_counted_once(op: str, algorithm: str, data: st.DataObject) -> None:
-    verify(data.draw(schedules(op, algorithm)))
+    """And a rank that is alone has no scratch but what it uses."""
+    made = data.draw(schedules(op, algorithm))
+    verify(made)
+    combined = [combine.into for step in made.programs[0].steps for combine in step.then]
+    used = max((region.stop for region in combined if region.buffer is Buffer.TMP), default=0)
+    assert made.size > 1 or made.programs[0].scratch == used
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
@@ -57,7 +68,7 @@ def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: 
     made = data.draw(schedules(op, algorithm, 5))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     inputs = [torch.randint(-9, 9, (sum(send),), generator=random) for send in made.send]
-    for rank, result in enumerate(replay(made, inputs)):
+    for rank, result in enumerate(replayed(made, inputs)):
         assert torch.equal(result, definition(made, inputs, rank))
 
 
@@ -106,7 +117,7 @@ def test_pairwise_sums_are_those_of_a_loop_over_the_ranks(data: st.DataObject, d
         total = inputs[0].float()
         for x in inputs[1:]:
             total = total + x.float()
-        for rank, result in enumerate(replay(made, inputs)):
+        for rank, result in enumerate(replayed(made, inputs)):
             wanted = total.to(result.dtype)
             assert torch.equal(result, wanted if op == "all_reduce" else wanted.split(list(made.send[rank]))[rank])
 
@@ -117,7 +128,7 @@ def test_pairwise_sums_are_those_of_a_loop_over_the_ranks(data: st.DataObject, d
 def test_all_ranks_get_the_same_bits(algorithm: str, data: st.DataObject) -> None:
     made = data.draw(schedules("all_reduce", algorithm))
     random = torch.Generator().manual_seed(2)
-    results = replay(made, [torch.randn(sum(send), generator=random) for send in made.send])
+    results = replayed(made, [torch.randn(sum(send), generator=random) for send in made.send])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -246,6 +257,7 @@ FAULTS: dict[str, tuple[str, Schedule]] = {
         with_programs(schedule("all_reduce", "recursive_doubling", (1, 1, 1)), lambda p: replace(p, steps=p.steps[:2])),
     ),
     "a step too early": ("under way", with_programs(LONG_RING, lambda p: replace(p, depth=3))),
+    "the next step too early": ("under way", with_programs(RING, lambda p: replace(p, depth=2))),
     "one receive for two messages": (
         "under way",
         changed(RING, 0, 0, lambda s: replace(s, receives=(*s.receives, *s.receives))),

@@ -21,7 +21,7 @@ from mutants.catalogue import ROOT, Mutant, Stale
 COPIED = ("sp_core", "tests", "benchmarks", "pyproject.toml", "README.md")
 ELSEWHERE = (
     *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history", "layout"),
-    *("kit_*", "llama_command", "mutants", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*", "slurm", "trace"),
+    *("kit_*", "llama_command", "mutants*", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*", "slurm", "trace"),
     "workflows",
 )
 """Tests of benchmarks, commands, CI and the kit itself: `test_*.py` that say nothing about a fault of the library."""
@@ -156,13 +156,17 @@ def test_files(copy: Path, stage: str, chosen: Sequence[str]) -> Iterator[str]:
 
 def command(stage: str, files: Sequence[str]) -> list[str]:
     """What a stage runs."""
-    installed = any(entry.value == "sp_core.testing.plugin" for entry in entry_points(group="pytest11"))
-    plugins = [*([] if installed else ["-p", "sp_core.testing.plugin"]), "-p", "mutants.witness", "-p", "no:cacheprovider"]
-    suite = ["-m", "pytest", "-q", "-x", "--tb=short", *plugins]
+    suite = ["-m", "pytest", "-q", "-x", "--tb=short", *plugins()]
     if stage != "ranks":
         return [sys.executable, *suite, *files]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS[stage] - 60:g}", "--", "python"]
     return [sys.executable, *launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *files]
+
+
+def plugins() -> list[str]:
+    """The plugins of every stage."""
+    installed = any(entry.value == "sp_core.testing.plugin" for entry in entry_points(group="pytest11"))
+    return [*([] if installed else ["-p", "sp_core.testing.plugin"]), "-p", "mutants.witness", "-p", "no:cacheprovider"]
 
 
 def environment(copy: Path, witness: Path, stage: str) -> dict[str, str]:

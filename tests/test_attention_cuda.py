@@ -1,0 +1,93 @@
+"""What torch's CUDA kernels of attention are given, and which of them: on the meta device, where there is no GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sp_core.attention import backend_for, block_attention, block_attention_backward, cuda
+from sp_core.attention.blocks import _backend
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@given(head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n), dtype=st.sampled_from(DTYPES))
+def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(head_dim: int, dtype: torch.dtype) -> None:
+    """Rows of 16 bytes are what the fused kernels read; flash up to 256 elements, and none of them float64."""
+    like: Any = SimpleNamespace(device=torch.device("cuda:1"), dtype=dtype, shape=(2, 3, 40, head_dim))
+    half = dtype.itemsize == 2
+    fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
+    fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
+    assert _backend(like, "causal", 0.3) == backend_for("cuda", dtype, head_dim, "full") == (fused if fits else "plain")
+    assert _backend(like, "causal", 0.0) == _backend(like, "partial", 0.3) == "plain"
+
+
+class Passed(TorchDispatchMode):
+    """What the kernels of attention are given, by the names of their schemas, and which tensor each is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._made: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "scaled_dot_product" in func.name():
+            schema = func._schema.arguments
+            given = {a.name: a.default_value for a in schema if a.has_default_value()}
+            given |= {**dict(zip((a.name for a in schema), args, strict=False)), **(kwargs or {})}
+            self.calls.append((func.name(), given))
+        elif isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
+            self._made.append((result, self.source(args[0])))
+        return result
+
+    def source(self, x: Any) -> Any:
+        return next((source for made, source in self._made if made is x), x)
+
+
+@pytest.mark.parametrize("kind", ["causal", "full"])
+@pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
+def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kind: str) -> None:
+    """On the meta device, which checks schemas and shapes where there is no GPU."""
+    (sq, sk), kv_heads = ((40, 40) if kind == "causal" else (40, 33)), (2 if backend == "efficient_cuda" else 4)
+    q, do = (torch.empty(2, 4, sq, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    k, v = (torch.empty(2, kv_heads, sk, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    call: dict[str, Any] = {"kind": kind, "scale": 0.3, "backend": backend}
+    with Passed() as passed:
+        out, lse = block_attention(q, k, v, **call)
+        grads = block_attention_backward(do, q, k, v, out, lse, **call)
+    assert (out.shape, lse.shape, [grad.shape for grad in grads]) == (q.shape, (2, 4, sq), [q.shape, k.shape, v.shape])
+    (forward_name, forward), (backward_name, backward) = passed.calls
+    assert backend.removesuffix("_cuda") in forward_name
+    assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
+    for given_ in (forward, backward):
+        assert [passed.source(given_[name]) is x for name, x in (("query", q), ("key", k), ("value", v))] == [True] * 3
+        assert given_["key"].shape == given_["value"].shape == (2, 4, sk, 16)
+        assert (given_["is_causal"], given_["scale"], given_["dropout_p"]) == (kind == "causal", 0.3, 0.0)
+    assert backward["grad_out_" if backend == "efficient_cuda" else "grad_out"] is do
+    assert passed.source(backward["out"]) is passed.source(out)
+    assert passed.source(backward["logsumexp"]) is passed.source(lse)
+    assert (backward.get("max_q", sq), backward.get("max_k", sk)) == (sq, sk)
+
+
+def test_the_lse_of_the_cuda_kernels_is_cut_and_padded() -> None:
+    lse = torch.randn(2, 3, 40)
+    padded = cuda.padded_lse(lse)
+    assert padded.shape == (2, 3, 64)
+    assert (padded[..., 40:] == torch.inf).all()
+    assert torch.equal(cuda.unpadded_lse(padded, 40), lse)
+    assert torch.equal(cuda.unpadded_lse(lse.unsqueeze(-1), 40), lse)
+    assert torch.equal(cuda.padded_lse(padded), padded)
+
+
+def test_repeated_keys_are_gathered_again() -> None:
+    k = torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
+    wide = cuda.repeated(k, 6)
+    assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
+    assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())

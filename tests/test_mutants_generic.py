@@ -1,0 +1,263 @@
+"""Wrong edits of a source text, the sample of them, the tests that reach one, and what is said of the result."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from mutants import generic, nursery, sample, tally
+from mutants.edits import OPERATORS, Edit, edits
+from mutants.reach import NEAR_SECONDS, Reached
+from mutants.sample import Equivalent
+from mutants.tally import Result, Score
+from mutants.trial import Outcome
+
+FOUND = sample.candidates()
+FILE = "sp_core/mask/runs.py"
+SILENT = '''"""A text of 3 words."""
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    LIMIT = 4
+__all__ = ["f", "g"][0:2]
+@cache(maxsize=5)
+def f(x: "tuple[int, 3]") -> "Literal[7]":
+    """Another, of 6."""
+    y: "Array[8]" = x
+    assert y > 9
+    if y:
+        raise ValueError(f"not {x + 1}" + str(x - 2))
+    print(f"{x + 3}")
+    return f"{y * 2}"
+class A:
+    def __repr__(self):
+        return self.name[1:]
+'''
+
+
+def made(operator: str, text: str) -> list[str]:
+    return [edit.after for edit in edits("a.py", text) if edit.operator == operator]
+
+
+@pytest.mark.parametrize(
+    ("operator", "text", "after"),
+    [
+        ("comparisons", "a < b", ["a <= b", "a >= b"]),
+        ("comparisons", "0 <= a < n", ["0 < a < n", "0 > a < n", "0 <= a <= n", "0 <= a >= n"]),
+        ("comparisons", "a == b", ["a != b"]),
+        ("comparisons", "a not in b", ["a in b"]),
+        ("comparisons", "a is None", ["a is not None"]),
+        ("constants", "f(3, True, 2.0, '4')", ["f((4), True, 2.0, '4')", "f((2), True, 2.0, '4')"]),
+        ("arithmetic", "a + b", ["a - b"]),
+        ("arithmetic", "a * (b % c)", ["a // (b % c)", "a * (b // c)"]),
+        ("arithmetic", "a + (1, 2)", []),
+        ("arithmetic", "a += b", ["a -= b"]),
+        ("logic", "a and b or c", ["(a or b) or c", "((a and b) and c)"]),
+        ("logic", "not (a and b)", ["(a and b)", "not ((a or b))"]),
+        ("conditions", "if a: b()", ["if True: b()", "if False: b()"]),
+        ("conditions", "while a: b()", ["while False: b()"]),
+        ("conditions", "x = [b for b in c if a]", ["x = [b for b in c if True]", "x = [b for b in c if False]"]),
+        ("conditions", "x = b if a else c", ["x = b if True else c", "x = b if False else c"]),
+        ("statements", "f(x)", ["pass"]),
+        ("statements", "a.b[c] = d", ["pass"]),
+        ("statements", "a = f(x)", []),
+        ("arguments", "f(a, b, c, d=e)", ["f(b, a, c, d=e)", "f(a, c, b, d=e)"]),
+        ("arguments", "f((a), a, *b)", []),
+        ("extrema", "min(a, b.max())", ["max(a, b.max())", "min(a, b.min())"]),
+        ("slices", "a[b:3]", ["a[(b) + 1:3]", "a[(b) - 1:3]"]),
+        ("returns", "def f(self, a, b):\n    return a", ["return b"]),
+        ("returns", "def f():\n    return 1", []),
+        ("jumps", "for a in b: break", ["for a in b: continue"]),
+    ],
+)
+def test_an_operator_makes_these_edits(operator: str, text: str, after: list[str]) -> None:
+    assert sorted(made(operator, text)) == sorted(after)
+
+
+def test_every_operator_finds_something_in_the_library() -> None:
+    assert Counter(edit.operator for edit in FOUND).keys() == OPERATORS.keys()
+    assert {sample.room_of(edit.file) for edit in FOUND} == {room.removesuffix(".py") for room in sample.ROOMS}
+    assert len({edit.id for edit in FOUND}) == len(FOUND)
+
+
+def test_an_edit_is_another_program() -> None:
+    for edit in random.Random(1).sample(FOUND, 60):
+        text = (sample.ROOT / edit.file).read_text()
+        assert ast.dump(ast.parse(edit.planted(text))) != ast.dump(ast.parse(text)), edit
+
+
+def test_what_people_read_and_checkers_check_stays() -> None:
+    assert [(edit.operator, edit.before) for edit in edits("a.py", SILENT)] == [
+        ("conditions", "if y:"),
+        ("conditions", "if y:"),
+        ("statements", 'print(f"{x + 3}")'),
+        ("returns", 'return f"{y * 2}"'),
+    ]
+
+
+def test_an_edit_is_where_its_characters_are() -> None:
+    text = 'def f(a):\n    é = "äöü" if (a +\n        1) else a - 2  # ß\n    return é'
+    (edit,) = [edit for edit in edits("a.py", text) if edit.after.endswith("else a + 2  # ß")]
+    assert (edit.before, edit.after) == ("1) else a - 2  # ß", "1) else a + 2  # ß")
+    assert (edit.place, edit.lines) == ("f", (2, 3))
+    assert edit.planted(text) == text.replace("a - 2", "a + 2")
+
+
+def test_the_name_of_an_edit_moves_with_its_line() -> None:
+    text = "def f(a):\n    b = a + 1\n    b = a + 1\n    return b\n"
+    moved = f"import os\n\n\ndef g():\n    return os\n\n\n{text}"
+    names = [edit.id for edit in edits("a.py", text)]
+    assert len(set(names)) == len(names)
+    assert names == [edit.id for edit in edits("a.py", moved) if edit.place == "f"]
+
+
+@pytest.mark.parametrize("number", [1, 50, 320])
+def test_every_file_and_operator_has_its_share_of_the_sample(number: int) -> None:
+    some = sample.drawn(FOUND, number, 3)
+    assert [edit.id for edit in some] == [edit.id for edit in sample.drawn(FOUND, number, 3)]
+    assert len({edit.id for edit in some}) == number
+    assert {edit.id for edit in some} != {edit.id for edit in sample.drawn(FOUND, number, 4)}
+    every, taken = (Counter((edit.file, edit.operator) for edit in part) for part in (FOUND, some))
+    assert all(abs(taken[stratum] - number * count / len(FOUND)) < 1 for stratum, count in every.items())
+
+
+def test_every_edit_can_be_drawn() -> None:
+    few = FOUND[::40]
+    drawn = Counter(edit.id for seed in range(300) for edit in sample.drawn(few, len(few) // 3, seed))
+    assert drawn.keys() == {edit.id for edit in few}
+    assert max(drawn.values()) < 2 * min(drawn.values())
+    assert Counter(edit.id for edit in sample.drawn(few, 10**6, 0)) == Counter(edit.id for edit in few)
+
+
+def test_what_is_said_to_change_nothing_is_there() -> None:
+    known = sample.equivalents()
+    assert sample.stale(known, FOUND) == []
+    assert all(len(one.reason.split()) > 3 for one in known)
+    assert len({(one.file, one.place, one.before, one.after) for one in known}) == len(known)
+
+
+def test_an_entry_whose_line_has_changed_is_stale() -> None:
+    edit = FOUND[0]
+    entry = Equivalent(edit.file, edit.place, edit.before, edit.after, "a reason")
+    gone = Equivalent(edit.file, edit.place, f"{edit.before} ", edit.after, "a reason")
+    assert sample.stale([entry, gone], FOUND) == [gone]
+
+
+def small(*lines: int, file: str = FILE, inside: bool = True) -> Edit:
+    return Edit(file, "f", "constants", lines, 0, 1, "2", "x = 1", "x = 2", inside=inside)
+
+
+def reached(seconds: dict[str, float], lines: dict[int, list[str]]) -> Reached:
+    found = Reached()
+    found.add({"seconds": seconds, "lines": {FILE: {str(line): tests for line, tests in lines.items()}}})
+    return found
+
+
+def test_narrow_and_quick_tests_come_first() -> None:
+    seconds = {"wide": 1.0, "narrow": 1.0, "slow": 9.0, "p[1]": 0.9, "p[2]": 0.9, "other": 0.1}
+    found = reached(seconds, {1: [*seconds], 2: ["wide", "slow"], 3: ["wide"], 4: ["narrow", "wide", "slow", "p[1]", "p[2]"]})
+    assert found.tests(small(4)) == ["p[1]", "narrow", "p[2]", "wide", "slow"]
+    assert found.tests(small(2, 3)) == ["wide", "slow"]
+
+
+def test_what_runs_at_import_has_all_tests_of_files_that_reach_its_own() -> None:
+    """A signature can be asked for its defaults by a test that calls nothing, and a module imported by any test."""
+    found = reached({"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0}, {1: ["", "v::d"], 2: ["t::a"]})
+    assert found.tests(small(1, inside=False)) == ["t::b", "t::a", "v::d"]
+    assert found.tests(small(1)) == ["v::d"]
+    text = "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\nclass B:\n    c = 5\n    d = lambda: 6\n"
+    inside = {edit.before: edit.inside for edit in edits("a.py", text) if edit.operator == "constants"}
+    assert [before for before, is_inside in inside.items() if is_inside] == ["def g(b=3):", "return 4"]
+    assert found.tests(small(9)) == []
+    assert found.tests(small(1, file="sp_core/sharding.py")) == []
+
+
+def test_a_test_that_kills_nothing_without_an_edit_kills_nothing_with_one() -> None:
+    assert reached({"green": 1.0}, {1: ["green", "red"]}).tests(small(1)) == ["green"]
+
+
+def test_the_first_tests_take_no_longer_than_said() -> None:
+    found = reached({"a": NEAR_SECONDS / 2, "b": NEAR_SECONDS / 2, "c": 0.1}, {1: ["a", "b", "c"]})
+    assert [found.near(tests) for tests in (["a", "b", "c"], ["a", "b"], ["c"])] == [2, 2, 1]
+    assert reached({"a": 2 * NEAR_SECONDS}, {}).near(["a"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("killed", "all_of_them", "low", "high", "suffices"),
+    [(10, 10, 0.7225, 1.0, False), (95, 100, 0.8882, 0.9785, False), (290, 300, 0.9397, 0.9818, True), (0, 0, 0.0, 1.0, False)],
+)
+def test_wilsons_interval(killed: int, all_of_them: int, low: float, high: float, suffices: bool) -> None:
+    figures = Score(killed, all_of_them)
+    assert figures.interval == pytest.approx((low, high), abs=1e-4)
+    assert figures.suffices == suffices
+
+
+def test_few_killed_do_not_suffice_however_many_are_tried() -> None:
+    assert Score(9600, 10000).suffices
+    assert not Score(9400, 10000).suffices
+
+
+def test_a_report_leaves_out_what_changes_nothing_and_names_survivors(tmp_path: Path) -> None:
+    entry = Equivalent(FILE, "f", "x = 1", "x = 2", "it is only slower")
+    killed, survived = Outcome("killed", "near", "test_mask.py::test_x", seconds=4.0), Outcome("survived", "ranks")
+    other = small(5, file="sp_core/sharding.py")
+    results = [Result(small(1), killed), Result(other, survived), Result(other, survived, entry)]
+    assert (tally.score(results).killed, tally.score(results).all) == (1, 2)
+    assert tally.score([*results, Result(other, tally.OPEN)]) == tally.score(results)
+    assert tally.wrong([*results, Result(small(1), killed, entry)]) == [Result(small(1), killed, entry)]
+    tally.write(tmp_path, results, "Seed 1")
+    text = (tmp_path / "generic.md").read_text()
+    assert "Seed 1: 1 of 2, 50.0%" in text
+    assert "| mask | 1 | 0 | 1 | 100.0% |" in text
+    assert "| sharding | 2 | 1 | 0 | 0.0% |" in text
+    assert "| constants | 3 | 1 | 1 | 50.0% |" in text
+    assert f"## Survivors\n\n- `{other.id}` sp_core/sharding.py f: `x = 1` to `x = 2`.\n" in text
+    assert "it is only slower" in text.partition("## Equivalent")[2]
+    assert [line["verdict"] for line in json.loads((tmp_path / "generic.json").read_text())] == ["killed", "survived", "survived"]
+
+
+def test_what_was_done_is_kept_but_what_is_asked_for_again(tmp_path: Path) -> None:
+    lines = [{"id": "a", **Outcome("survived").as_dict()}, {"id": "b", **Outcome("hung").as_dict()}]
+    lines.append({"id": "a", **Outcome("killed", "near").as_dict()})
+    (tmp_path / "kept.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert generic.kept(tmp_path / "kept.jsonl", []) == {"a": Outcome("killed", "near"), "b": Outcome("hung")}
+    assert generic.kept(tmp_path / "kept.jsonl", ["hung"]) == {"a": Outcome("killed", "near")}
+    assert generic.kept(tmp_path / "none.jsonl", []) == {}
+
+
+def test_a_survivor_of_an_early_stage_is_tried_by_the_later_ones() -> None:
+    assert [generic.is_final(Outcome("survived", stage), "far") for stage in ("near", "far", "ranks", "reach")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert all(generic.is_final(Outcome(verdict, "near"), "ranks") for verdict in ("killed", "hung", "broken"))
+
+
+def test_edits_are_chosen_by_room_operator_file_and_id() -> None:
+    some = [small(1), small(2, file="sp_core/sharding.py")]
+    assert generic.selected(some, []) == some
+    for name in ("mask", FILE, some[0].id):
+        assert generic.selected(some, [name]) == some[:1]
+    assert generic.selected(some, ["constants", "mask"]) == some
+
+
+def test_a_child_ends_green_red_dead_or_shot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "READY", ["pytest"])
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    bodies = {"green": "pass", "red": "assert False", "dead": "import os; os.abort()", "stuck": "import time; time.sleep(99)"}
+    for name, body in bodies.items():
+        (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
+
+    def code(name: str) -> int | None:
+        arguments = ["-q", "-p", "no:cacheprovider", f"test_{name}.py"]
+        return nursery.run(arguments, tmp_path, tmp_path / f"{name}.txt", {}, 2.0 if name == "stuck" else 60.0)
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(code, bodies)) == [0, 1, -6, None]
+    assert "assert False" in (tmp_path / "red.txt").read_text()
