@@ -65,9 +65,19 @@ def explore(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Every planted bug of the catalogue turns the suite red. `-- --help` lists the arguments; `--mpi mpich` is read here."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[test,bench]")
-    session.run("python", "-m", "mutants", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+    _from_tests(session, "mutants")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The suite in its short profile 50 times, and 10 times beside busy cores. `-- --help` lists the arguments; `--mpi` is read here."""
+    _from_tests(session, "soak")
+
+
+@nox.session
+def deaths(session: nox.Session) -> None:
+    """A rank dies in every way at every point, and the kit's own planted faults, with both MPIs. Arguments go to it, but `--mpi`."""
+    _from_tests(session, "deaths", *MPIS)
 
 
 @nox.session
@@ -206,6 +216,14 @@ def _program(session: nox.Session, module: str, package: str) -> None:
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", package)
     session.run("python", "-m", module, *arguments, env=_environment(mpi))
+
+
+def _from_tests(session: nox.Session, module: str, *mpis: str) -> None:
+    """Run a module of the folder `tests` with the arguments, with the MPI that was asked for, else with each of these."""
+    mpi, arguments = _choose_mpi(session)
+    for chosen in (mpi,) if "--mpi" in session.posargs or not mpis else mpis:
+        _install(session, chosen, "-e", ".[test,bench]")
+        session.run("python", "-m", module, *arguments, env={**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")})
 
 
 def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:

@@ -38,6 +38,7 @@ class Deaths:
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
         self._dead: dict[int, str] = {}  # rank: how; in the order of deaths
+        self._stopped: set[int] = set()
 
     def look(self, seconds: float) -> None:
         """Watch for a while."""
@@ -57,6 +58,18 @@ class Deaths:
         self.look(0.0)
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
 
+    def wake(self) -> None:
+        """Let ranks that were stopped by a signal go on: as long as they are, they cannot write their stacks."""
+        for rank, pid in self.alive().items():
+            if _is_stopped(pid):
+                self._stopped.add(rank)
+                os.kill(pid, signal.SIGCONT)
+
+    def first(self) -> int | None:
+        """The rank that died first, if one has died."""
+        self.look(0.0)
+        return self._first() if self._dead else None
+
     def story(self, rank: int) -> str:
         """What is known of one rank."""
         self.look(0.0)
@@ -71,6 +84,10 @@ class Deaths:
         if self._dead:
             first = self._first()
             return [f"rank {first} died first: {self._dead[first]}; last place: {self._text(first, 'place')}"]
+        if self._stopped:
+            return [
+                f"rank {rank} is stopped by a signal; last place: {self._text(rank, 'place')}" for rank in sorted(self._stopped)
+            ]
         busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
         return [f"rank {rank} waits for nobody: it is at {place}" for rank, place in busy.items() if place]
 
@@ -86,6 +103,8 @@ class Deaths:
         if rank not in self._watched:
             return "never started a test session"
         number = f"(process {self._watched[rank][0]})"
+        if rank in self._stopped:
+            return f"stopped by a signal {number}"
         if rank not in self._dead:
             return f"alive {number}"
         first = ", the first to die" if rank == self._first() else ""
@@ -163,6 +182,13 @@ def _status_of_zombie(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(maxsplit=1)[1])
     except (OSError, ValueError):
         return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def kill_session(leader: int) -> None:

@@ -1,0 +1,91 @@
+"""What became of the launches in which a rank was lost, as Markdown and JSON, for both MPIs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
+
+from benchmarks.files import write_json
+from benchmarks.launching import commit
+
+Rows = dict[str, list[dict[str, Any]]]
+HEAD = f"""# A rank is lost
+
+`nox -s deaths`: in a launch of {RANKS} ranks one of them, drawn at random, is lost in one of the ways below, at one of these points, from
+a random example on. Seconds: from the loss to the end of everything. Limits in these launches: {EXAMPLE_SECONDS:g} s for an example,
+{PHASE_SECONDS:g} s for anything else (30 s and 300 s unless told: `SP_WATCHDOG_S`, `SP_WATCHDOG_PHASE_S`). Bound: that limit and
+{MORE_SECONDS:g} s. Where nobody dies the seconds include the search for the smallest example.
+
+After each of them these are checked: the exit code is not 0; the report names the rank, the test, the example, and a stack (the last
+place, where the process had no chance to write one); the results of the tests before are in the JUnit file; no process and no
+file in shared memory is left.
+"""
+
+
+class Report:
+    """The rows of all MPIs, kept in a folder.
+
+    Args:
+        folder: where its files lie; rows of the other MPI are kept, those of this one replaced.
+        library: this MPI.
+        seed: that the deaths are drawn from.
+    """
+
+    def __init__(self, folder: Path, library: str, seed: int) -> None:
+        self._folder, self._library = folder, library
+        plain = folder / "deaths.json"
+        self._all: dict[str, Any] = json.loads(plain.read_text()) if plain.exists() else {}
+        self._all[library] = {"seed": seed, "commit": commit(), "cores": os.cpu_count(), "deaths": [], "faults": []}
+
+    def add(self, kind: str, row: dict[str, Any]) -> None:
+        """Add a row; the files are written anew each time."""
+        self._all[self._library][kind].append(row)
+        write_json(self._folder / "deaths.json", self._all, allow_nan=True)
+        (self._folder / "deaths.md").write_text(markdown(self._all))
+
+    @property
+    def faults(self) -> int:
+        """How much is wrong with this MPI's rows."""
+        mine = self._all[self._library]
+        return sum(len(row["faults"]) for row in [*mine["deaths"], *mine["faults"]])
+
+
+def markdown(everything: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [HEAD]
+    for library, told in everything.items():
+        lines += [f"## {library}", "", _origin(told), "", *_deaths(told["deaths"]), "", *_faults(told["faults"]), ""]
+    return "\n".join(lines)
+
+
+def _origin(told: dict[str, Any]) -> str:
+    sha = (told["commit"]["sha"] or "unknown")[:10]
+    good = sum(not row["faults"] for row in told["deaths"])
+    return f"{good} of {len(told['deaths'])} as they should be; seed {told['seed']}, {told['cores']} cores, commit {sha}."
+
+
+def _deaths(rows: list[dict[str, Any]]) -> Iterator[str]:
+    places = list(dict.fromkeys(row["place"] for row in rows))
+    yield f"| way | {' | '.join(places)} |"
+    yield "| --- |" + " --- |" * len(places)
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = {row["place"]: _cell(row) for row in rows if row["way"] == way}
+        yield f"| {way} | {' | '.join(cells.get(place, '') for place in places)} |"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    wrong = f" **{', '.join(row['faults'])}**" if row["faults"] else ""
+    return f"{row['seconds']:.1f} (≤ {row['bound']:.0f}){wrong}"
+
+
+def _faults(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| fault | smallest example found | launches | seconds | |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in rows:
+        cells = (row["fault"], row["minimum"], row["launches"], f"{row['seconds']:.0f}", ", ".join(row["faults"]) or "as expected")
+        yield f"| {' | '.join(map(str, cells))} |"
