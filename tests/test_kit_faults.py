@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kit.failing import failure_of, leads
+from kit.failing import SEARCH, failure_of, leads
 from kit.faults import FAULTS, average
 
 from sp_core.testing import given, spmd, tier
@@ -45,6 +45,7 @@ def test_a_fault_is_attributed_and_shrunk(fault: str, name: str, minimum: str, t
 
 
 def test_two_bugs_are_told_apart() -> None:
+    @SEARCH
     @given(n=st.integers(0, 40), d=st.integers(0, 40))
     def both(comm: Any, n: int, d: int) -> None:
         if n > 20:

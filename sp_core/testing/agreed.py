@@ -188,9 +188,8 @@ class Ranks:
         """One exit status for all ranks: the worst."""
         watchdog.progress()
         try:
-            everyone = (
-                [] if self._lost else self._everyone("the end of the session", (int(session.exitstatus), remarks.session.ratios))
-            )
+            mine = int(session.exitstatus), remarks.session.ratios
+            everyone = [] if self._lost else self._everyone("the end of the session", mine)
         except pytest.exit.Exception as lost:  # raised here, it would keep other plugins from writing what they know
             everyone = []
             if self.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_core.errors import PeerFailed
 from sp_core.testing.lockstep import Call, Lockstep, Message, Record, Steps, Ticket
 from sp_core.testing.mpi import packed, patiently, unpacked
-from sp_core.testing.outcome import DONE, QUIET, capture, table
+from sp_core.testing.outcome import capture, raise_for_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older names
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Gathering:
@@ -96,7 +97,7 @@ class _GroupCarrier:
 
 
 class CheckedGroup:
-    """Wraps a process group: ranks that call different things, or of which one has failed, get an error instead of waiting for ever.
+    """Wraps a process group: ranks that call different things, or of which one has failed, get an error instead of waiting.
 
     A context manager; a rank that leaves it, also by an error, tells the others. It offers some calls of torch.distributed by
     their names and arguments, without `group` and `async_op`.
@@ -122,26 +123,21 @@ class CheckedGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         finish = self._lockstep.finish(capture(error))
-        outcomes = self._lockstep.carrier.drive(finish, "has ended", ending=True)
-        if error is None and any(outcome.kind in DONE - QUIET for outcome in outcomes):
-            raise PeerFailed(f"another rank has failed:\n{table(outcomes)}")
+        raise_for_peers(error, self._lockstep.carrier.drive(finish, "has ended", ending=True))
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """torch's `all_reduce`."""
-        self._agree("all_reduce", _size(tensor), _name(op))
-        dist.all_reduce(tensor, op, self._group)
+        self._agree(lambda: dist.all_reduce(tensor, op, self._group), "all_reduce", _size(tensor), _name(op))
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         """torch's `all_gather_into_tensor`."""
         _require(output_tensor.numel() == input_tensor.numel() * self.size, "all_gather_into_tensor", output_tensor, input_tensor)
-        self._agree("all_gather_into_tensor", _size(input_tensor))
-        dist.all_gather_into_tensor(output_tensor, input_tensor, self._group)
+        self._agree(lambda: _gather(output_tensor, input_tensor, self._group), "all_gather_into_tensor", _size(input_tensor))
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """torch's `reduce_scatter_tensor`."""
         _require(output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input)
-        self._agree("reduce_scatter_tensor", _size(input), _name(op))
-        dist.reduce_scatter_tensor(output, input, op, self._group)
+        self._agree(lambda: _reduce_scatter(output, input, op, self._group), "reduce_scatter_tensor", _size(input), _name(op))
 
     def all_to_all_single(
         self,
@@ -154,42 +150,37 @@ class CheckedGroup:
         sends = self._parts(input, input_split_sizes, lambda peer: (self.rank, peer))
         receives = self._parts(output, output_split_sizes, lambda peer: (peer, self.rank))
         text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
-        self._lockstep.call(Call("all_to_all_single", (str(input.dtype),), sends, receives, text))
         given = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
-        dist.all_to_all_single(output, input, *given, group=self._group)
+        made = Call("all_to_all_single", (str(input.dtype),), sends, receives, text)
+        self._lockstep.call(made, lambda: dist.all_to_all_single(output, input, *given, group=self._group))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """torch's `broadcast`; `src` is a rank of the whole world."""
-        self._agree("broadcast", _size(tensor), f"src={src}")
-        dist.broadcast(tensor, src, self._group)
+        self._agree(lambda: dist.broadcast(tensor, src, self._group), "broadcast", _size(tensor), f"src={src}")
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """torch's `send`; at the same time one rank has to `recv`, and those with no part in it `stand_by`."""
-        self._point_to_point(f"to {dst}, {_size(tensor)}", sends=self._message(tensor, self.rank, self._inner(dst)))
-        dist.send(tensor, dst, self._group)
+        message = Message(self.rank, self._inner(dst), 0, tensor.nbytes)
+        self._point_to_point(f"to {dst}, {_size(tensor)}", lambda: dist.send(tensor, dst, self._group), sends=(message,))
 
     def recv(self, tensor: Tensor, src: int) -> None:
         """torch's `recv` from a named rank, at the same time as its `send`."""
-        self._point_to_point(f"from {src}, {_size(tensor)}", receives=self._message(tensor, self._inner(src), self.rank))
-        dist.recv(tensor, src, self._group)
+        message = Message(self._inner(src), self.rank, 0, tensor.nbytes)
+        self._point_to_point(f"from {src}, {_size(tensor)}", lambda: dist.recv(tensor, src, self._group), receives=(message,))
 
     def stand_by(self) -> None:
         """Neither send nor receive while other ranks do: every rank takes part in the agreement."""
-        self._point_to_point("neither")
+        self._point_to_point("neither", lambda: None)
 
     def barrier(self) -> None:
         """torch's `barrier`."""
-        self._agree("barrier")
-        dist.barrier(self._group)
+        self._agree(lambda: dist.barrier(self._group), "barrier")
 
-    def _agree(self, op: str, *equal: str) -> None:
-        self._lockstep.call(Call(op, equal, text=", ".join(equal)))
+    def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:
+        self._lockstep.call(Call(op, equal, text=", ".join(equal)), then)
 
-    def _point_to_point(self, text: str, *, sends: tuple[Message, ...] = (), receives: tuple[Message, ...] = ()) -> None:
-        self._lockstep.call(Call("send or recv", (), sends, receives, text))
-
-    def _message(self, tensor: Tensor, source: int, dest: int) -> tuple[Message, ...]:
-        return (Message(source, dest, 0, tensor.nbytes),)
+    def _point_to_point(self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]) -> None:
+        self._lockstep.call(Call("send or recv", text=text, **messages), then)
 
     def _inner(self, rank: int) -> int:
         """The rank in this group of a rank of the whole world."""

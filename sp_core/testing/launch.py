@@ -118,11 +118,11 @@ class Launch:
     def dump(self) -> None:
         """Let every rank write its stacks."""
         time.sleep(DUMP_SECONDS / 2)  # ranks reach the same limit at nearly the same time
-        for rank, pid in self.deaths.alive().items():
+        for rank, pid in self.deaths.running().items():
             if not (self.run_dir / f"rank{rank}.hang").stat().st_size:
                 os.kill(pid, signal.SIGUSR1)
-        self.deaths.wake()
         time.sleep(DUMP_SECONDS / 2)
+        self.deaths.end_stopped()
 
     def end(self) -> None:
         """Kill what is left of the launch, and nothing else."""

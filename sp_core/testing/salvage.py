@@ -107,7 +107,7 @@ def write_junit(directory: Path, report: str) -> Path | None:
     kinds = {"failed": "failures", "error": "errors", "skipped": "skipped"}
     counts = {word: str(sum(case.outcome == kind for case in everything)) for kind, word in kinds.items()}
     root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", name="pytest", tests=str(len(everything)), **counts)
+    suite = ET.SubElement(root, "testsuite", {"name": "pytest", "tests": str(len(everything)), **counts})
     for case in everything:
         _element(suite, case)
     Path(xml).parent.mkdir(parents=True, exist_ok=True)

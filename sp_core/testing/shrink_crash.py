@@ -1,6 +1,6 @@
 """Shrink an example that ends its launch: `python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
 
-Hypothesis runs in this process, without MPI; a launch of the same test takes its examples one by one. When that launch dies or hangs,
+Hypothesis runs in this process, without MPI; a launch of the same test takes its examples one by one. When it dies or hangs,
 the example has failed, and the next one gets a new launch.
 """
 
@@ -155,7 +155,7 @@ class Jobs:
 
 
 def outcomes(example: Example, lost: Lost) -> list[Outcome]:
-    """How the ranks of an example left it when their launch was lost; one class for all ways, because not every system tells them."""
+    """How the ranks of an example left it when their launch was lost; one class for all ways: not every system tells them."""
     fallen = lost.rank if lost.rank in example.ranks else example.ranks[0]
     crash = Outcome(Kind.FAIL, "RankCrashed", str(lost))
     return [crash if rank == fallen else Outcome(Kind.WOKEN) for rank in example.ranks]
@@ -181,7 +181,8 @@ class Supervisor:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """How much was started."""
-        terminalreporter.write_line(f"{self._jobs.launches} launches of {self._jobs.ranks} ranks, {self._jobs.lost} of them lost")
+        jobs = self._jobs
+        terminalreporter.write_line(f"{jobs.launches} launches of {jobs.ranks} ranks, {jobs.lost} of them lost")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,8 +24,8 @@ from mutants.catalogue import ROOT
 from mutants.trial import run
 
 RANKS = 3
-EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 4.0, 8.0, 15.0
-"""Limits of an example and of anything else in these launches (30 and 300 unless told), and what ending a launch may take beside."""
+EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
+"""Limits of an example and of anything else in these launches (30 and 300 unless told); what ending a launch may take beside."""
 LAUNCH_SECONDS = 120.0
 CASE = "tests/deaths/case_death.py"
 BEFORE, END, AFTER = "test_of_before", "test_of_the_end", "test_of_after"
@@ -75,8 +75,21 @@ def tried(death: Death) -> Seen:
         printed = (folder / "printed").read_text(errors="replace")
         lost = folder / "lost"
         seconds = time.time() - float(lost.read_text()) if lost.exists() else float("nan")
-        faults = [*_ending(death, code, seconds), *_words(death, printed), *_results(death, folder), *_left(folder, mark)]
+        faults = [*judged(death, code, seconds, printed, folder), *left(folder, mark)]
     return Seen(round(seconds, 1), tuple(faults), printed)
+
+
+def judged(death: Death, code: int | None, seconds: float, printed: str, folder: Path) -> list[str]:
+    """What is wrong with a launch.
+
+    Args:
+        death: what happened in it.
+        code: its exit code; None where it had to be shot.
+        seconds: from the loss to the end.
+        printed: by it.
+        folder: with the JUnit file.
+    """
+    return [*_ending(death, code, seconds), *_words(death, printed), *_results(death, folder)]
 
 
 def command(folder: Path) -> list[str]:
@@ -135,7 +148,8 @@ def _results(death: Death, folder: Path) -> Iterator[str]:
         yield "the session did not go on"
 
 
-def _left(folder: Path, mark: str) -> Iterator[str]:
+def left(folder: Path, mark: str) -> Iterator[str]:
+    """What is left of a launch: files in shared memory that its ranks had mapped, and processes with its mark."""
     mapped = {path for file in folder.glob("mapped-*") for path in file.read_text().split()}
     yield from (f"{path} is left" for path in sorted(mapped) if Path(path).exists())
     for process in Path("/proc").glob("[0-9]*"):

@@ -1,6 +1,6 @@
 """`nox -s soak`: the suite in its short profile again and again, each time with another seed; then with busy cores beside it.
 
-What each run found is appended to soak.jsonl at once, and the same command goes on after the last line. Exits with 1 where a run failed.
+What each run found is appended to soak.jsonl at once; the same command goes on after the last line. Exits with 1 where one failed.
 """
 
 from __future__ import annotations

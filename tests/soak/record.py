@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soak.runs import Ended
+from soak.runs import Ended, Run
 
 from benchmarks.files import write_json
 from benchmarks.launching import commit
@@ -90,9 +90,7 @@ def markdown(runs: Sequence[Ended], plain: dict[str, Any]) -> str:
     failures = [(ended, one) for ended in runs for one in ended.failures]
     if failures:
         lines += ["", "## What failed", ""]
-        lines += [
-            f"- {e.run.kind} {e.run.number}, seed {e.run.seed}, {f.test}: {f.words}\n\n      {f.command}" for e, f in failures
-        ]
+        lines += [f"- {_name(e.run)}, seed {e.run.seed}, {f.test}: {f.words}\n\n      {f.command}" for e, f in failures]
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +108,11 @@ def _summary(kind: tuple[str, list[Ended]]) -> str:
 
 def _row(ended: Ended) -> str:
     seconds, tests = (" + ".join(f"{value:g}" for value in part.values()) for part in (ended.seconds, ended.tests))
-    return f"| {ended.run.kind} {ended.run.number} | {ended.run.seed} | {ended.as_dict()['verdict']} | {seconds} | {tests} |"
+    return f"| {_name(ended.run)} | {ended.run.seed} | {ended.as_dict()['verdict']} | {seconds} | {tests} |"
+
+
+def _name(run: Run) -> str:
+    return f"{run.kind} {run.number}"
 
 
 def _short(told: dict[str, Any]) -> str:
