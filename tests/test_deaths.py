@@ -20,8 +20,6 @@ KILLED = Death("SIGKILL", "inside", 1, 5)
 RAISING = Death("exception", "tear-down", 2, 1)
 EXAMPLE = f"example in flight: {CASE}::{END}\n  {END}(nprocs=3, n=5)\n"
 PRINTED = f"rank 1 died first: killed by SIGKILL; last place: in Allreduce\n{EXAMPLE}"
-    f"rank 1 died first: killed by SIGKILL; last place: in Allreduce\nexample in flight: {CASE}::{END}\n  {END}(nprocs=3, n=5)\n"
-)
 JUNIT = f'<testsuite><testcase name="{BEFORE}"/><testcase name="{END}"><error/></testcase></testsuite>'
 
 
@@ -77,7 +75,7 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
 
 def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(tmp_path: Path) -> None:
     for library, found in (("Open MPI", ()), ("MPICH", ("no rank",))):
-        report = Report(tmp_path, library, 3)
+        report = Report(tmp_path, library)
         report.add("deaths", trial.told(KILLED, trial.Seen(2.5, found, "")))
         report.add("faults", {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []})
         assert report.faults == len(found)

@@ -142,3 +142,27 @@ def test_what_was_started_and_not_waited_for_does_no_harm() -> None:
 
     assert "RankFailure[LookupError" in failure_of(body)
     still_works()
+
+
+@pytest.mark.parametrize("op", ["Allreduce", "Iallreduce", "allgather"])
+def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
+    """Its peers may be inside the call already, to which all had agreed."""
+
+    @spmd(3)
+    def body(comm: Any) -> None:
+        def interrupted(steps: Any, what: str, **more: bool) -> None:
+            del vars(comm.lockstep.carrier)["drive"]
+            next(steps, None)
+            raise InterruptedError("a signal")
+
+        if comm.rank == 1:
+            comm.lockstep.carrier.drive = interrupted
+        request = comm.allgather(0) if op == "allgather" else getattr(comm, op)(np.ones(1), np.empty(1))
+        if op == "Iallreduce":
+            request.Wait()
+        comm.Barrier()
+
+    text = failure_of(body)
+    assert "RankFailure[InterruptedError" in text
+    assert stopped(text, 0, 2)
+    still_works()

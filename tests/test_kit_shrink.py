@@ -99,7 +99,7 @@ def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch
 
 
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
-    ledger = salvage.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"))
+    ledger = salvage.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
     for name, phases in {"a": ["passed"] * 3, "b": ["passed", "failed", "passed"], "c": ["passed", "passed", "failed"]}.items():
         ledger.start(f"tests/test_x.py::{name}")
         for when, outcome in zip(("setup", "call", "teardown"), phases, strict=True):
@@ -115,6 +115,7 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
     file_written = salvage.write_junit(tmp_path, "rank 1 died first")
     assert file_written is not None
     (suite,) = ET.parse(file_written).getroot()
+    assert suite.get("name") == "a suite"
     counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
     assert counts == {"tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
     found = {(case.get("classname"), case.get("name")): [bad.tag for bad in case] for case in suite}

@@ -147,12 +147,12 @@ class CheckedGroup:
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
         """torch's `all_to_all_single`; what each rank sends to each other one has to be what that one expects."""
-        sends = self._parts(input, input_split_sizes, lambda peer: (self.rank, peer))
-        receives = self._parts(output, output_split_sizes, lambda peer: (peer, self.rank))
+        sends = self._parts(input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes))
+        receives = self._parts(output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes))
         text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
-        given = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
+        came, went = (None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes))
         made = Call("all_to_all_single", (str(input.dtype),), sends, receives, text)
-        self._lockstep.call(made, lambda: dist.all_to_all_single(output, input, *given, group=self._group))
+        self._lockstep.call(made, lambda: dist.all_to_all_single(output, input, came, went, self._group))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """torch's `broadcast`; `src` is a rank of the whole world."""
@@ -186,7 +186,7 @@ class CheckedGroup:
         """The rank in this group of a rank of the whole world."""
         return dist.get_group_rank(self._group, rank)
 
-    def _parts(self, tensor: Tensor, sizes: Sequence[int] | None, ends: Any) -> tuple[Message, ...]:
+    def _parts(self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]) -> tuple[Message, ...]:
         rows = len(tensor)
         if sizes is None and rows % self.size:
             raise ValueError(f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. Give split sizes.")
@@ -194,7 +194,7 @@ class CheckedGroup:
         if len(given) != self.size or sum(given) != rows:
             raise ValueError(f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to {rows} rows.")
         row = tensor.nbytes // rows if rows else 0
-        return tuple(Message(*ends(peer), turn=0, nbytes=count * row) for peer, count in enumerate(given))
+        return tuple(message(peer, count * row) for peer, count in enumerate(given))
 
 
 def _size(tensor: Tensor) -> str:

@@ -20,7 +20,8 @@ class Diary:
     """
 
     def __init__(self, directory: Path, config: pytest.Config, rank: int) -> None:
-        self._ledger = None if rank else Ledger(directory, config.getoption("xmlpath", None))
+        xml = config.getoption("xmlpath", None)
+        self._ledger = None if rank else Ledger(directory, xml, config.getini("junit_suite_name") if xml else "")
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """A file or folder is collected."""

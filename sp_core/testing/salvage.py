@@ -22,13 +22,14 @@ class Ledger:
     Args:
         directory: of the launch.
         xml: where the session was to write its JUnit file, if anywhere.
+        suite: its name in that file.
     """
 
-    def __init__(self, directory: Path, xml: str | None) -> None:
+    def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
         self._path.touch()
         if xml:
-            self._add(xml=str(Path(xml).absolute()))
+            self._add(xml=str(Path(xml).absolute()), suite=suite)
 
     def start(self, test: str) -> None:
         """A test begins."""
@@ -66,15 +67,16 @@ class Case:
             self.outcome = found
 
 
-def read(directory: Path) -> tuple[str | None, list[Case]]:
-    """The JUnit file that was to be written, if any, and the tests that had begun."""
-    path, xml, cases = directory / FILE, None, dict[str, Case]()
+def read(directory: Path) -> tuple[dict[str, Any], list[Case]]:
+    """The JUnit file that was to be written and the name of its suite, if any was asked for, and the tests that had begun."""
+    path, wanted, cases = directory / FILE, dict[str, Any](), dict[str, Case]()
     text = path.read_text() if path.exists() else ""
     for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines()):
-        xml = line.get("xml", xml)
+        if "xml" in line:
+            wanted = line
         if name := line.get("test"):
             cases.setdefault(name, Case(name)).merge(line)
-    return xml, list(cases.values())
+    return wanted, list(cases.values())
 
 
 def told(directory: Path) -> list[str]:
@@ -97,22 +99,23 @@ def write_junit(directory: Path, report: str) -> Path | None:
     Returns:
         The file; None where none was asked for.
     """
-    xml, cases = read(directory)
-    if xml is None:
+    wanted, cases = read(directory)
+    if not wanted:
         return None
     lost = [case for case in cases if not case.ended] or [Case("the launch")]
     for case in lost:
-        case.outcome, case.text = "error", report
+        case.outcome, case.text = "error", f"{case.text}\n{report}".strip()
     everything = [*(case for case in cases if case.ended), *lost]
     kinds = {"failed": "failures", "error": "errors", "skipped": "skipped"}
     counts = {word: str(sum(case.outcome == kind for case in everything)) for kind, word in kinds.items()}
     root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", {"name": "pytest", "tests": str(len(everything)), **counts})
+    suite = ET.SubElement(root, "testsuite", {"name": wanted["suite"], "tests": str(len(everything)), **counts})
     for case in everything:
         _element(suite, case)
-    Path(xml).parent.mkdir(parents=True, exist_ok=True)
-    ET.ElementTree(root).write(xml, encoding="utf-8", xml_declaration=True)
-    return Path(xml)
+    file = Path(wanted["xml"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
+    return file
 
 
 def _element(suite: ET.Element, case: Case) -> None:

@@ -1,6 +1,6 @@
 """`nox -s deaths`: a rank of a launch is lost in every way at every point; then faults that must be caught, attributed and shrunk.
 
-Each MPI adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks something, or something is left.
+Each run adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks something, or something is left.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    report = Report(options.out, trial.library(), seed)
+    report = Report(options.out, trial.library())
     for way in options.ways:
         for place in options.places:
             death = trial.drawn(way, place, random.Random(f"{seed} {way} {place}"))
             seen = trial.tried(death)
-            _say(trial.told(death, seen), seen.printed)
-            report.add("deaths", trial.told(death, seen))
+            row = {**trial.told(death, seen), "seed": seed}
+            _say(row, seen.printed)
+            report.add("deaths", row)
     for fault in options.faults:
         row, printed = faults.tried(fault)
         _say(row, printed)

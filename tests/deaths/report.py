@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
+from deaths.ways import PLACES, WAYS
 
 from benchmarks.files import write_json
 from benchmarks.launching import commit
@@ -31,49 +32,51 @@ class Report:
     """The rows of all MPIs, kept in a folder.
 
     Args:
-        folder: where its files lie; rows of the other MPI are kept, those of this one replaced.
+        folder: where its files lie; rows that are there stay until the same way and place are tried again with the same MPI.
         library: this MPI.
-        seed: that the deaths are drawn from.
     """
 
-    def __init__(self, folder: Path, library: str, seed: int) -> None:
-        self._folder, self._library = folder, library
+    def __init__(self, folder: Path, library: str) -> None:
+        self._folder, self.faults = folder, 0
         plain = folder / "deaths.json"
-        self._all: dict[str, Any] = json.loads(plain.read_text()) if plain.exists() else {}
-        self._all[library] = {"seed": seed, "commit": commit(), "cores": os.cpu_count(), "deaths": [], "faults": []}
+        self._all: dict[str, Rows] = json.loads(plain.read_text()) if plain.exists() else {}
+        self._mine = self._all.setdefault(library, {"deaths": [], "faults": []})
+        self._origin = {"commit": commit(), "cores": os.cpu_count()}
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """Add a row; the files are written anew each time."""
-        self._all[self._library][kind].append(row)
+        self.faults += len(row["faults"])
+        rows = {_key(old): old for old in self._mine[kind]}
+        rows[_key(row)] = {**row, **self._origin}
+        self._mine[kind] = list(rows.values())
         write_json(self._folder / "deaths.json", self._all, allow_nan=True)
         (self._folder / "deaths.md").write_text(markdown(self._all))
 
-    @property
-    def faults(self) -> int:
-        """How much is wrong with this MPI's rows."""
-        mine = self._all[self._library]
-        return sum(len(row["faults"]) for row in [*mine["deaths"], *mine["faults"]])
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["fault"],) if "fault" in row else (row["way"], row["place"])
 
 
-def markdown(everything: dict[str, Any]) -> str:
+def markdown(everything: dict[str, Rows]) -> str:
     """The report for people."""
     lines = [HEAD]
     for library, told in everything.items():
-        lines += [f"## {library}", "", _origin(told), "", *_deaths(told["deaths"]), "", *_faults(told["faults"]), ""]
+        rows = [*told["deaths"], *told["faults"]]
+        lines += [f"## {library}", "", _summary(rows), "", *_deaths(told["deaths"]), "", *_faults(told["faults"]), ""]
     return "\n".join(lines)
 
 
-def _origin(told: dict[str, Any]) -> str:
-    sha = (told["commit"]["sha"] or "unknown")[:10]
-    good = sum(not row["faults"] for row in told["deaths"])
-    return f"{good} of {len(told['deaths'])} as they should be; seed {told['seed']}, {told['cores']} cores, commit {sha}."
+def _summary(rows: list[dict[str, Any]]) -> str:
+    good = sum(not row["faults"] for row in rows)
+    commits = ", ".join(sorted({(row["commit"]["sha"] or "unknown")[:10] for row in rows}))
+    return f"{good} of {len(rows)} as they should be; {max(row['cores'] for row in rows)} cores; commit {commits}."
 
 
 def _deaths(rows: list[dict[str, Any]]) -> Iterator[str]:
-    places = list(dict.fromkeys(row["place"] for row in rows))
+    places = [place for place in PLACES if any(row["place"] == place for row in rows)]
     yield f"| way | {' | '.join(places)} |"
     yield "| --- |" + " --- |" * len(places)
-    for way in dict.fromkeys(row["way"] for row in rows):
+    for way in (way for way in WAYS if any(row["way"] == way for row in rows)):
         cells = {row["place"]: _cell(row) for row in rows if row["way"] == way}
         yield f"| {way} | {' | '.join(cells.get(place, '') for place in places)} |"
 
