@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -36,7 +37,7 @@ class MadeUp:
             raise Lost("rank 1 died first: killed by SIGSEGV", 1)
         return Result([FINISHED] * len(example.ranks), Remarks())
 
-    def close(self) -> None: ...
+    def close(self, patience: float = 0.0) -> None: ...
 
 
 @pytest.fixture
@@ -133,3 +134,30 @@ def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
     assert salvage.write_junit(tmp_path, "") is None
     salvage.Ledger(tmp_path, None)
     assert salvage.write_junit(tmp_path, "") is None
+
+
+def test_no_example_is_blamed_for_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink_crash, "Launch", lambda *a, output, **k: Gone(output))
+    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
+    try:
+        with pytest.raises(shrink_crash.NotStarted, match="no such test"):
+            job.ask(Example((0, 1), {}))
+    finally:
+        job.close()
+
+
+class Gone:
+    """A launch that has ended at once."""
+
+    def __init__(self, output: int) -> None:
+        os.write(output, b"no such test")
+        self.process = SimpleNamespace(poll=lambda: 4, returncode=4)
+        self.deaths = SimpleNamespace(first=lambda: None)
+
+    def trouble(self, seconds: float) -> str:
+        return ""
+
+    def report(self, reason: str) -> str:
+        return reason
+
+    def end(self) -> None: ...

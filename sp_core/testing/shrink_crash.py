@@ -11,6 +11,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +41,10 @@ class Lost(Exception):
         self.rank = rank
 
 
+class NotStarted(BaseException):
+    """No example is to blame. No `Exception`: Hypothesis must not look for a smaller one."""
+
+
 class Job:
     """One launch of one test, which takes examples until it is lost.
 
@@ -55,7 +60,8 @@ class Job:
         self._listener = feed.listen(directory)
         self._connection: Connection | None = None
         command = ["python", "-m", "pytest", "--with-mpi", *options, test]
-        with (directory / "printed").open("w") as output:
+        self._printed = directory / "printed"
+        with self._printed.open("w") as output:
             self._launch = Launch(ranks, command, (), directory, output=output.fileno())
 
     def ask(self, example: Example) -> Result:
@@ -63,22 +69,30 @@ class Job:
 
         Raises:
             Lost: the launch has not outlived it.
+            NotStarted: it has not come so far.
         """
-        with contextlib.suppress(EOFError, ConnectionError):
+        try:
             connection = self._connected()
+        except Lost as lost:
+            raise NotStarted(f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{lost}") from None
+        with contextlib.suppress(EOFError, ConnectionError):
             connection.send(example)
             self._until(lambda: connection.poll(POLL_SECONDS))
             result: Result = connection.recv()
             return result
-        self._until(lambda: False)  # rank 0 has hung up, so it is dying
+        self._until(lambda: threading.Event().wait(POLL_SECONDS))  # rank 0 has hung up, so it is dying
         raise AssertionError("unreachable")
 
-    def close(self) -> None:
-        """End the launch, which has nothing more to do."""
+    def close(self, patience: float = END_SECONDS) -> None:
+        """End the launch, which has nothing more to do.
+
+        Args:
+            patience: seconds in which it may end by itself.
+        """
         if self._connection is not None:
             self._connection.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launch.process.wait(END_SECONDS)
+                self._launch.process.wait(patience)
         self._listener.close()
         self._launch.end()
         self._folder.cleanup()
@@ -150,7 +164,8 @@ class Jobs:
             return self._job.ask(example)
         except Lost as lost:
             self.lost += 1
-            self.close()
+            self._job.close(patience=0.0)
+            self._job = None
             return Result(outcomes(example, lost), Remarks())
 
 
