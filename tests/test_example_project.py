@@ -39,8 +39,6 @@ def test_the_project_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vars(importlib.import_module("test_ring_sum"))[f"test_{name}"]()
 
 
-
-
 def test_a_planted_bug_is_found_and_looks_as_the_readme_says(tmp_path: Path) -> None:
     copy = tmp_path / "project"
     shutil.copytree(PROJECT, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -26,6 +26,7 @@ from sp_core.testing.remarks import Remarks
 
 LOSSES = 25
 END_SECONDS = 20.0
+IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"  # this module, and with it the package, is there before pytest
 
 
 class Lost(Exception):
@@ -213,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("options", nargs="*", help="after --: options for pytest")
     options = parser.parse_args(arguments)
     jobs = Jobs(options.ranks, options.options, options.losses)
-    return int(pytest.main([*options.options, options.tests], plugins=[Supervisor(jobs)]))
+    arguments = ["-W", IMPORTED_BEFORE, *options.options, options.tests]
+    return int(pytest.main(arguments, plugins=[Supervisor(jobs)]))
 
 
 if __name__ == "__main__":
