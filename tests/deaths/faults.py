@@ -46,6 +46,6 @@ def tried(fault: str) -> tuple[dict[str, Any], str]:
 def command(fault: str) -> list[str]:
     """What is run: a fault that a rank dies of needs an engine outside the launch."""
     if fault in CRASHES:
-        return ["-m", "sp_core.testing.shrink_crash", "-n", str(RANKS), CASE, "--", *OPTIONS, *wanted()]
+        return ["-m", "sp_core.testing.shrink_crash", "-n", str(RANKS), "--losses", "12", CASE, "--", *OPTIONS, *wanted()]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS - 60:g}", "--"]
     return [*launch, "python", "-m", "pytest", "--with-mpi", *OPTIONS, *wanted(), CASE]
