@@ -34,17 +34,34 @@ def tests(session: nox.Session, mpi: str) -> None:
     What does not depend on the MPI runs with the first one only. Ranks as threads draw fewer examples,
     ranks of the second MPI fewest.
     """
+    session.notify("junit")
     _install(session, mpi, "-e", ".[test,bench]")
     environment = _environment(mpi)
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
     single = {**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
     codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
     spread = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "loadfile")  # one more than cores: some tests wait
-    threads = ("python", "-m", "pytest", "tests", *spread, _junit(f"{mpi}-threads"), *chosen)
+    threads = ("python", "-m", "pytest", "tests", *spread, *_junit(f"{mpi}-threads"), *chosen)
     session.run(*threads, *session.posargs, env=single, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
-    suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), _junit(f"{mpi}-ranks"))
+    suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
     session.run(*launch, *suite, *session.posargs, env=environment if mpi == MPIS[0] else {"SP_PROFILE": "brief", **environment})
+
+
+@nox.session
+def junit(session: nox.Session) -> None:
+    """The JUnit files of `nox -s tests`, which ends with this, as one: reports/junit.xml."""
+    session.install("-c", str(CONSTRAINTS), "junitparser")
+    parts = sorted(str(REPORTS / f"{mpi}-{tier}.xml") for mpi in MPIS for tier in ("threads", "ranks"))
+    session.run("junitparser", "merge", *filter(os.path.exists, parts), str(REPORTS / "junit.xml"))
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """What the tests reach, as threads and under mpiexec together. Arguments go to pytest, but `--mpi mpich`, read here."""
+    mpi, arguments = _choose_mpi(session)
+    _install(session, mpi, "-e", ".[test,bench]", "coverage")
+    session.run("python", "-m", "ci.measure_coverage", *arguments, env={"SP_PROFILE": "brief", **_environment(mpi)})
 
 
 @nox.session
@@ -67,9 +84,19 @@ def explore(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Every planted bug of the catalogue turns the suite red. `-- --help` lists the arguments; `--mpi mpich` is read here."""
-    mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[test,bench]")
-    session.run("python", "-m", "mutants", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+    _from_tests(session, "mutants")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The suite in a short profile 50 times, 10 times beside busy cores. Arguments go to it, but `--mpi mpich`."""
+    _from_tests(session, "soak")
+
+
+@nox.session
+def deaths(session: nox.Session) -> None:
+    """A rank is lost in every way at every point, and planted faults of ranks, both MPIs. Arguments go to it, but `--mpi mpich`."""
+    _from_tests(session, "deaths", *MPIS)
 
 
 @nox.session
@@ -228,6 +255,14 @@ def _program(session: nox.Session, module: str, package: str) -> None:
     session.run("python", "-m", module, *arguments, env=_environment(mpi))
 
 
+def _from_tests(session: nox.Session, module: str, *mpis: str) -> None:
+    """Run a module of the folder `tests` with the arguments, with the MPI that was asked for, else with each of these."""
+    mpi, arguments = _choose_mpi(session)
+    for chosen in (mpi,) if "--mpi" in session.posargs or not mpis else mpis:
+        _install(session, chosen, "-e", ".[test,bench]")
+        session.run("python", "-m", module, *arguments, env={**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")})
+
+
 def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
     """The MPI that was asked for, and the arguments without it."""
     arguments = list(session.posargs)
@@ -260,5 +295,7 @@ def _environment(mpi: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def _junit(name: str) -> str:
-    return f"--junitxml={REPORTS / name}.xml"
+def _junit(name: str) -> tuple[str, ...]:
+    """Where pytest writes a JUnit file, and what its suite is called there; what an earlier run has left there goes."""
+    (REPORTS / f"{name}.xml").unlink(missing_ok=True)
+    return f"--junitxml={REPORTS / name}.xml", "-o", f"junit_suite_name={name}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import borrow_torch, summary
+from ci import borrow_torch, measure_coverage, summary
 
 PINS = "torch==2.13.0\nnumpy==2.4.6\nmpi4py==4.1.2\ntorchvision==1\n"
 
@@ -105,3 +105,18 @@ def test_a_long_report_is_cut_at_a_line_and_says_so(letter: str) -> None:
     assert text.startswith(f"{kept}\n")
     assert len(kept) > 100
     assert summary.shortened(text, len(text.encode())) == text
+
+
+def test_coverage_is_told_also_of_tests_that_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        steps.append(command[1:])
+        return subprocess.CompletedProcess(command, int("pytest" in command and red))
+
+    monkeypatch.setattr(measure_coverage.subprocess, "run", run)
+    for red in (False, True):
+        steps.clear()
+        assert measure_coverage.main(["tests/test_x.py"]) == int(red)
+        assert [step[2] for step in steps if step[1] == "coverage"] == ["erase", "run", "combine", "report", "xml"]
+        assert [step[-1] for step in steps if "pytest" in step] == ["tests/test_x.py"] * 2

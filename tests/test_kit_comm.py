@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kit.failing import failure_of, leads
+from kit.failing import SEARCH, failure_of, leads
 
 from sp_core.errors import RankError
 from sp_core.testing import given, spmd, tier
@@ -265,7 +265,8 @@ def test_messages_for_later_must_be_posted_before_the_end(end: str) -> None:
 def test_waiting_for_each_other_on_different_communicators_is_found() -> None:
     """The classic deadlock: two calls in another order on one rank, on two communicators."""
 
-    @given(nprocs=st.integers(1, 3), n=st.integers(0, 9), max_examples=25)
+    @SEARCH
+    @given(nprocs=st.integers(1, 3), n=st.integers(0, 9))
     def body(comm: Any, n: int) -> None:
         one, other = comm.Dup(), comm.Dup()
         swap = n >= 4 and comm.rank == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, settings
 from hypothesis import strategies as st
-from kit.failing import failure_of, leads
+from kit.failing import SEARCH, failure_of, leads
 
 from sp_core.testing import event, features, given, note, profiles, record_ratio, remarks, session, spmd, target, tier
 from sp_core.testing.outcome import RankFailure
@@ -58,7 +58,8 @@ def test_skipping_on_every_rank_is_a_skip_and_on_one_a_failure() -> None:
 def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
     seen = []
 
-    @given(nprocs=st.sampled_from([(2, 1), (3,), 2, (0, 2, 1, 3)]), n=st.integers(0, 9), max_examples=QUICK)
+    @SEARCH
+    @given(nprocs=st.sampled_from([(2, 1), (3,), 2, (0, 2, 1, 3)]), n=st.integers(0, 9))
     def body(comm: Any, n: int) -> None:
         world = session.current.control.rank if session.current.control else None
         ranks = comm.allgather(world)
@@ -93,7 +94,8 @@ def test_decorators_of_hypothesis_work_on_top() -> None:
 
 
 def test_events_targets_and_notes_may_come_from_any_rank() -> None:
-    @given(nprocs=st.just(2), n=st.integers(0, 1000), max_examples=QUICK)
+    @SEARCH
+    @given(nprocs=st.just(2), n=st.integers(0, 1000))
     def body(comm: Any, n: int) -> None:
         event(f"rank {comm.rank}")
         target(float(n * comm.rank), label="n")

@@ -5,19 +5,17 @@ On ranks other than 0 a failure has one line of text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kit import sut
-from kit.failing import failure_of, leads
+from kit.failing import SEARCH, failure_of, leads
+from kit.faults import FAULTS, average
 
 from sp_core.testing import given, spmd, tier
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
-EXAMPLES = 100
 
 
 @spmd()
@@ -28,36 +26,12 @@ def still_works(comm: Any) -> None:
     assert total[0] == comm.size
 
 
-def average(fault: str) -> Callable[[], None]:
-    """A property of the system under test with one fault switched on."""
-
-    @given(n=st.integers(1, 40), d=st.integers(1, 8), seed=st.integers(0, 99), max_examples=EXAMPLES)
-    def test_average(comm: Any, n: int, d: int, seed: int) -> None:
-        x = sut.rows(n, d, seed)
-        lengths = sut.split(n, comm.size)
-        start = sum(lengths[: comm.rank])
-        expected = sut.reference(x)[start : start + lengths[comm.rank]]
-        np.testing.assert_allclose(sut.attention(comm, x, fault), expected, rtol=1e-9, atol=1e-9)
-
-    return test_average
-
-
 def test_a_correct_system_passes() -> None:
     average("")()
     still_works()
 
 
-@pytest.mark.parametrize(
-    ("fault", "name", "minimum", "told"),
-    [
-        ("value", "AssertionError at", "nprocs=2, n=5, d=3", "AssertionError on rank 1 of 2"),
-        ("raise", "ValueError at kit/sut.py", "nprocs=2, n=7, d=1", "ValueError on rank 1 of 2: rank 1 refuses n=7"),
-        ("mismatch", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 0: Allgatherv(counts=(1, 0) of float64)"),
-        ("swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"),
-        ("root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(1 x float64, root=1)"),
-        ("skipped", "CollectiveMismatch", "nprocs=2, n=2, d=1", "rank 1: finished"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "name", "minimum", "told"), FAULTS)
 def test_a_fault_is_attributed_and_shrunk(fault: str, name: str, minimum: str, told: str) -> None:
     text = failure_of(average(fault))
     assert f"RankFailure[{name}" in text
@@ -71,6 +45,7 @@ def test_a_fault_is_attributed_and_shrunk(fault: str, name: str, minimum: str, t
 
 
 def test_two_bugs_are_told_apart() -> None:
+    @SEARCH
     @given(n=st.integers(0, 40), d=st.integers(0, 40))
     def both(comm: Any, n: int, d: int) -> None:
         if n > 20:
@@ -166,4 +141,28 @@ def test_what_was_started_and_not_waited_for_does_no_harm() -> None:
         comm.Barrier()
 
     assert "RankFailure[LookupError" in failure_of(body)
+    still_works()
+
+
+@pytest.mark.parametrize("op", ["Allreduce", "Iallreduce", "allgather"])
+def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
+    """Its peers may be inside the call already, to which all had agreed."""
+
+    @spmd(3)
+    def body(comm: Any) -> None:
+        def interrupted(steps: Any, what: str, **more: bool) -> None:
+            del vars(comm.lockstep.carrier)["drive"]
+            next(steps, None)
+            raise InterruptedError("a signal")
+
+        if comm.rank == 1:
+            comm.lockstep.carrier.drive = interrupted
+        request = comm.allgather(0) if op == "allgather" else getattr(comm, op)(np.ones(1), np.empty(1))
+        if op == "Iallreduce":
+            request.Wait()
+        comm.Barrier()
+
+    text = failure_of(body)
+    assert "RankFailure[InterruptedError" in text
+    assert stopped(text, 0, 2)
     still_works()

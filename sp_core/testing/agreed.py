@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Generator, Sequence
 from typing import Any, NoReturn, TextIO
 
 import pytest
 
 from sp_core.testing import remarks, watchdog
+from sp_core.testing.diary import Diary
 from sp_core.testing.lockstep import Call, Record, until
 from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import Kind
@@ -43,8 +45,10 @@ class Ranks:
         self._nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         self._stdout: TextIO | None = None
         self._lost = False
+        self._complaints: list[str] = []
         self._refuse()
         self._watch = watchdog.start(self.rank)
+        config.pluginmanager.register(Diary(self._watch.directory, config, self.rank), "sp_core_diary")
         self.control = session.control = MpiCarrier(world.Dup())
         session.command = self._command(session)
         if self.rank:
@@ -111,15 +115,27 @@ class Ranks:
         library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
         return f"sp_core.testing: {self.size} ranks, {library}"
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what a rank could not collect: only rank 0 shows it by itself."""
+        if report.failed:
+            self._complaints.append(f"could not collect {report.nodeid}:\n{report.longreprtext}")
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Keep what ends this rank's session."""
+        self._complaints.append(str(excrepr))
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Ranks that would run different tests would wait for each other for ever."""
-        mine = [item.nodeid for item in session.items]
-        everyone = self.control.gather(mine)
-        different = [rank for rank, ids in enumerate(everyone) if ids != everyone[0]]
+        if (error := sys.exc_info()[1]) is not None:  # pytest calls this also on its way out
+            self._complaints.append("left collection:\n" + "".join(traceback.format_exception(error)))
+        everyone = self._everyone("the end of collection", ([item.nodeid for item in session.items], self._complaints))
+        ids = [found for found, _ in everyone]
+        different = [rank for rank in range(self.size) if ids[rank] != ids[0]]
         if different:
             self._usage(
                 "the ranks collected different tests, or in another order:"
-                + "".join(_difference(everyone, rank) for rank in different)
+                + "".join(_difference(ids, rank) for rank in different)
+                + "".join(f"\nrank {rank} {text}" for rank, (_, complaints) in enumerate(everyone) for text in complaints)
             )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -145,7 +161,9 @@ class Ranks:
         records = self.control.drive(until(self.control.post(record)), point)
         if len({record.digest for record in records}) > 1:
             self._lost = True
-            pytest.exit(f"the ranks have lost each other: rank {self.rank} is at {point}, another one is not", returncode=3)
+            told = self.control.gather("\n".join([point, *self._complaints]))
+            lines = "".join(f"\n  rank {rank} is at {text}" for rank, text in enumerate(told))
+            pytest.exit(f"the ranks have lost each other:{lines}", returncode=pytest.ExitCode.INTERNAL_ERROR)
         return [] if all(record.kind is Kind.OK for record in records) else self.control.gather(mine)
 
     def _agree(self, report: pytest.TestReport, reports: Sequence[_Report]) -> None:
@@ -169,13 +187,16 @@ class Ranks:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """One exit status for all ranks: the worst."""
         watchdog.progress()
-        if self._lost:
-            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
-        else:
-            everyone = self._everyone("end of session", (int(session.exitstatus), remarks.session.ratios))
-            session.exitstatus = max(status for status, _ in everyone)
-            for _, ratios in everyone:
-                remarks.session.merge(Remarks(ratios=ratios))
+        try:
+            mine = int(session.exitstatus), remarks.session.ratios
+            everyone = [] if self._lost else self._everyone("the end of the session", mine)
+        except pytest.exit.Exception as lost:  # raised here, it would keep other plugins from writing what they know
+            everyone = []
+            if self.rank == 0:
+                print(lost, file=sys.__stderr__)
+        session.exitstatus = max((status for status, _ in everyone), default=pytest.ExitCode.INTERNAL_ERROR)
+        for _, ratios in everyone:
+            remarks.session.merge(Remarks(ratios=ratios))
 
 
 def _fail(report: pytest.TestReport, text: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from sp_core.testing.comm import LockstepComm
 from sp_core.testing.family import Family
 from sp_core.testing.lockstep import Lockstep, Request
 from sp_core.testing.mpi import MpiCarrier, patiently, wait
-from sp_core.testing.outcome import Mismatched
+from sp_core.testing.outcome import Mismatched, capture, raise_for_peers
 from sp_core.testing.signatures import call, op_name
 from sp_core.testing.stuck import Detector, Report
 from sp_core.transport.counter import MpiCounter, SharedCounter
@@ -58,6 +59,8 @@ class _Received(_Request):
 class CheckedComm(LockstepComm):
     """Wraps an mpi4py communicator.
 
+    As a context manager it tells the other ranks when its block ends, also by an error: they need not wait for ever.
+
     Args:
         raw: the communicator to make the calls on; freed by `Free`.
         family: where to enter this communicator.
@@ -71,6 +74,15 @@ class CheckedComm(LockstepComm):
         self._sent: Counter[int] = Counter()
         self._completed: Counter[int] = Counter()
         super().__init__(Lockstep(self._carrier, name), family or Family())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        outcomes = self.family.finish(capture(error))
+        self._shadow.Free()
+        self._freed = True
+        raise_for_peers(error, outcomes)
 
     @classmethod
     def root(cls, raw: Intracomm) -> CheckedComm:

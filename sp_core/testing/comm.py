@@ -138,24 +138,22 @@ class LockstepComm(ABC):
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """mpi4py's `bcast` of a picklable object."""
-        self._enter(call("bcast", self.rank, self.size, root))
-        return self._objects(obj)[root]
+        return self._enter(call("bcast", self.rank, self.size, root), lambda: self._objects(obj))[root]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """mpi4py's `gather` of picklable objects."""
-        self._enter(call("gather", self.rank, self.size, root))
-        objects = self._objects(sendobj)
+        objects: list[Any] = self._enter(call("gather", self.rank, self.size, root), lambda: self._objects(sendobj))
         return objects if self.rank == root else None
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """mpi4py's `allgather` of picklable objects."""
-        self._enter(call("allgather", self.rank, self.size))
-        return self._objects(sendobj)
+        objects: list[Any] = self._enter(call("allgather", self.rank, self.size), lambda: self._objects(sendobj))
+        return objects
 
     def allreduce(self, sendobj: Any, op: Any = None) -> Any:
         """mpi4py's `allreduce` of objects, in rank order; the sum unless another operation is given."""
-        self._enter(call("allreduce", self.rank, self.size, None, op))
-        return functools.reduce(_ON_OBJECTS[op_name(op)], self._objects(sendobj))
+        objects = self._enter(call("allreduce", self.rank, self.size, None, op), lambda: self._objects(sendobj))
+        return functools.reduce(_ON_OBJECTS[op_name(op)], objects)
 
     def announce_exchange(
         self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = (), *, later: bool = False
@@ -226,22 +224,21 @@ class LockstepComm(ABC):
             raise CollectiveMismatch(f"{before} before these were found complete by Test or Wait: {', '.join(map(str, left))}")
 
     def _run(self, op: str, *args: Any) -> None:
-        self._enter(call(op, self.rank, self.size, *args))
-        self._do(op, *args)
+        self._enter(call(op, self.rank, self.size, *args), lambda: self._do(op, *args))
         watchdog.note(f"left {op}")
 
     def _start(self, op: str, *args: Any) -> Request:
-        self._enter(call(op, self.rank, self.size, *args, blocking=False))
-        return self._begin(op, *args)
+        begun: Request = self._enter(call(op, self.rank, self.size, *args, blocking=False), lambda: self._begin(op, *args))
+        return begun
 
-    def _enter(self, what: Call) -> None:
+    def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
         if self._freed:
             raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
         self.ensure_posted(what.op)
         watchdog.note(f"in {what.op}({what.text}) at {here()}")
         for member in self.family.members:
             member._release()
-        self.lockstep.call(what)
+        return self.lockstep.call(what, then)
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
         announced = self._announced if self._announced[op, peer, nbytes] else self._announced_for_later

@@ -17,7 +17,7 @@ from sp_core.testing.places import owner
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS = 5
-PAUSE_SECONDS = 0.01
+PAUSE_SECONDS, WRITE_SECONDS = 0.01, 0.3
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, what is of no use here, exit_code
 _INFO_EXIT = 1 << 3
 _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
@@ -38,6 +38,7 @@ class Deaths:
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
         self._dead: dict[int, str] = {}  # rank: how; in the order of deaths
+        self._stopped: set[int] = set()
 
     def look(self, seconds: float) -> None:
         """Watch for a while."""
@@ -57,6 +58,29 @@ class Deaths:
         self.look(0.0)
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
 
+    def end_stopped(self) -> None:
+        """End ranks that were stopped by a signal: only when they go on they can write their stacks, and then no further."""
+        stopped = self._find_stopped()
+        for pid in stopped.values():
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(WRITE_SECONDS if stopped else 0.0)
+
+    def running(self) -> dict[int, int]:
+        """Rank and process number of those that live and are not stopped."""
+        stopped = self._find_stopped()
+        return {rank: pid for rank, pid in self.alive().items() if rank not in stopped}
+
+    def _find_stopped(self) -> dict[int, int]:
+        found = {rank: pid for rank, pid in self.alive().items() if _is_stopped(pid)}
+        self._stopped.update(found)
+        return found
+
+    def first(self) -> int | None:
+        """The rank that died first, if one has died."""
+        self.look(0.0)
+        return self._first() if self._dead else None
+
     def story(self, rank: int) -> str:
         """What is known of one rank."""
         self.look(0.0)
@@ -68,6 +92,10 @@ class Deaths:
     def suspects(self) -> list[str]:
         """One line for each rank that explains the end: the first to die, else those that did not wait for the others."""
         self.look(0.0)
+        if self._stopped:
+            return [
+                f"rank {rank} is stopped by a signal; last place: {self._text(rank, 'place')}" for rank in sorted(self._stopped)
+            ]
         if self._dead:
             first = self._first()
             return [f"rank {first} died first: {self._dead[first]}; last place: {self._text(first, 'place')}"]
@@ -86,6 +114,8 @@ class Deaths:
         if rank not in self._watched:
             return "never started a test session"
         number = f"(process {self._watched[rank][0]})"
+        if rank in self._stopped:
+            return f"stopped by a signal {number}"
         if rank not in self._dead:
             return f"alive {number}"
         first = ", the first to die" if rank == self._first() else ""
@@ -163,6 +193,13 @@ def _status_of_zombie(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(maxsplit=1)[1])
     except (OSError, ValueError):
         return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def kill_session(leader: int) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sp_core.testing import salvage
 from sp_core.testing.deaths import Deaths, kill_session
 from sp_core.testing.leftovers import Leftovers
 from sp_core.testing.watchdog import IN_FLIGHT, RESULT, RUN_DIR, STARTED
@@ -71,14 +72,21 @@ class Launch:
         command: what each rank runs.
         mpi_args: more arguments for mpiexec.
         run_dir: where the ranks leave what they know.
+        output: file descriptor that gets what they print; default: that of this process.
     """
 
-    def __init__(self, ranks: int, command: Sequence[str], mpi_args: Sequence[str], run_dir: Path) -> None:
+    def __init__(
+        self, ranks: int, command: Sequence[str], mpi_args: Sequence[str], run_dir: Path, output: int | None = None
+    ) -> None:
         program = [sys.executable if command[0] in PLAIN_PYTHON else command[0], *command[1:]]
         self.run_dir = run_dir
         self.deaths = Deaths(run_dir, ranks)
         self.process = subprocess.Popen(
-            [find_mpiexec(), *mpi_args, "-n", str(ranks), *program], env=environment(run_dir), start_new_session=True
+            [find_mpiexec(), *mpi_args, "-n", str(ranks), *program],
+            env=environment(run_dir),
+            start_new_session=True,
+            stdout=output,
+            stderr=output,
         )
         self.leftovers = Leftovers(self.process.pid)
 
@@ -90,21 +98,31 @@ class Launch:
         """
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
-            self.deaths.look(POLL_SECONDS)
-            self.leftovers.look()
-            if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
-                return "a rank has reached its time limit"
+            if reason := self.trouble(POLL_SECONDS):
+                return reason
             if time.monotonic() > deadline:
                 return f"the launch has not ended after {timeout:g} s"
         return ""
 
+    def trouble(self, seconds: float) -> str:
+        """Look for a while.
+
+        Returns:
+            Why the launch has to be ended, or nothing where all goes well as far as can be seen.
+        """
+        self.deaths.look(seconds)
+        self.leftovers.look()
+        hung = any(path.stat().st_size for path in self.run_dir.glob("*.hang"))
+        return "a rank has reached its time limit" if hung else ""
+
     def dump(self) -> None:
         """Let every rank write its stacks."""
         time.sleep(DUMP_SECONDS / 2)  # ranks reach the same limit at nearly the same time
-        for rank, pid in self.deaths.alive().items():
+        for rank, pid in self.deaths.running().items():
             if not (self.run_dir / f"rank{rank}.hang").stat().st_size:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(DUMP_SECONDS / 2)
+        self.deaths.end_stopped()
 
     def end(self) -> None:
         """Kill what is left of the launch, and nothing else."""
@@ -129,7 +147,7 @@ class Launch:
         lines += self.deaths.suspects()
         lines += [self.deaths.story(rank) for rank in range(self.deaths.ranks)]
         lines += [f"example in flight: {in_flight.read_text()}"] if in_flight.exists() else []
-        return "\n".join(lines)
+        return "\n".join([*lines, *salvage.told(self.run_dir)])
 
 
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
@@ -163,7 +181,9 @@ def _run_once(ranks: int, command: Sequence[str], timeout: float, mpi_args: Sequ
             elif launch.crashed():
                 reason = f"a rank died (mpiexec: exit code {launch.process.returncode})"
             if reason:
-                print(launch.report(reason), file=sys.stderr, flush=True)
+                report = launch.report(reason)
+                print(report, file=sys.stderr, flush=True)
+                salvage.write_junit(Path(directory), report)
         finally:
             launch.end()
         return 1 if reason else launch.exit_code()

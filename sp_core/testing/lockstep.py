@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -158,11 +158,18 @@ class Lockstep:
         # a round begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to its memory
         self._open: tuple[Ticket, object] | None = None
         self._sharing: Ticket | None = None
+        self._then: Callable[[], Any] = lambda: None
+        self._promised: Callable[[], Any] = lambda: None  # to all peers, and not yet done
 
-    def call(self, call: Call) -> None:
-        """Return when every rank is about to make this call; raise `PeerFailed` or `CollectiveMismatch` when one is not."""
+    def call(self, call: Call, then: Callable[[], Any] = lambda: None) -> Any:
+        """Do what is announced as soon as every rank is about to do it; raise `PeerFailed` or `CollectiveMismatch` when one is not.
+
+        A rank that is interrupted in between (a signal, no memory) does it when it finishes: its peers may have begun.
+        """
         what = f"{call.op}({call.text}) on {self.name} at {here()}"
+        self._then = then
         self.carrier.drive(self._calling(call, what), what)
+        return self._keep_word()
 
     def waiting(self, what: str) -> None:
         """Look, without waiting, whether a peer has left the example while this rank waits for its message."""
@@ -182,11 +189,16 @@ class Lockstep:
         """
         while self._open is not None:
             yield from self._read()
+        self._keep_word()
         while True:
             self._open = (self.carrier.post(Record(outcome.kind)), outcome)
             decision, records, details = yield from self._read()
             if decision is Decision.OVER:
                 return list(details) if details else [Outcome(record.kind) for record in records]
+
+    def _keep_word(self) -> Any:
+        promised, self._promised = self._promised, lambda: None
+        return promised()
 
     def _calling(self, call: Call, what: str) -> Steps[None]:
         decision = Decision.AGAIN
@@ -210,6 +222,8 @@ class Lockstep:
         ticket, detail = self._open
         records = yield from until(ticket)
         decision = decide(records)
+        if decision is Decision.GO:
+            self._promised = self._then
         details: list[Any] = []
         if needs_details(decision, records):
             self._sharing = self._sharing or self.carrier.share(detail)

@@ -47,20 +47,26 @@ def wait(request: Any) -> None:
 
 class _RecordTicket:
     def __init__(self, comm: Intracomm, record: Record) -> None:
-        kind, *numbers = record
-        mine = _RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers))
-        self._mine = np.frombuffer(mine, np.uint8)
+        self._mine = np.frombuffer(packed(record), np.uint8)
         self._all = np.empty(comm.size * _RECORD.size, np.uint8)
         self._request = comm.Iallgather(self._mine, self._all)
 
     def poll(self) -> list[Record] | None:
         if not self._request.Test():
             return None
-        return [_unpacked(fields) for fields in _RECORD.iter_unpack(self._all.tobytes())]
+        raw = self._all.tobytes()
+        return [unpacked(raw[start : start + _RECORD.size]) for start in range(0, len(raw), _RECORD.size)]
 
 
-def _unpacked(fields: tuple[Any, ...]) -> Record:
-    kind, *numbers = fields
+def packed(record: Record) -> bytes:
+    """A record as bytes, always as many."""
+    kind, *numbers = record
+    return _RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers))
+
+
+def unpacked(raw: bytes) -> Record:
+    """What `packed` has made."""
+    kind, *numbers = _RECORD.unpack(raw)
     return Record(Kind(kind), *(int.from_bytes(number, "little") for number in numbers))
 
 

@@ -99,6 +99,7 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
         stop = _verdict(error)
         raise
     finally:
+        watchdog.unmark(watchdog.IN_FLIGHT)
         control.broadcast(stop)
 
 

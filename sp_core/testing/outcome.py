@@ -191,3 +191,9 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
 
 def _skips_differ(kinds: set[Kind]) -> bool:
     return Kind.SKIP in kinds and kinds != {Kind.SKIP} and Kind.REJECT not in kinds
+
+
+def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) -> None:
+    """Raise `PeerFailed` on a rank without an error of its own, where another one has failed."""
+    if error is None and any(outcome.kind in DONE - QUIET for outcome in outcomes):
+        raise PeerFailed(f"another rank has failed:\n{table(outcomes)}")

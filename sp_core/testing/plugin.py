@@ -87,7 +87,7 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
         profiles.load_from_environment()
     except ValueError as problem:
         raise pytest.UsageError(str(problem)) from None
-    if session.seed is None and (named or profiles.name()) == "explore":
+    if session.seed is None and profiles.draws_at_random(named):
         session.seed = random.SystemRandom().randrange(2**32)
 
 

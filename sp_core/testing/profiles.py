@@ -1,4 +1,4 @@
-"""How many examples, and which: the profiles `pr` (the default), `quick`, `brief` and `explore`, and what a test says about itself.
+"""How many examples, and which: the profiles `pr` (default), `quick`, `brief`, `soak` and `explore`, and what a test says itself.
 
 SP_PROFILE names the profile; SP_EXAMPLES says how many examples a test gets in `explore`.
 """
@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, settings
 DEFAULT = "pr"
 EXPLORED = 5000
 FEWEST = 3
+SMALLER = ("brief", "soak")
 SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
-    "brief": {"derandomize": True, "max_examples": 15, "database": None},  # also of a test that says how many it wants
+    "brief": {"derandomize": True, "max_examples": 15, "database": None},  # these two also of a test that says how many it wants
+    "soak": {"derandomize": False, "max_examples": 6, "database": None},
     "explore": {"derandomize": False, "max_examples": EXPLORED},
 }
 _TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")
@@ -43,9 +45,10 @@ def name() -> str:
     return loaded if loaded in _OWN else _known(os.environ.get("SP_PROFILE") or DEFAULT)
 
 
-def draws_at_random() -> bool:
-    """Whether the profile takes other examples on every run, so that its seed must be told."""
-    return not settings.get_profile(name()).derandomize
+def draws_at_random(profile: str | None = None) -> bool:
+    """Whether a profile (default: the one in use) takes other examples on every run, so that its seed must be told."""
+    chosen = profile or name()
+    return chosen in _OWN and not _OWN[chosen]["derandomize"]
 
 
 def allow_fixtures(test: Any) -> None:
@@ -57,10 +60,10 @@ def allow_fixtures(test: Any) -> None:
 
 
 def _grown(max_examples: int, profile_examples: int) -> int:
-    """A test's own number of examples, kept in proportion where the profile has more than usual, or is the brief one."""
+    """A test's own number of examples, kept in proportion where the profile has more than usual, or is a smaller one."""
     usual: int = _OWN[DEFAULT]["max_examples"]
     scaled = max_examples * profile_examples // usual
-    return max(scaled, FEWEST) if name() == "brief" else max(max_examples, scaled)
+    return max(scaled, FEWEST) if name() in SMALLER else max(max_examples, scaled)
 
 
 def _known(chosen: str) -> str:

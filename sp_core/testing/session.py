@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +13,22 @@ if TYPE_CHECKING:
     import torch
 
     from sp_core.testing.mpi import MpiCarrier
+    from sp_core.testing.plan import Example, Result, Spec
 
 
 @dataclass
 class Session:
-    """Set up by the pytest plugin; the defaults are those of a run without it."""
+    """Set up by the pytest plugin; the defaults are those of a run without it.
+
+    Attributes:
+        control: between the ranks of the launch that this process is one of.
+        ranks: of the launches that `attempt` starts, where an engine outside of them does.
+        attempt: tries an example, where ranks are neither threads nor this launch's.
+    """
 
     control: MpiCarrier | None = None
+    ranks: int = 0
+    attempt: Callable[[Spec, Example], Result] | None = None
     device: str = "cpu"
     share_gpu: bool = False
     raw_replay: bool = True
@@ -35,8 +44,8 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the launch, or 0 where ranks are threads."""
-        return 0 if self.control is None else self.control.size
+        """Ranks of the launch, or of those that another process starts; 0 where ranks are threads."""
+        return self.ranks if self.control is None else self.control.size
 
     def test_id(self, fallback: str) -> str:
         """The id of the running test, as the command line takes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from sp_core.testing import remarks, session
+from sp_core.testing import feed, remarks, session
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.plan import Example, Plan, Result, Spec
 from sp_core.testing.remarks import Remarks
@@ -25,13 +25,14 @@ def run(spec: Spec, plan: Plan) -> None:
 
 def _on_this_tier(spec: Spec, plan: Plan) -> None:
     __tracebackhide__ = True
+    attempt = session.current.attempt or _on_threads
     if session.current.control is None:
-        _lead(spec, plan, lambda example: _on_threads(spec, example))
+        _lead(spec, plan, lambda example: attempt(spec, example))
         return
     from sp_core.testing.mpitier import follow, lead_ranks
 
     if session.current.control.rank == 0:
-        lead_ranks(spec, plan, _lead)
+        lead_ranks(spec, feed.plan() or plan, _lead)
     else:
         follow(spec)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
 
 from sp_core.testing import session
 from sp_core.testing.outcome import RankFailure
+
+SEARCH = settings(max_examples=120)
+"""Enough examples to find what is there in any profile, with any seed."""
 
 
 def leads() -> bool:

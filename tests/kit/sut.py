@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
 Array = np.ndarray[Any, Any]
 
@@ -72,8 +74,14 @@ def _misbehave(fault: str, comm: Any, n: int) -> None:
         return
     if fault == "raise":
         raise ValueError(f"rank 1 refuses n={n}")
+    if fault == "skip":
+        pytest.skip("not on rank 1")
+    if fault == "leave":
+        sys.exit(0)
     if fault == "exit":
         os._exit(1)
+    if fault == "exit 0":
+        os._exit(0)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "segv":

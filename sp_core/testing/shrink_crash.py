@@ -1,0 +1,222 @@
+"""Shrink an example that ends its launch: `python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
+
+Hypothesis runs in this process, without MPI; a launch of the same test takes its examples one by one. When it dies or hangs,
+the example has failed, and the next one gets a new launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from sp_core.testing import feed, session
+from sp_core.testing.launch import POLL_SECONDS, Launch
+from sp_core.testing.outcome import FINISHED, Kind, Outcome
+from sp_core.testing.plan import Example, Result, Spec
+from sp_core.testing.remarks import Remarks
+
+LOSSES = 25
+END_SECONDS = 20.0
+IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"  # this module, and with it the package, is there before pytest
+
+
+class Lost(Exception):
+    """A launch has ended in the middle of an example.
+
+    Args:
+        report: what is known of every rank.
+        rank: the first to die, where one died.
+    """
+
+    def __init__(self, report: str, rank: int | None) -> None:
+        super().__init__(report)
+        self.rank = rank
+
+
+class NotStarted(BaseException):
+    """No example is to blame. No `Exception`: Hypothesis must not look for a smaller one."""
+
+
+class Job:
+    """One launch of one test, which takes examples until it is lost.
+
+    Args:
+        ranks: how many.
+        test: its id.
+        options: for pytest.
+    """
+
+    def __init__(self, ranks: int, test: str, options: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="sp_core-")
+        directory = Path(self._folder.name)
+        self._listener = feed.listen(directory)
+        self._connection: Connection | None = None
+        command = ["python", "-m", "pytest", "--with-mpi", *options, test]
+        self._printed = directory / "printed"
+        with self._printed.open("w") as output:
+            self._launch = Launch(ranks, command, (), directory, output=output.fileno())
+
+    def ask(self, example: Example) -> Result:
+        """Have an example tried.
+
+        Raises:
+            Lost: the launch has not outlived it.
+            NotStarted: it has not come so far.
+        """
+        try:
+            connection = self._connected()
+        except Lost as lost:
+            raise NotStarted(f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{lost}") from None
+        with contextlib.suppress(EOFError, ConnectionError):
+            connection.send(example)
+            self._until(lambda: connection.poll(POLL_SECONDS))
+            result: Result = connection.recv()
+            return result
+        self._until(lambda: threading.Event().wait(POLL_SECONDS))  # rank 0 has hung up, so it is dying
+        raise AssertionError("unreachable")
+
+    def close(self, patience: float = END_SECONDS) -> None:
+        """End the launch, which has nothing more to do.
+
+        Args:
+            patience: seconds in which it may end by itself.
+        """
+        if self._connection is not None:
+            self._connection.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launch.process.wait(patience)
+        self._listener.close()
+        self._launch.end()
+        self._folder.cleanup()
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._listener.settimeout(POLL_SECONDS)
+            self._until(self._accepted)
+        assert self._connection is not None
+        return self._connection
+
+    def _accepted(self) -> bool:
+        try:
+            client, _ = self._listener.accept()
+        except TimeoutError:
+            return False
+        client.setblocking(True)
+        self._connection = Connection(client.detach())
+        return True
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            reason = self._launch.trouble(0.0)
+            if reason:
+                self._launch.dump()
+            elif self._launch.process.poll() is not None:
+                reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
+            if reason:
+                raise Lost(self._launch.report(reason), self._launch.deaths.first())
+
+
+class Jobs:
+    """Launches, one after the other, and what they have found.
+
+    Args:
+        ranks: of each.
+        options: for pytest.
+        losses: launches that may be lost; then the smallest example so far has to do.
+    """
+
+    def __init__(self, ranks: int, options: Sequence[str], losses: int = LOSSES) -> None:
+        self.ranks, self.launches, self.lost = ranks, 0, 0
+        self._options, self._most = options, losses
+        self._known: dict[tuple[str, str], Result] = {}
+        self._test = ""
+        self._job: Job | None = None
+
+    def attempt(self, spec: Spec, example: Example) -> Result:
+        """What comes of an example; the same one is not run twice."""
+        key = (spec.test_id, str(example))
+        if key not in self._known:
+            self._known[key] = self._ask(spec.test_id, example)
+        return self._known[key]
+
+    def close(self) -> None:
+        """End the last launch."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+
+    def _ask(self, test: str, example: Example) -> Result:
+        if self.lost >= self._most:
+            return Result([FINISHED] * len(example.ranks), Remarks())
+        if self._job is None or self._test != test:
+            self.close()
+            self._test, self._job = test, Job(self.ranks, test, self._options)
+            self.launches += 1
+        try:
+            return self._job.ask(example)
+        except Lost as lost:
+            self.lost += 1
+            self._job.close(patience=0.0)
+            self._job = None
+            return Result(outcomes(example, lost), Remarks())
+
+
+def outcomes(example: Example, lost: Lost) -> list[Outcome]:
+    """How the ranks of an example left it when their launch was lost; one class for all ways: not every system tells them."""
+    fallen = lost.rank if lost.rank in example.ranks else example.ranks[0]
+    crash = Outcome(Kind.FAIL, "RankCrashed", str(lost))
+    return [crash if rank == fallen else Outcome(Kind.WOKEN) for rank in example.ranks]
+
+
+class Supervisor:
+    """A pytest plugin that has every test of `given` and `spmd` run by launches."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        """The session is there now."""
+        current = session.current
+        current.ranks, current.attempt = self._jobs.ranks, self._jobs.attempt
+        current.command = f"python -m sp_core.testing.launch -n {self._jobs.ranks} -- python -m pytest --with-mpi {{test}}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """No launch outlives the session."""
+        self._jobs.close()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """How much was started."""
+        jobs = self._jobs
+        terminalreporter.write_line(f"{jobs.launches} launches of {jobs.ranks} ranks, {jobs.lost} of them lost")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        pytest's exit code.
+    """
+    parser = argparse.ArgumentParser(prog="python -m sp_core.testing.shrink_crash", description=__doc__)
+    parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks of each launch")
+    parser.add_argument("--losses", type=int, default=LOSSES, help="launches that may be lost (default: %(default)s)")
+    parser.add_argument("tests", help="id of a test, or a file")
+    parser.add_argument("options", nargs="*", help="after --: options for pytest")
+    options = parser.parse_args(arguments)
+    jobs = Jobs(options.ranks, options.options, options.losses)
+    arguments = ["-W", IMPORTED_BEFORE, *options.options, options.tests]
+    return int(pytest.main(arguments, plugins=[Supervisor(jobs)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

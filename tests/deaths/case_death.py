@@ -1,0 +1,88 @@
+"""A session in which one rank is lost, run by `nox -s deaths` under mpiexec."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from deaths.ways import WAYS
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from sp_core.testing import given, spmd
+
+DEATH = json.loads(os.environ["SP_DEATH"])
+FOLDER = Path(DEATH["folder"])
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+VICTIM = DEATH["rank"] == RANK
+INSIDE_SECONDS, LATE_SECONDS = 0.15, 0.4
+
+
+def be_lost() -> None:
+    """The end of this rank, and when it came."""
+    told = FOLDER / "lost"
+    if not told.exists():
+        told.write_text(str(time.time()))
+    WAYS[DEATH["way"]]()
+
+
+def lost_at(place: str) -> None:
+    """The end, if it is to come here."""
+    if VICTIM and place == DEATH["place"]:
+        be_lost()
+
+
+def lost_soon() -> None:
+    """The end while this rank waits in a collective: the other ranks come later."""
+    if DEATH["place"] != "inside":
+        return
+    if not VICTIM:
+        time.sleep(LATE_SECONDS)
+        return
+    signal.signal(signal.SIGUSR2, lambda *_: be_lost())
+    threading.Timer(INSIDE_SECONDS, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+
+
+lost_at("collection")
+
+
+@spmd()
+def test_of_before(comm: Any) -> None:
+    total = np.empty(1)
+    comm.Allreduce(np.ones(1), total)
+    assert total[0] == comm.size
+    names = {line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    (FOLDER / f"mapped-{RANK}").write_text("\n".join(names))
+
+
+@pytest.fixture
+def torn_down() -> Iterator[None]:
+    yield
+    lost_at("tear-down")
+
+
+@given(nprocs=st.just(SIZE), n=st.integers(0, 9), max_examples=10)
+def test_of_the_end(comm: Any, torn_down: None, n: int) -> None:
+    now = n >= DEATH["from"]
+    if now:
+        lost_at("before")
+        lost_soon()
+    total = np.empty(1)
+    comm.Allreduce(np.ones(1), total)
+    if now:
+        lost_at("after")
+    comm.Barrier()
+    assert total[0] == comm.size
+
+
+@spmd()
+def test_of_after(comm: Any) -> None:
+    comm.Barrier()

@@ -1,0 +1,94 @@
+"""What became of the launches in which a rank was lost, as Markdown and JSON, for both MPIs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
+from deaths.ways import PLACES, WAYS
+
+from benchmarks.files import write_json
+from benchmarks.launching import commit
+
+Rows = dict[str, list[dict[str, Any]]]
+HEAD = f"""# A rank is lost
+
+`nox -s deaths`: in a launch of {RANKS} ranks one of them, drawn at random, is lost in one of the ways below, at one of these
+points, from a random example on. Seconds: from the loss to the end of everything. Limits in these launches: {EXAMPLE_SECONDS:g} s
+for an example, {PHASE_SECONDS:g} s for anything else (30 and 300 unless told: `SP_WATCHDOG_S`, `SP_WATCHDOG_PHASE_S`). Bound:
+that limit and {MORE_SECONDS:g} s. Where nobody dies the seconds include the search for the smallest example.
+
+After each of them these are checked: the exit code is not 0; the report names the rank, the test, the example, and a stack (the
+last place, where the process had no chance to write one); the results of the tests before are in the JUnit file; no process and
+no file in shared memory is left.
+"""
+
+
+class Report:
+    """The rows of all MPIs, kept in a folder.
+
+    Args:
+        folder: where its files lie; rows that are there stay until the same way and place are tried again with the same MPI.
+        library: this MPI.
+    """
+
+    def __init__(self, folder: Path, library: str) -> None:
+        self._folder, self.faults = folder, 0
+        plain = folder / "deaths.json"
+        self._all: dict[str, Rows] = json.loads(plain.read_text()) if plain.exists() else {}
+        self._mine = self._all.setdefault(library, {"deaths": [], "faults": []})
+        self._origin = {"commit": commit(), "cores": os.cpu_count()}
+
+    def add(self, kind: str, row: dict[str, Any]) -> None:
+        """Add a row; the files are written anew each time."""
+        self.faults += len(row["faults"])
+        rows = {_key(old): old for old in self._mine[kind]}
+        rows[_key(row)] = {**row, **self._origin}
+        self._mine[kind] = list(rows.values())
+        write_json(self._folder / "deaths.json", self._all, allow_nan=True)
+        (self._folder / "deaths.md").write_text(markdown(self._all))
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["fault"],) if "fault" in row else (row["way"], row["place"])
+
+
+def markdown(everything: dict[str, Rows]) -> str:
+    """The report for people."""
+    lines = [HEAD]
+    for library, told in everything.items():
+        rows = [*told["deaths"], *told["faults"]]
+        lines += [f"## {library}", "", _summary(rows), "", *_deaths(told["deaths"]), "", *_faults(told["faults"]), ""]
+    return "\n".join(lines)
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    good = sum(not row["faults"] for row in rows)
+    commits = ", ".join(sorted({(row["commit"]["sha"] or "unknown")[:10] for row in rows}))
+    return f"{good} of {len(rows)} as they should be; {max(row['cores'] for row in rows)} cores; commit {commits}."
+
+
+def _deaths(rows: list[dict[str, Any]]) -> Iterator[str]:
+    places = [place for place in PLACES if any(row["place"] == place for row in rows)]
+    yield f"| way | {' | '.join(places)} |"
+    yield "| --- |" + " --- |" * len(places)
+    for way in (way for way in WAYS if any(row["way"] == way for row in rows)):
+        cells = {row["place"]: _cell(row) for row in rows if row["way"] == way}
+        yield f"| {way} | {' | '.join(cells.get(place, '') for place in places)} |"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    wrong = f" **{', '.join(row['faults'])}**" if row["faults"] else ""
+    return f"{row['seconds']:.1f} (≤ {row['bound']:.0f}){wrong}"
+
+
+def _faults(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| fault | smallest example found | launches | seconds | |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in rows:
+        cells = (row["fault"], row["minimum"], row["launches"], f"{row['seconds']:.0f}", ", ".join(row["faults"]) or "as expected")
+        yield f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,53 @@
+"""The faults that the kit is tried with: what each is called, and the smallest example of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+from kit import sut
+from kit.failing import SEARCH
+
+from sp_core.testing import given
+
+EXAMPLES = 100
+
+
+class Fault(NamedTuple):
+    """A fault that no rank dies of: the class of its failure, its smallest example, and what the report says of it."""
+
+    fault: str
+    name: str
+    minimum: str
+    told: str
+
+
+FAULTS = (
+    Fault("value", "AssertionError at", "nprocs=2, n=5, d=3", "AssertionError on rank 1 of 2"),
+    Fault("raise", "ValueError at kit/sut.py", "nprocs=2, n=7, d=1", "ValueError on rank 1 of 2: rank 1 refuses n=7"),
+    Fault("mismatch", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 0: Allgatherv(counts=(1, 0) of float64)"),
+    Fault("swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"),
+    Fault("root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(1 x float64, root=1)"),
+    Fault("skipped", "CollectiveMismatch", "nprocs=2, n=2, d=1", "rank 1: finished"),
+    Fault("skip", "SkipMismatch", "nprocs=2, n=7, d=1", "rank 1: skipped: Skipped at"),
+    Fault("leave", "SystemExit at kit/sut.py", "nprocs=2, n=7, d=1", "SystemExit on rank 1 of 2: 0"),
+)
+CRASHES = ("exit 0", "segv", "loop")
+"""Faults of which rank 1 dies, or hangs; the smallest example is the same for all."""
+CRASH_MINIMUM = "nprocs=2, n=7, d=1, seed=0"
+
+
+def average(fault: str) -> Callable[[], None]:
+    """A property of the system under test with one fault switched on."""
+
+    @given(n=st.integers(1, 40), d=st.integers(1, 8), seed=st.integers(0, 99), max_examples=None if fault else EXAMPLES)
+    def test_average(comm: Any, n: int, d: int, seed: int) -> None:
+        x = sut.rows(n, d, seed)
+        lengths = sut.split(n, comm.size)
+        start = sum(lengths[: comm.rank])
+        expected = sut.reference(x)[start : start + lengths[comm.rank]]
+        np.testing.assert_allclose(sut.attention(comm, x, fault), expected, rtol=1e-9, atol=1e-9)
+
+    return SEARCH(test_average) if fault else test_average

@@ -1,0 +1,94 @@
+"""What `nox -s deaths` looks at: a launch that ended as it should has no fault, and each thing that is missing is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deaths import faults, trial
+from deaths.report import Report
+from deaths.trial import AFTER, BEFORE, CASE, END, Death, judged, left
+from deaths.ways import PLACES, RAISED, SILENT, STUCK, WAYS
+from kit.faults import CRASHES, FAULTS
+
+KILLED = Death("SIGKILL", "inside", 1, 5)
+RAISING = Death("exception", "tear-down", 2, 1)
+EXAMPLE = f"example in flight: {CASE}::{END}\n  {END}(nprocs=3, n=5)\n"
+PRINTED = f"rank 1 died first: killed by SIGKILL; last place: in Allreduce\n{EXAMPLE}"
+JUNIT = f'<testsuite><testcase name="{BEFORE}"/><testcase name="{END}"><error/></testcase></testsuite>'
+
+
+def faults_of(folder: Path, death: Death = KILLED, code: int | None = 1, seconds: float = 3.0, **changes: str) -> list[str]:
+    """What is wrong with a launch that is made up."""
+    (folder / "junit.xml").write_text(changes.get("junit", JUNIT))
+    return judged(death, code, seconds, changes.get("printed", PRINTED), folder)
+
+
+def test_a_launch_that_ends_as_it_should_has_no_fault(tmp_path: Path) -> None:
+    assert faults_of(tmp_path) == []
+    text = f'{CASE}::{END}\nfailed on rank 2 of 3\n  File "case_death.py", line 5\n'
+    went_on = JUNIT.replace("</testsuite>", f'<testcase name="{AFTER}"/></testsuite>')
+    assert faults_of(tmp_path, RAISING, printed=text, junit=went_on) == []
+    assert faults_of(tmp_path, RAISING, printed=text) == ["the session did not go on"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("rank 1 died first", "rank 2 died first", "no rank"),
+        (f"{CASE}::{END}", "", "no test"),
+        ("nprocs=3, n=5", "", "no example"),
+        ("last place", "", "no stack"),
+    ],
+)
+def test_each_word_that_is_missing_is_a_fault(tmp_path: Path, old: str, new: str, fault: str) -> None:
+    assert faults_of(tmp_path, printed=PRINTED.replace(old, new)) == [fault]
+
+
+def test_each_way_to_end_badly_is_a_fault(tmp_path: Path) -> None:
+    assert faults_of(tmp_path, code=0) == ["exit code 0"]
+    assert faults_of(tmp_path, code=None) == ["it had to be shot"]
+    assert faults_of(tmp_path, seconds=KILLED.bound + 1) == ["21 s to the end"]
+    assert faults_of(tmp_path, seconds=float("nan")) == ["nan s to the end"]
+    assert faults_of(tmp_path, junit=JUNIT.replace("<error/>", "")) == ["the test is not red in the JUnit file"]
+    assert faults_of(tmp_path, junit=JUNIT.replace(BEFORE, "x")) == ["the test before is not in the JUnit file"]
+    (tmp_path / "junit.xml").unlink()
+    assert judged(KILLED, 1, 3.0, PRINTED, tmp_path) == ["no JUnit file"]
+
+
+def test_what_is_left_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "segment"
+    file.touch()
+    (tmp_path / "mapped-0").write_text(f"{file}\n{tmp_path / 'gone'}")
+    alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "SP_DEATH": "a mark"})
+    try:
+        assert sorted(left(tmp_path, "a mark")) == [f"{file} is left", f"process {alive.pid} is left"]
+    finally:
+        alive.communicate(b"\n", timeout=30)
+    assert list(left(tmp_path, "a mark")) == [f"{file} is left"]
+
+
+def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(tmp_path: Path) -> None:
+    for library, found in (("Open MPI", ()), ("MPICH", ("no rank",))):
+        report = Report(tmp_path, library)
+        report.add("deaths", trial.told(KILLED, trial.Seen(2.5, found, "")))
+        report.add("faults", {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []})
+        assert report.faults == len(found)
+    assert list(json.loads((tmp_path / "deaths.json").read_text())) == ["Open MPI", "MPICH"]
+    text = (tmp_path / "deaths.md").read_text()
+    assert "| SIGKILL | 2.5 (≤ 20) |" in text
+    assert "| SIGKILL | 2.5 (≤ 20) **no rank** |" in text
+    assert "| segv | n=7 | 5 | 40 | as expected |" in text
+
+
+def test_every_way_is_of_one_kind_and_every_fault_has_its_command() -> None:
+    assert set(SILENT) | set(RAISED) | set(STUCK) < set(WAYS)
+    assert len({*SILENT, *RAISED, *STUCK}) == len(SILENT) + len(RAISED) + len(STUCK)
+    assert {trial.drawn("abort", place, random.Random(place)).in_body for place in PLACES} == {True, False}
+    for fault in (*(one.fault for one in FAULTS), *CRASHES):
+        assert ("sp_core.testing.shrink_crash" in faults.command(fault)) == (fault in CRASHES)

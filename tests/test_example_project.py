@@ -1,0 +1,53 @@
+"""The example project passes, and a bug planted in it is found, with what its README shows."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.plugin import wanted
+
+pytestmark = pytest.mark.mpi_skip  # starts a session of its own
+
+PROJECT = Path(__file__).parent / "example_project"
+ROOT = PROJECT.parent.parent
+LOOP, SHORT = "range(comm.size - 1)", "range(min(comm.size - 1, 1))"
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the project's tests as its README says, ranks as threads."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *wanted(), *options],
+        cwd=folder,
+        env={**kept, "SP_PROFILE": "quick", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["every_rank_gets_the_sum", "its_backward_pass_is_itself", "ranks_that_disagree_are_told_so"])
+def test_the_project_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PROJECT))
+    vars(importlib.import_module("test_ring_sum"))[f"test_{name}"]()
+
+
+def test_a_planted_bug_is_found_and_looks_as_the_readme_says(tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    shutil.copytree(PROJECT, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (copy / "ring_sum.py").read_text()
+    assert text.count(LOOP) == 1
+    (copy / "ring_sum.py").write_text(text.replace(LOOP, SHORT))
+    result = run(copy, "-k", "every_rank_gets_the_sum")
+    assert result.returncode == 1, result.stdout
+    assert "@example(nprocs=3, n=1, seed=0)" in result.stdout
+    said = [line.strip() for line in (PROJECT / "README.md").read_text().partition(SHORT)[2].splitlines()[1:] if line.strip()]
+    assert len(said) > 5
+    assert [line for line in said if line not in result.stdout] == []

@@ -1,0 +1,178 @@
+"""The checked group of torch.distributed: it does what torch does, and ranks that disagree get an error, not a deadlock."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+
+from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
+from sp_core.testing import CheckedComm, CheckedGroup, given, spmd
+
+pytestmark = pytest.mark.mpi  # a process has one world of torch.distributed, so ranks cannot be threads
+SIZES = (2, 3, 4)
+
+
+@contextmanager
+def world(comm: Any) -> Iterator[None]:
+    """A world of torch.distributed over the ranks of a communicator."""
+    name = comm.bcast(tempfile.mkdtemp(prefix="sp_core-") if comm.rank == 0 else None)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{name}/store", comm.size), rank=comm.rank, world_size=comm.size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@given(nprocs=st.integers(1, 4), n=st.integers(0, 3), dtype=st.sampled_from([torch.float64, torch.int32]), max_examples=10)
+def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None:
+    p, rank = comm.size, comm.rank
+
+    def of(r: int, count: int = n) -> torch.Tensor:
+        return (torch.arange(count) + 100 * (r + 1)).to(dtype)
+
+    with world(comm), CheckedGroup() as group:
+        total, largest, at_all = of(rank), of(rank), of(rank)
+        group.all_reduce(total)
+        assert torch.equal(total, sum((of(r) for r in range(p)), torch.zeros(n, dtype=dtype)))
+        group.all_reduce(largest, dist.ReduceOp.MAX)
+        assert torch.equal(largest, of(p - 1))
+        group.broadcast(at_all, src=p - 1)
+        assert torch.equal(at_all, of(p - 1))
+
+        gathered, mine = torch.empty(p * n, dtype=dtype), torch.empty(n, dtype=dtype)
+        group.all_gather_into_tensor(gathered, of(rank))
+        assert torch.equal(gathered, torch.cat([of(r) for r in range(p)]))
+        group.reduce_scatter_tensor(mine, gathered)
+        assert torch.equal(mine, of(rank) * p)
+
+        # rank i sends (i + j) % 3 numbers to rank j
+        sends, receives = [(rank + j) % 3 for j in range(p)], [(i + rank) % 3 for i in range(p)]
+        came = torch.empty(sum(receives), dtype=dtype)
+        group.all_to_all_single(came, torch.cat([of(10 * rank + j, sends[j]) for j in range(p)]), receives, sends)
+        assert torch.equal(came, torch.cat([of(10 * i + rank, receives[i]) for i in range(p)]))
+
+        group.barrier()
+        if p > 1:
+            pass_along(group, of(rank), of(0))
+
+
+def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
+    """Rank 0's tensor goes to the last rank; the others look on."""
+    last = group.size - 1
+    if group.rank == 0:
+        group.send(mine, dst=last)
+    elif group.rank == last:
+        group.recv(mine, src=0)
+        assert torch.equal(mine, first)
+    else:
+        group.stand_by()
+
+
+FAULTS = {
+    "size": (lambda group, odd: group.all_reduce(torch.zeros(3 if odd else 2)), "all_reduce(3 x float32 on cpu, op=SUM) on group"),
+    "dtype": (
+        lambda group, odd: group.broadcast(torch.zeros(2, dtype=[torch.float, torch.int][odd]), 0),
+        "2 x int32 on cpu, src=0",
+    ),
+    "root": (lambda group, odd: group.broadcast(torch.zeros(2), int(odd)), "broadcast(2 x float32 on cpu, src=1)"),
+    "reduction": (
+        lambda group, odd: group.all_reduce(torch.zeros(2), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][odd]),
+        "op=MAX",
+    ),
+    "call": (lambda group, odd: group.barrier() if odd else group.all_reduce(torch.zeros(2)), "barrier() on group"),
+    "left": (lambda group, odd: None if odd else group.barrier(), "finished"),
+    "all send": (lambda group, odd: group.send(torch.zeros(2), (group.rank + 1) % group.size), "which does not expect them"),
+    "split": (
+        lambda group, odd: group.all_to_all_single(
+            torch.zeros(2 * group.size), torch.zeros(2 * group.size + odd), None, [2 + odd, *[2] * (group.size - 1)]
+        ),
+        "sends 12 bytes to rank 0, which does not expect them",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ranks_that_disagree_all_get_an_error_and_the_group_still_works(fault: str) -> None:
+    call, said = FAULTS[fault]
+
+    @spmd(*SIZES)
+    def body(comm: Any) -> None:
+        with world(comm):
+            odd = comm.rank == comm.size - 1
+            with pytest.raises((CollectiveMismatch, PeerFailed)) as caught, CheckedGroup() as group:
+                call(group, odd)
+            texts = comm.allgather(str(caught.value))
+            assert said in texts[0]
+            assert fault == "left" or len({text.partition("\n")[0] for text in texts}) == 1
+            with CheckedGroup() as group:
+                pass_along(group, torch.full((2,), float(comm.rank)), torch.zeros(2))
+
+    body()
+
+
+def test_a_rank_that_fails_wakes_the_others() -> None:
+    def leave(rank: int) -> None:
+        with CheckedGroup() as group:
+            group.barrier()
+            if rank == 1:
+                raise LookupError("only here")
+            group.barrier()
+
+    @spmd(*SIZES)
+    def body(comm: Any) -> None:
+        with world(comm):
+            with pytest.raises(LookupError if comm.rank == 1 else PeerFailed) as caught:
+                leave(comm.rank)
+            assert comm.rank == 1 or "rank 1: failed: LookupError" in str(caught.value)
+
+    body()
+
+
+def test_a_rank_whose_own_tensors_do_not_fit_says_so() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        with world(comm):
+            with pytest.raises(ValueError, match="do not fit"), CheckedGroup() as group:
+                group.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
+            with pytest.raises(ValueError, match="not contiguous"), CheckedGroup() as group:
+                group.all_reduce(torch.zeros(4, 4).T)
+
+    body()
+
+
+def test_without_a_world_there_is_no_group() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        CheckedGroup()
+
+
+def test_a_checked_communicator_of_ones_own_ends_with_its_block() -> None:
+    from mpi4py import MPI
+
+    world_of_mpi, last = MPI.COMM_WORLD, MPI.COMM_WORLD.size - 1
+
+    def leave() -> None:
+        with CheckedComm(world_of_mpi) as comm:
+            comm.Dup().Barrier()
+            if comm.rank == last:
+                raise LookupError("only here")
+            comm.Barrier()
+
+    with pytest.raises(LookupError if world_of_mpi.rank == last else PeerFailed) as caught:
+        leave()
+    assert world_of_mpi.rank == last or f"rank {last}: failed: LookupError" in str(caught.value)
+    with CheckedComm(world_of_mpi) as comm:
+        assert comm.allgather(comm.rank) == list(range(comm.size))
+    with pytest.raises(RankError, match="freed"):
+        comm.Barrier()

@@ -1,0 +1,163 @@
+"""An engine outside the launch: an example that ends its launch is shrunk; and what is kept of a launch that is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from kit.failing import failure_of
+
+from sp_core.testing import feed, given, salvage, session, shrink_crash, watchdog
+from sp_core.testing.outcome import FINISHED
+from sp_core.testing.plan import Example, Result
+from sp_core.testing.remarks import Remarks
+from sp_core.testing.shrink_crash import Jobs, Lost
+
+pytestmark = pytest.mark.mpi_skip
+
+
+class MadeUp:
+    """A launch that starts nothing, and does not outlive what its test cannot stand."""
+
+    started: int
+    asked: list[str]
+
+    def __init__(self, ranks: int, test: str, options: Any) -> None:
+        type(self).started += 1
+
+    def ask(self, example: Example) -> Result:
+        self.asked.append(str(example))
+        if len(example.ranks) > 1 and example.values["n"] >= 7:
+            raise Lost("rank 1 died first: killed by SIGSEGV", 1)
+        return Result([FINISHED] * len(example.ranks), Remarks())
+
+    def close(self, patience: float = 0.0) -> None: ...
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    monkeypatch.setattr(shrink_crash, "Job", MadeUp)
+    monkeypatch.setattr(MadeUp, "started", 0, raising=False)
+    monkeypatch.setattr(MadeUp, "asked", [], raising=False)
+    made = Jobs(4, [])
+    monkeypatch.setattr(session.current, "attempt", made.attempt)
+    monkeypatch.setattr(session.current, "ranks", 4)
+    return made
+
+
+@given(n=st.integers(0, 100), d=st.integers(0, 9))
+def crashes(comm: Any, n: int, d: int) -> None:
+    raise AssertionError("no example is run in this process")
+
+
+def test_an_example_that_a_launch_dies_of_is_shrunk(jobs: Jobs) -> None:
+    text = failure_of(crashes)
+    assert "RankFailure[RankCrashed]" in text
+    assert "RankCrashed on rank 1 of 2: rank 1 died first: killed by SIGSEGV" in text
+    assert "to keep this example: @example(nprocs=2, n=7, d=0)" in text
+    assert len(MadeUp.asked) == len(set(MadeUp.asked))
+    assert jobs.launches == MadeUp.started in (jobs.lost, jobs.lost + 1)
+
+
+def test_only_so_many_launches_are_lost(jobs: Jobs) -> None:
+    jobs._most = 2
+    assert "RankFailure[RankCrashed]" in failure_of(crashes)
+    assert jobs.lost == 2
+
+
+def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watchdog.RUN_DIR, str(tmp_path))
+    assert feed.plan() is None
+    results, listener = [], feed.listen(tmp_path)
+
+    def engine() -> None:
+        client, _ = listener.accept()
+        with feed.Connection(client.detach()) as connection:
+            for n in range(3):
+                connection.send(Example((0, 1), {"n": n}))
+                results.append(connection.recv().outcomes)
+
+    other = threading.Thread(target=engine)
+    other.start()
+    plan, seen = feed.plan(), []
+
+    def attempt(example: Example) -> Result:
+        seen.append(str(example))
+        return Result([FINISHED], Remarks())
+
+    assert plan is not None
+    plan.run(SimpleNamespace(), attempt)
+    other.join(30)
+    listener.close()
+    assert seen == [f"nprocs=2, n={n}" for n in range(3)]
+    assert results == [[FINISHED]] * 3
+
+
+def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
+    ledger = salvage.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
+    for name, phases in {"a": ["passed"] * 3, "b": ["passed", "failed", "passed"], "c": ["passed", "passed", "failed"]}.items():
+        ledger.start(f"tests/test_x.py::{name}")
+        for when, outcome in zip(("setup", "call", "teardown"), phases, strict=True):
+            ledger.add(f"tests/test_x.py::{name}", when, outcome, 0.5, f"it is \x1b {outcome}" if outcome == "failed" else "")
+        ledger.end(f"tests/test_x.py::{name}")
+    ledger.start("tests/test_x.py::TestC::d")
+    ledger.add("tests/test_x.py::TestC::d", "setup", "passed", 0.5, "")
+    with (tmp_path / salvage.FILE).open("a") as file:
+        file.write('{"test": "tests/test_x.py::e"')  # the last thing that the rank did
+    lines = salvage.told(tmp_path)
+    assert lines[0] == "tests that had ended: 1 passed, 1 failed, 1 error"
+    assert lines[-1] == "test under way: tests/test_x.py::TestC::d"
+    file_written = salvage.write_junit(tmp_path, "rank 1 died first")
+    assert file_written is not None
+    (suite,) = ET.parse(file_written).getroot()
+    assert suite.get("name") == "a suite"
+    counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    found = {(case.get("classname"), case.get("name")): [bad.tag for bad in case] for case in suite}
+    assert found == {
+        ("tests.test_x", "a"): [],
+        ("tests.test_x", "b"): ["failure"],
+        ("tests.test_x", "c"): ["error"],
+        ("tests.test_x.TestC", "d"): ["error"],
+    }
+    assert "rank 1 died first" in ET.tostring(suite, encoding="unicode")
+
+
+def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
+    assert salvage.told(tmp_path) == []
+    assert salvage.write_junit(tmp_path, "") is None
+    salvage.Ledger(tmp_path, None)
+    assert salvage.write_junit(tmp_path, "") is None
+
+
+def test_no_example_is_blamed_for_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink_crash, "Launch", lambda *a, output, **k: Gone(output))
+    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
+    try:
+        with pytest.raises(shrink_crash.NotStarted, match="no such test"):
+            job.ask(Example((0, 1), {}))
+    finally:
+        job.close()
+
+
+class Gone:
+    """A launch that has ended at once."""
+
+    def __init__(self, output: int) -> None:
+        os.write(output, b"no such test")
+        self.process = SimpleNamespace(poll=lambda: 4, returncode=4)
+        self.deaths = SimpleNamespace(first=lambda: None)
+
+    def trouble(self, seconds: float) -> str:
+        return ""
+
+    def report(self, reason: str) -> str:
+        return reason
+
+    def end(self) -> None: ...
