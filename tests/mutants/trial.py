@@ -20,9 +20,9 @@ from mutants.catalogue import ROOT, Mutant, Stale
 
 COPIED = ("sp_core", "tests", "benchmarks", "pyproject.toml", "README.md")
 ELSEWHERE = (
-    *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history", "layout"),
-    *("kit_*", "llama_command", "mutants*", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*", "slurm", "trace"),
-    "workflows",
+    *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history"),
+    *("kit_*", "layout", "llama_command", "mutants*", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*"),
+    *("slurm", "trace", "workflows"),
 )
 """Tests of benchmarks, commands, CI and the kit itself: `test_*.py` that say nothing about a fault of the library."""
 
