@@ -18,7 +18,7 @@ from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES, hybrid_attention
 from sp_core.schemes.hybrid import groups_of
 from sp_core.sharding import Sharding
-from sp_core.transport import MESSAGES, NAMES
+from sp_core.transport import MAY_BE_REFUSED, MESSAGES, NAMES
 
 SHAPE = {"batch": 1, "seq": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32}
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -56,6 +56,7 @@ def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> lis
         for scheme in (*SCHEMES, HYBRID)
         if (mesh := mesh_of(scheme, ranks)) is not None
         for transport in NAMES[device]
+        if transport not in MAY_BE_REFUSED
         for layout in (LAYOUTS if transport in MESSAGES[device] else LAYOUTS[1:2])
         for mask in MASKS
         for direction in DIRECTIONS

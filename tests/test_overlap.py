@@ -98,6 +98,9 @@ class Listening:
         self._log = log
         self.handles: list[Numbered] = []
 
+    def close(self, *, together: bool) -> None:
+        self._inner.close(together=together)
+
     def _started(self, handle: Handle) -> Handle:
         self.handles.append(Numbered(handle, len(self.handles)))
         self._log.append(("start", self.handles[-1].number))

@@ -149,6 +149,10 @@ def until(ticket: Ticket) -> Steps[list[Any]]:
     return got
 
 
+def _nothing() -> None:
+    """A promise that has been kept."""
+
+
 class Lockstep:
     """One rank's side of the protocol on one communicator."""
 
@@ -158,8 +162,8 @@ class Lockstep:
         # a round begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to its memory
         self._open: tuple[Ticket, object] | None = None
         self._sharing: Ticket | None = None
-        self._then: Callable[[], Any] = lambda: None
-        self._promised: Callable[[], Any] = lambda: None  # to all peers, and not yet done
+        self._then: Callable[[], Any] = _nothing
+        self._promised: Callable[[], Any] = _nothing  # to all peers, and not yet done
 
     def call(self, call: Call, then: Callable[[], Any] = lambda: None) -> Any:
         """Do what is announced as soon as every rank is about to do it; raise `PeerFailed` or `CollectiveMismatch` when one is not.
@@ -197,7 +201,7 @@ class Lockstep:
                 return list(details) if details else [Outcome(record.kind) for record in records]
 
     def _keep_word(self) -> Any:
-        promised, self._promised = self._promised, lambda: None
+        promised, self._promised = self._promised, _nothing
         return promised()
 
     def _calling(self, call: Call, what: str) -> Steps[None]:
@@ -223,7 +227,7 @@ class Lockstep:
         records = yield from until(ticket)
         decision = decide(records)
         if decision is Decision.GO:
-            self._promised = self._then
+            self._promised, self._then = self._then, _nothing  # not kept longer: it holds the memory that it sends
         details: list[Any] = []
         if needs_details(decision, records):
             self._sharing = self._sharing or self.carrier.share(detail)

@@ -184,7 +184,8 @@ class _Work:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().view(torch.uint8)
+    flat = x.detach().as_strided((x.numel(),), (1,))  # a vector of one element may have any stride
+    return flat.view(torch.uint8)
 
 
 def _sorted(messages: Messages) -> list[tuple[int, Tensor]]:
