@@ -1,6 +1,6 @@
 """AllGather between ranks that share a GPU: naive, staged, pipelined, device memory (ipc), and an MPI that reads it.
 
-Exit code: 0 whatever the times, 1 if a result was wrong or a launch failed.
+Exit code: 0 whatever the times, 1 if a result was wrong or a launch failed, 2 for ranks that are no numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.files import write_json
 from benchmarks.gpu_table.rows import rows, slicing
-from benchmarks.launching import ROOT, Launch, commit, failure, tail, watch
+from benchmarks.launching import ROOT, Launch, commit, failure, numbers_of_ranks, tail, watch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(console, json.loads(options.show.read_text()))
         return 0
     document: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "commit": commit(), "kind": options.device, "launches": []}
-    for ranks in map(int, options.ranks.split(",")):
+    try:
+        counts = numbers_of_ranks(options.ranks, ValueError)
+    except ValueError as error:
+        print(f"gpu_table: {error}", file=sys.stderr)
+        return 2
+    for ranks in counts:
         document["launches"].append(run_once(ranks, options.device, options.mib, options.timeout))
         write_json(options.out, document)
     show(console, document)

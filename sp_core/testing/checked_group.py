@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_core.testing.lockstep import Call, Lockstep, Message, Record, Steps, Ticket
-from sp_core.testing.mpi import packed, patiently, unpacked
+from sp_core.testing.mpi import drive, packed, unpacked
 from sp_core.testing.outcome import capture, raise_for_peers
 
 if TYPE_CHECKING:
@@ -82,18 +82,7 @@ class _GroupCarrier:
         return _Values(self._group, value)
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        result: list[T] = []
-
-        def ready() -> bool | None:
-            try:
-                next(steps)
-            except StopIteration as stop:
-                result.append(stop.value)
-                return True
-            return None
-
-        patiently(ready)
-        return result[0]
+        return drive(steps)
 
 
 class CheckedGroup:

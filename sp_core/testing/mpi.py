@@ -40,6 +40,23 @@ def patiently(ready: Callable[[], T | None]) -> T:
     return got
 
 
+def drive(steps: Steps[T], look: Callable[[], None] = lambda: None) -> T:
+    """Run steps to their end, sleeping in between; `look` is called after each that was not the last."""
+    result: list[T] = []
+
+    def ready() -> bool | None:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            result.append(stop.value)
+            return True
+        look()
+        return None
+
+    patiently(ready)
+    return result[0]
+
+
 def wait(request: Any) -> None:
     """Wait for an MPI request without keeping a core busy."""
     patiently(lambda: True if request.Test() else None)
@@ -117,21 +134,13 @@ class MpiCarrier:
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run steps to their end, sleeping in between."""
-        result: list[T] = []
         begin = time.monotonic()
 
-        def ready() -> bool | None:
-            try:
-                next(steps)
-            except StopIteration as stop:
-                result.append(stop.value)
-                return True
+        def look() -> None:
             if time.monotonic() - begin > AFTER_SECONDS:
                 self._stuck(what, ending)
-            return None
 
-        patiently(ready)
-        return result[0]
+        return drive(steps, look)
 
     def gather(self, value: object) -> list[Any]:
         """The value of every rank."""
