@@ -69,7 +69,7 @@ BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments so short that the vectors here have several."""
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", SEGMENT_BYTES)
+    monkeypatch.setattr(choice, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
 
 
 def poison(comm: sp.Communicator) -> None:

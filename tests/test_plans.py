@@ -70,7 +70,7 @@ def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY])
 def test_a_plan_makes_no_tensor(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(choice, "SEGMENT_BYTES", (256, 256))
 
     def body(comm: Any) -> tuple[int, int]:
         with sp.Mesh(comm, sp=comm.size) as mesh:

@@ -23,6 +23,7 @@ from sp_core.schedules import (
     cost,
     defaults,
     replay,
+    segment_length,
     show,
     verify,
 )
@@ -139,7 +140,7 @@ def ceil_log2(size: int) -> int:
 @pytest.mark.parametrize("size", range(2, 10))
 def test_costs_are_those_of_the_papers(size: int) -> None:
     """Even pieces of m elements of 4 bytes, n = P m in all: messages, bytes and steps of the rank that has most."""
-    m = 16
+    m = 16  # 4 segments
     n, logs, floor = size * m * 4, ceil_log2(size), size.bit_length() - 1
     core = 1 << floor
     folds = size != core
@@ -152,8 +153,8 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
         ("reduce_scatter", "segmented_ring"): (4 * (size - 1), gathered, 4 * (size - 1)),
         ("reduce_scatter", "pairwise"): (4 * (size - 1), gathered, 4 * (size - 1)),
         ("all_reduce", "ring"): (2 * (size - 1), 2 * gathered, 2 * (size - 1)),
-        ("all_reduce", "segmented_ring"): (8 * (size - 1), 2 * gathered, 8 * (size - 1)),
-        ("all_reduce", "pairwise"): (8 * (size - 1), 2 * gathered, 8 * (size - 1)),
+        ("all_reduce", "segmented_ring"): (6 * (size - 1), 2 * gathered, 6 * (size - 1)),
+        ("all_reduce", "pairwise"): (6 * (size - 1), 2 * gathered, 6 * (size - 1)),
         ("all_reduce", "recursive_doubling"): (floor + folds, (floor + folds) * n, floor + 2 * folds),
         ("all_reduce", "hierarchical"): (2 * (size - 1), 2 * gathered, size),
         ("all_reduce", "rabenseifner"): (2 * floor + folds, -1, 2 * floor + 2 * folds),
@@ -201,7 +202,15 @@ def test_scratch_is_small_where_there_are_segments(size: int) -> None:
         for program in schedule(op, algorithm, counts, segment=segment).programs:
             found = cost(program, torch.float32)
             assert found.scratch == segments * segment * 4, (op, algorithm)
-            assert found.largest <= segment * 4
+            assert found.largest == max(segment, counts[0] // 2 if op == "all_reduce" else 0) * 4
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size", "itemsize", "length"),
+    [(64, 2, 4, 1 << 16), (1 << 26, 2, 4, 1 << 19), (1 << 24, 2, 2, 1 << 18), (1 << 30, 4, 4, 1 << 19), (0, 3, 8, 1 << 15)],
+)
+def test_segments_are_a_sixteenth_of_a_piece_within_limits(nbytes: int, size: int, itemsize: int, length: int) -> None:
+    assert segment_length(nbytes // itemsize, size, itemsize) == length
 
 
 def test_a_picture() -> None:

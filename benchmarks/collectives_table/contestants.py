@@ -81,14 +81,15 @@ def library(field: Field) -> Runner | None:
     return Runner(calls[field.op], lambda: out)
 
 
-def plan(algorithm: str, dtype: torch.dtype = torch.float32) -> Maker:
-    """A plan of ours by an algorithm."""
+def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Maker:
+    """A plan of ours by an algorithm; on a tensor that lives in shared memory, if that is asked for."""
 
     def make(field: Field) -> Runner | None:
         if algorithm != "auto" and algorithm not in ALGORITHMS.get(field.op, ()):
             return None
         comm = field.mesh["all"]
         x = field.x.to(dtype)
+        x = in_shared_memory(x, field) if shared else x
         x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
         named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if field.op == "all_to_all" else {}
         made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **named)
@@ -97,6 +98,75 @@ def plan(algorithm: str, dtype: torch.dtype = torch.float32) -> Maker:
         return Runner(made.run, lambda: made.run().reshape(-1).float(), lambda: comm.counters[field.op].scratch)
 
     return make
+
+
+def in_shared_memory(x: Tensor, field: Field) -> Tensor:
+    """A copy of a tensor in memory that the ranks share."""
+    there = sp.shared_empty(x.shape, comm=field.mesh["all"], dtype=x.dtype)
+    there.copy_(x)
+    sp.fence(comm=field.mesh["all"])
+    return there
+
+
+def summed_in_place(field: Field) -> Runner | None:
+    """Our all-reduce of a tensor in shared memory that becomes the sum."""
+    if field.op != "all_reduce":
+        return None
+    comm = field.mesh["all"]
+    x = in_shared_memory(field.x, field)
+    made = sp.plan("all_reduce_", x, comm=comm, algorithm="window")
+
+    def result() -> Tensor:
+        x.copy_(field.x)
+        sp.fence(comm=comm)
+        found = made.run().clone()
+        sp.fence(comm=comm)
+        x.zero_()  # sums of sums would soon be infinite
+        sp.fence(comm=comm)
+        return found
+
+    return Runner(made.run, result, lambda: comm.counters["all_reduce"].scratch)
+
+
+def read_in_place(field: Field) -> Runner | None:
+    """A ring exchange in which nothing moves: the neighbour's tensor is read where it is, once all have arrived."""
+    if field.op != "shift":
+        return None
+    comm = field.mesh["all"]
+    mine = in_shared_memory(field.x, field)
+    theirs = sp.peer(mine, (comm.rank - 1) % comm.size, comm=comm)
+    return Runner(lambda: sp.fence(comm=comm), lambda: theirs)
+
+
+def barrier(field: Field) -> Runner:
+    """The library's barrier, which exchanges nothing; what is "in place" without it would be wrong."""
+    wanted = expected(field).float()
+    return Runner(field.world.Barrier, lambda: wanted)
+
+
+def memory_floor(field: Field) -> Runner | None:
+    """What a sum in place of two ranks does with memory: each adds up its half and copies the other's; nobody waits for anybody."""
+    if field.op != "all_reduce" or field.world.size != 2:
+        return None
+    comm, half, rank = field.mesh["all"], field.x.numel() // 2, field.world.rank
+    x = in_shared_memory(field.x, field)
+    mine, theirs = x.numpy(), sp.peer(x, 1 - rank, comm=comm).numpy()
+    own, other = (slice(0, half), slice(half, None))[:: 1 if rank == 0 else -1]
+
+    def call() -> None:
+        np.add(mine[own], theirs[own], out=mine[own])
+        np.copyto(mine[other], theirs[other])
+
+    def result() -> Tensor:
+        found = torch.empty_like(x)
+        np.add(mine[own], theirs[own], out=found[own].numpy())
+        np.add(mine[other], theirs[other], out=found[other].numpy())
+        sp.fence(comm=comm)
+        x.zero_()  # sums of sums would soon be infinite
+        sp.fence(comm=comm)
+        return found
+
+    return Runner(call, result)
 
 
 def exchange(field: Field) -> Runner | None:
@@ -144,7 +214,12 @@ CONTESTANTS: dict[str, Maker] = {
     "recursive_doubling": plan("recursive_doubling"),
     "bruck": plan("bruck"),
     "binomial": plan("binomial"),
-    "window": plan("window"),
+    "window": plan("window", shared=True),
+    "window, staged": plan("window"),
+    "memory floor": memory_floor,
+    "window, in place": summed_in_place,
+    "read in place": read_in_place,
+    "barrier": barrier,
     "bf16 segmented_ring": plan("segmented_ring", torch.bfloat16),
     "exchange": exchange,
     "gloo": gloo,

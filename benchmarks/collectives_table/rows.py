@@ -10,8 +10,10 @@ from typing import Any
 from benchmarks.peers.ratios import Ratio, summarized
 
 KIB, MIB = 1 << 10, 1 << 20
-OURS = ("segmented_ring", "rabenseifner", "pairwise", "ring", "recursive_doubling", "bruck", "binomial", "exchange", "window")
-"""Contestants among which the quickest stands for us where a row names none."""
+OURS = ("segmented_ring", "rabenseifner", "pairwise", "ring", "recursive_doubling", "bruck", "binomial", "exchange")
+"""Contestants by messages, among which the quickest stands for us where a row names none."""
+WINDOW = (*OURS, "window, staged", "window")
+"""And those in shared memory, on an ordinary tensor and on one that lives there."""
 
 Heats = dict[str, dict[str, Any]]
 """What one launch found, by "op bytes": samples by contestant in seconds, round by round; scratch and errors likewise."""
@@ -46,23 +48,29 @@ class Row:
     error: float | None = None
 
 
-LARGE = (64 * MIB, 256 * MIB)
+LARGE, SHARED, SCATTERED = (64 * MIB, 256 * MIB), (64 * KIB, MIB, 4 * MIB, 16 * MIB), (256 * KIB, 4 * MIB, 64 * MIB)
+SMALL_SCRATCH = ("segmented_ring", "pairwise")
 MOVES = ("all_gather", "all_to_all", "broadcast", "reduce")
 ROWS = (
-    Row("all_reduce, large, scratch of 4 MiB", "all_reduce", LARGE, ("segmented_ring",), target=2.5, scratch=4 * MIB),
-    Row("the same, malloc tuned", "all_reduce", LARGE, ("segmented_ring",), target=0.95, malloc_tuned=True, scratch=4 * MIB),
-    Row("all_reduce in a window", "all_reduce", (64 * KIB, MIB, 4 * MIB, 16 * MIB), ("window",), target=2.0),
-    Row("reduce_scatter by messages", "reduce_scatter", (256 * KIB, 4 * MIB, 64 * MIB), OURS[:-1], target=2.5, only="Open MPI"),
-    Row("reduce_scatter by messages", "reduce_scatter", (256 * KIB, 4 * MIB, 64 * MIB), OURS[:-1], only="MPICH"),
-    Row("reduce_scatter in a window", "reduce_scatter", (256 * KIB, 4 * MIB, 64 * MIB), ("window",), target=4.0),
+    Row("all_reduce, large, scratch of 4 MiB", "all_reduce", LARGE, SMALL_SCRATCH, target=2.5, scratch=4 * MIB),
+    Row("the same, malloc tuned", "all_reduce", LARGE, SMALL_SCRATCH, target=0.95, malloc_tuned=True, scratch=4 * MIB),
+    Row("all_reduce in a window", "all_reduce", SHARED, ("window", "window, in place"), target=2.0),
+    Row("the same, of an ordinary tensor", "all_reduce", SHARED, ("window, staged",)),
+    Row("the memory floor over all_reduce", "all_reduce", (4 * MIB,), ("window, in place",), other="memory floor", target=0.9),
+    Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, target=2.5, only="Open MPI"),
+    Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, only="MPICH"),
+    Row("reduce_scatter in a window", "reduce_scatter", SCATTERED, ("window",), target=4.0),
+    Row("the same, of an ordinary tensor", "reduce_scatter", SCATTERED, ("window, staged",)),
     Row("ring exchange by messages", "shift", (MIB, 4 * MIB), ("exchange",)),
     Row("ring exchange in a window", "shift", (MIB, 4 * MIB), ("window",), target=3.0),
+    Row("the same, of an ordinary tensor", "shift", (MIB, 4 * MIB), ("window, staged",)),
+    Row("read in place, over a barrier", "shift", (KIB, MIB, 64 * MIB), ("read in place",), other="barrier", microseconds=2.0),
     Row("bf16 all_reduce against float32", "all_reduce", (16 * MIB, 64 * MIB), ("bf16 segmented_ring",), target=2.0, error=1.0),
     *(
-        Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), other="gloo", target=3.0)
+        Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=3.0)
         for op in ("all_reduce", "reduce_scatter")
     ),
-    *(Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), other="gloo", target=2.0) for op in MOVES),
+    *(Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=2.0) for op in MOVES),
     *(Row(f"Plan.run, {op}", op, (64,), ("plan of the library",), microseconds=2.0) for op in ("all_reduce", "all_gather")),
 )
 

@@ -75,7 +75,7 @@ def gloo(world: Intracomm, folder: Path) -> Iterator[None]:
 
 def run(world: Intracomm, folder: Path, kind: str) -> dict[str, Any]:
     """What one launch finds."""
-    with sp.Mesh(world, tuning="off", check="off", all=world.size) as mesh:
+    with sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh:
         record = {"kind": kind, "malloc_tuned": kind == "tuned", **facts(world, mesh.device, mesh["all"].transport.name)}
         if kind == "regret":
             found = regret.measure(world, mesh["all"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from sp_core.collectives.execution import BoundProgram, Once, Ready
 from sp_core.collectives.window import BoundWindow
 from sp_core.communicator import Communicator
-from sp_core.schedules import ALGORITHMS, SEGMENT_BYTES, Program, Task, program_of
+from sp_core.schedules import ALGORITHMS, SEGMENT_BYTES, Program, Task, program_of, segment_length
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Op, Transfer
 from sp_core.tuning import decide
@@ -79,7 +79,7 @@ def program_for(comm: Communicator, transfer: Transfer, algorithm: str, itemsize
         transfer.send,
         transfer.recv,
         transfer.root,
-        max(SEGMENT_BYTES // itemsize, 1),
+        segment_length(elements(transfer, comm.size), comm.size, itemsize, SEGMENT_BYTES),
         comm.nodes,
     )
     return program_of(task, algorithm)

@@ -15,6 +15,7 @@ from sp_core.schedules.table import (
     defaults,
     program_of,
     schedule_of,
+    segment_length,
 )
 from sp_core.schedules.window import in_window
 from sp_core.schedules.window_definition import SLOTS, Gather, InWindow, Place, WindowTask, widest_sum, window_cost
@@ -50,6 +51,7 @@ __all__ = [
     "program_of",
     "replay",
     "schedule_of",
+    "segment_length",
     "show",
     "verify",
     "wide_length",

@@ -32,6 +32,13 @@ class Cut:
         numbers = range(len(self.parts[0]))
         return tuple(tuple(numbers[first : first + self.depth]) for first in numbers[:: self.depth])
 
+    @property
+    def rounds(self) -> tuple[tuple[range, ...], ...]:
+        """By piece, the ranges in which it goes round where nothing is added: as many as may be under way."""
+        count = len(self.parts[0]) // self.depth
+        starts = range(0, len(self.parts[0]), count)
+        return tuple(tuple(range(piece[g].start, piece[g + count - 1].stop) for g in starts) for piece in self.parts)
+
 
 def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
     """Cut pieces of `counts` elements into segments of at most `segment`; into one where it is None or long enough.

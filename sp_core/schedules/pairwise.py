@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from sp_core.schedules.cutting import Cut, cut
 from sp_core.schedules.definition import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
+from sp_core.schedules.ring import gathered
 from sp_core.segments import split_sizes
 
 WINDOW = 4
@@ -38,10 +39,7 @@ def reduce_scatter(rank: int, counts: Sequence[int], segment: int | None = None)
 def all_reduce(rank: int, size: int, count: int, segment: int | None = None) -> Program:
     """Sums of all segments, then a ring."""
     parts = cut(split_sizes(count, size), segment)
-    steps = _sums(rank, parts, 0)
-    for k in range(size - 1):
-        for going, coming in zip(parts.parts[(rank - k) % size], parts.parts[(rank - k - 1) % size], strict=True):
-            steps.append(Step((Message((rank + 1) % size, out(going)),), (Message((rank - 1) % size, out(coming)),)))
+    steps = [*_sums(rank, parts, 0), *gathered(rank, parts)]
     return program(steps, parts.depth * (size - 1) * parts.longest, parts.depth)
 
 

@@ -16,10 +16,14 @@ All-reduce is one after the other. Bytes per rank: (P-1)/P n for each half, whic
 The addends of piece p are in the order p+1, p+2, ..., p of their ranks: rounding depends on the place in the vector, but all ranks
 get the same bits. A half type is rounded at every addition.
 
-With segments, two of them go round together, so that one travels while the other is added, and scratch is two segments:
+With segments, two of them go round together in the reduce-scatter, so that one travels while the other is added, and scratch is two
+segments:
 
     step       0   1   2   3   4   5   ...
     segment    0   1   0   1   0   1        each step posts its messages while those of the step before are under way
+
+Nothing is added in the all-gather, so each piece goes round in two halves. It begins when the last segment is summed: a sum that is
+sent at once would have to come out of the other core's cache, which is slower than memory where the cores share none.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009), section 4;
 segments: as `segmented ring` in Open MPI's coll/tuned.
@@ -27,15 +31,15 @@ segments: as `segmented ring` in Open MPI's coll/tuned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from sp_core.schedules.cutting import cut
+from sp_core.schedules.cutting import Cut, cut
 from sp_core.schedules.definition import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
 from sp_core.segments import split_sizes
 
 
 def all_reduce(rank: int, size: int, count: int, segment: int | None = None) -> Program:
-    """Reduce-scatter into OUT, then all-gather, for one group of segments after the other."""
+    """Reduce-scatter into OUT, for one group of segments after the other, then all-gather."""
     if size == 1:
         return program([Step(then=(copy(inp(range(count)), out(range(count))),))])
     parts = cut(split_sizes(count, size), segment)
@@ -49,11 +53,15 @@ def all_reduce(rank: int, size: int, count: int, segment: int | None = None) -> 
                 sent = out(going) if k else inp(going)
                 summed = Combine(out(coming), (landed, inp(coming)))
                 steps.append(Step((Message(right, sent),), (Message(left, landed),), (summed,)))
-        for k in range(size - 1):
-            for g in group:
-                going, coming = parts.parts[(rank - k) % size][g], parts.parts[(rank - k - 1) % size][g]
-                steps.append(Step((Message(right, out(going)),), (Message(left, out(coming)),)))
-    return program(steps, parts.depth * parts.longest, parts.depth)
+    return program([*steps, *gathered(rank, parts)], parts.depth * parts.longest, parts.depth)
+
+
+def gathered(rank: int, parts: Cut) -> Iterator[Step]:
+    """The all-gather of pieces in OUT, of which each rank has its own."""
+    size = len(parts.rounds)
+    for k in range(size - 1):
+        for going, coming in zip(parts.rounds[(rank - k) % size], parts.rounds[(rank - k - 1) % size], strict=True):
+            yield Step((Message((rank + 1) % size, out(going)),), (Message((rank - 1) % size, out(coming)),))
 
 
 def reduce_scatter(rank: int, counts: Sequence[int], segment: int | None = None) -> Program:

@@ -74,8 +74,11 @@ SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
 """What `algorithm=` may say, by collective."""
 
-SEGMENT_BYTES = 1 << 18
-"""Bytes per segment: a few segments stay in a core's cache while one of them is added and another travels."""
+SEGMENTS = 16
+"""Into so many segments a piece is cut, which leaves a sixteenth of its time to the first one, that nothing else hides."""
+
+SEGMENT_BYTES = (1 << 18, 1 << 21)
+"""Bytes of the shortest segment, because each costs a message, and of the longest, because two of them are scratch."""
 
 IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms whose sums are bitwise those of a loop over the ranks."""
@@ -100,6 +103,12 @@ def schedule_of(
     size = len(send)
     tasks = [Task(op, rank, size, send[rank], recv[rank], root, segment, nodes) for rank in range(size)]
     return Schedule(op, send, recv, root, tuple(program_of(task, algorithm) for task in tasks))
+
+
+def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:
+    """Elements per segment of a vector of `count` that `size` ranks share out."""
+    shortest, longest = limits
+    return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
 
 
 def check_algorithm(op: str, algorithm: str) -> None:

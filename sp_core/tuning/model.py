@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from sp_core.schedules import SCHEDULED, SEGMENT_BYTES, Program, Step, Task, cost, program_of
+from sp_core.schedules import SCHEDULED, Program, Step, Task, cost, program_of, segment_length
 from sp_core.segments import split_sizes
 from sp_core.tuning.constants import Tuning
 
@@ -57,7 +57,7 @@ def even_task(op: str, rank: int, nodes: Nodes, count: int) -> Task:
         "broadcast": (whole, ()) if rank == 0 else ((), whole),
         "reduce": (whole, whole if rank == 0 else ()),
     }
-    return Task(op, rank, size, *sizes[op], segment=SEGMENT_BYTES // DTYPE.itemsize, nodes=nodes)
+    return Task(op, rank, size, *sizes[op], segment=segment_length(count, size, DTYPE.itemsize), nodes=nodes)
 
 
 def witnesses(size: int) -> list[int]:
