@@ -12,7 +12,8 @@ into the own slot, + adds up the own half, r reads the other's sum:
     all-gather, broadcast, shift      write the own piece; read the others'
     all-to-all                        write all pieces but the own; read those meant for the own rank
     reduce-scatter, reduce            the same, and add them up in the order of the ranks
-    all-reduce, short                 write everything; every rank adds up everything (one-shot)
+    all-reduce, short                 write everything; every rank adds up everything (one-shot); so too where two ranks read each
+                                      other's tensors in place, because two shots would read as much and write more
     all-reduce                        every rank adds up its part of a chunk and writes the sum; read the others' sums (two-shot)
 
 A tensor that itself lives in shared memory is not written into slots: one step in which all arrive, then the others read it where
@@ -39,6 +40,9 @@ from sp_core.segments import split_ranges
 ONE_SHOT_BYTES = 1 << 15
 """Bytes that a rank reads from others in an all-reduce in one shot at most; above that, adding up everything costs more than a
 second step. Measured on two cores."""
+
+IN_PLACE_BYTES = 1 << 20
+"""A chunk of a sum that goes through no slot: fewer steps, in which ranks wait for each other, are worth more there than a cache."""
 
 
 @lru_cache(maxsize=256)
@@ -157,16 +161,21 @@ def _reduce(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
 
 def one_shot(task: WindowTask) -> bool:
     """Whether every rank adds up everything."""
-    return not task.resident and task.count <= task.slot and task.count * task.itemsize * (task.size - 1) <= ONE_SHOT_BYTES
+    short = task.count * task.itemsize * (task.size - 1) <= ONE_SHOT_BYTES
+    if task.resident:
+        return not task.in_place and (short or task.size == 2)
+    return short and task.count <= task.slot
 
 
 def _all_reduce(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
     if one_shot(task):
         slot, whole = task.first % SLOTS * task.slot, range(task.count)
-        room = tmp(slot, task.count)
-        yield (Gather(room, (_own(task, inp(whole)),)),), (Gather(out(whole), tuple(Place(r, room) for r in range(task.size))),)
+        room = inp(whole) if task.resident else tmp(slot, task.count)
+        write = (Gather(room, (_own(task, inp(whole)),)),)
+        yield _stages(task, write, (Gather(out(whole), tuple(Place(r, room) for r in range(task.size))),))
         return
-    for slot, chunk in task.chunks(task.slot):
+    slotless = task.resident and task.in_place and task.size == 2
+    for slot, chunk in task.chunks(max(IN_PLACE_BYTES // task.itemsize, task.slot) if slotless else task.slot):
         yield _two_shot(task, slot, _cut(range(task.count), chunk))
 
 
