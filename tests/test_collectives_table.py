@@ -11,10 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
+import sp_core as sp
 from benchmarks.collectives_table import __main__ as program
-from benchmarks.collectives_table import regret, rows, tables
+from benchmarks.collectives_table import regret, rows, tables, worker
 from benchmarks.collectives_table.contestants import CONTESTANTS, error_of
 from benchmarks.collectives_table.rows import KIB, MIB, ROWS, Row, needed
+from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 
 FLAT = Curve(((1, 1e-9), (1 << 40, 1e-9)))
@@ -76,6 +78,21 @@ def test_every_contestant_that_a_row_names_is_there() -> None:
     assert named <= set(CONTESTANTS)
     assert all(row.target is None or row.microseconds is None for row in ROWS)
     assert set(needed(False)) | set(needed(True)) == {(row.op, nbytes) for row in ROWS for nbytes in row.nbytes}
+
+
+@pytest.mark.parametrize("op", sorted({row.op for row in ROWS}))
+def test_every_contestant_is_right_whatever_was_run_before(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a size at which a sum in place goes through several chunks. What calls another library needs processes, and stays away."""
+    monkeypatch.setattr(worker, "SHARE", 0.0)
+    names = [name for name in CONTESTANTS if name not in ("library", "exchange", "gloo")]
+
+    def body(world: Any) -> dict[str, Any]:
+        with sp.Mesh(world, transport="window", all=world.size) as mesh:
+            return worker.heat(world, mesh, op, 4 * MIB, names)
+
+    found = run_threads(2, body)[0]
+    assert {"plan of the library", "window", "window, staged"} <= set(found["samples"])
+    assert all(len(samples) >= worker.LEAST_ROUNDS for samples in found["samples"].values())
 
 
 def test_an_error_is_told_in_roundings() -> None:
