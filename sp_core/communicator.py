@@ -69,7 +69,10 @@ class Counters:
 
     def __getitem__(self, operation: str) -> Count:
         """The count of one operation, created at zero."""
-        return self._counts.setdefault(operation, Count())
+        count = self._counts.get(operation)  # asked in every call: `setdefault` would make a Count each time
+        if count is None:
+            count = self._counts[operation] = Count()
+        return count
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """All counts as plain numbers."""
@@ -209,7 +212,7 @@ class Communicator:
         if self.window is None:
             self._comm.Barrier()
         else:
-            self.wait(self.window.start(((), ()), "fence"), "control")
+            self.window.make(((), ()), "fence", self.poll)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start = time.perf_counter()

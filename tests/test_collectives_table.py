@@ -15,7 +15,7 @@ import sp_core as sp
 from benchmarks.collectives_table import __main__ as program
 from benchmarks.collectives_table import regret, rows, tables, worker
 from benchmarks.collectives_table.contestants import CONTESTANTS, error_of
-from benchmarks.collectives_table.rows import KIB, MIB, ROWS, Row, needed
+from benchmarks.collectives_table.rows import KIB, MIB, ROWS, Row, heat_of, heats
 from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 
@@ -27,7 +27,7 @@ def launch(other: float, ours: float, *, scratch: int = 0, error: float = 0.0, m
     """Eight rounds, our every round a little different."""
     samples = {"library": [other] * 8, "segmented_ring": [ours * (1 + 0.001 * place) for place in range(8)]}
     figures = {"scratch": dict.fromkeys(samples, scratch), "errors": dict.fromkeys(samples, error)}
-    heats = {f"all_reduce {64 * MIB}": {"samples": samples, **figures}}
+    heats = {heat_of(row, nbytes): {"samples": samples, **figures} for row in (RATIO, *ROWS[:2]) for nbytes in row.nbytes}
     return {"status": "ok", "malloc_tuned": malloc_tuned, "heats": heats}
 
 
@@ -77,7 +77,10 @@ def test_every_contestant_that_a_row_names_is_there() -> None:
     named = {name for row in ROWS for name in (row.other, *row.ours)}
     assert named <= set(CONTESTANTS)
     assert all(row.target is None or row.microseconds is None for row in ROWS)
-    assert set(needed(False)) | set(needed(True)) == {(row.op, nbytes) for row in ROWS for nbytes in row.nbytes}
+    for tuned in (False, True):
+        found = heats(tuned)
+        for row in (row for row in ROWS if row.malloc_tuned == tuned):
+            assert all(found[heat_of(row, nbytes)] == (row.op, nbytes, (row.other, *row.ours)) for nbytes in row.nbytes)
 
 
 @pytest.mark.parametrize("op", sorted({row.op for row in ROWS}))

@@ -16,7 +16,7 @@ WINDOW = (*OURS, "window, staged", "window")
 """And those in shared memory, on an ordinary tensor and on one that lives there."""
 
 Heats = dict[str, dict[str, Any]]
-"""What one launch found, by "op bytes": samples by contestant in seconds, round by round; scratch and errors likewise."""
+"""What one launch found, by heat: samples by contestant in seconds, round by round; scratch and errors likewise."""
 
 
 @dataclass(frozen=True)
@@ -103,27 +103,29 @@ class Line:
         return within and right and (value <= bound if self.row.microseconds is not None else value >= bound)
 
 
-def needed(malloc_tuned: bool) -> dict[tuple[str, int], list[str]]:
-    """The contestants of each heat of a launch."""
-    found: dict[tuple[str, int], list[str]] = {}
-    for row in ROWS:
-        for nbytes in row.nbytes if row.malloc_tuned == malloc_tuned else ():
-            heat = found.setdefault((row.op, nbytes), [])
-            heat += [name for name in (row.other, *row.ours) if name not in heat]
-    return found
+def heat_of(row: Row, nbytes: int) -> str:
+    """The name of the heat of a row at one size. Rows do not share heats: contestants push each other's tensors out of the caches, and
+    gloo's threads take processor time from whoever comes after them."""
+    return f"{row.what}, {row.op} {nbytes}"
+
+
+def heats(malloc_tuned: bool) -> dict[str, tuple[str, int, tuple[str, ...]]]:
+    """Collective, bytes and contestants of each heat of a launch."""
+    rows = [row for row in ROWS if row.malloc_tuned == malloc_tuned]
+    return {heat_of(row, nbytes): (row.op, nbytes, (row.other, *row.ours)) for row in rows for nbytes in row.nbytes}
 
 
 def lines(launches: Sequence[dict[str, Any]], mpi: str) -> Iterator[Line]:
     """All rows that are about an MPI, from its launches."""
     for row in ROWS:
         if row.only in ("", mpi):
-            heats = [launch["heats"] for launch in launches if launch["malloc_tuned"] == row.malloc_tuned]
-            yield from (_line(row, nbytes, heats) for nbytes in row.nbytes)
+            found = [launch["heats"] for launch in launches if launch["malloc_tuned"] == row.malloc_tuned]
+            yield from (_line(row, nbytes, found) for nbytes in row.nbytes)
 
 
 def _line(row: Row, nbytes: int, launches: Sequence[Heats]) -> Line:
     """One size of a row, over the rounds of all launches: two that took turns are compared round by round."""
-    heats = [heat for launch in launches if (heat := launch.get(f"{row.op} {nbytes}")) is not None]
+    heats = [heat for launch in launches if (heat := launch.get(heat_of(row, nbytes))) is not None]
     there = [name for name in row.ours if heats and all(name in heat["samples"] for heat in heats)]
     if not there or any(row.other not in heat["samples"] for heat in heats):
         return Line(row, nbytes, "", None, 0, 0.0)

@@ -11,7 +11,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,14 @@ import torch.distributed as dist
 import sp_core as sp
 from benchmarks.collectives_table import regret
 from benchmarks.collectives_table.contestants import CONTESTANTS, Field, Runner, error_of, expected
-from benchmarks.collectives_table.rows import needed
+from benchmarks.collectives_table.rows import heats
 from benchmarks.ranks import facts
 from sp_core.measuring import interleaved
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-SHARE = 0.4  # seconds for each heat, beside the least number of rounds
+SHARE = 0.3  # seconds for each heat, beside the least number of rounds
 LEAST_ROUNDS = 7
 EXACT = 2**-16  # of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own
 
@@ -38,7 +38,7 @@ class WrongResult(RuntimeError):
     """A contestant whose result is not the right one."""
 
 
-def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: list[str]) -> dict[str, Any]:
+def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: Iterable[str]) -> dict[str, Any]:
     """Check and time contestants."""
     count = nbytes // 4 // (world.size if op == "all_gather" else 1)
     x = torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).bfloat16().float()  # what bf16 is given too
@@ -78,14 +78,12 @@ def run(world: Intracomm, folder: Path, kind: str) -> dict[str, Any]:
     with sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh:
         record = {"kind": kind, "malloc_tuned": kind == "tuned", **facts(world, mesh.device, mesh["all"].transport.name)}
         if kind == "regret":
-            found = regret.measure(world, mesh["all"])
-            cases = regret.judged(found["bare"], found["samples"])
+            measured = regret.measure(world, mesh["all"])
+            cases = regret.judged(measured["bare"], measured["samples"])
             return {**record, "cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
         with gloo(world, folder) if kind == "default" else contextlib.nullcontext():
-            heats = {
-                f"{op} {nbytes}": heat(world, mesh, op, nbytes, names) for (op, nbytes), names in needed(kind == "tuned").items()
-            }
-        return {**record, "heats": heats}
+            found = {name: heat(world, mesh, *contest) for name, contest in heats(kind == "tuned").items()}
+        return {**record, "heats": found}
 
 
 def main(folder: Path, kind: str) -> None:

@@ -196,7 +196,8 @@ class AllToAll(FlatMap):
             tuple(part * kept * rest for part in self.concat_sizes),
             max(self.split_sizes) * max(self.concat_sizes) * rest,
         )
-        send, refresh = packed(rows.detach().split(list(self.split_sizes), 1))
+        pieces = rows.detach().split(list(self.split_sizes), 1)
+        send, refresh = flattened(rows) if mine == 1 else packed(pieces)  # of a single row the pieces lie one after the other
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
         return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)), refresh)
 

@@ -60,6 +60,7 @@ class BoundWindow:
         self._block = scratch.take(0)
         self._what = f"{transfer.op} in a window: {transfer.reduction}, {transfer.steps} x {self._like.dtype}, {transfer.root}"
         self._bound: dict[int, BoundSteps] = {}
+        self._name = transfer.op.value
 
     def start(self) -> Operation:
         """Begin a run. The memory must not be touched until it is complete."""
@@ -75,7 +76,7 @@ class BoundWindow:
         if first not in self._bound:
             self._bound[first] = self._bind(first)
         bound = self._bound[first]
-        count: Count = self._comm.counters[self._transfer.op.value]
+        count: Count = self._comm.counters[self._name]
         count.add(messages=bound.messages, bytes_sent=bound.bytes_read, scratch=bound.scratch)
         return bound.steps
 
