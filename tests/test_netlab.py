@@ -5,20 +5,37 @@ from __future__ import annotations
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sp_core as sp
 from benchmarks.netlab import __main__ as netlab
 from benchmarks.netlab import hosts, mpis
 from benchmarks.netlab.plan import Link, Plan
 from benchmarks.netlab.rows import SETTINGS, Row, rows
 from benchmarks.netlab.setting import Setting
 from benchmarks.netlab.switch import Wires
+from benchmarks.netlab.worker import check_all
 from benchmarks.peers.ratios import summarized
+from sp_core.schedules import ALGORITHMS
+from sp_core.testing import run_threads
 
 Commands = list[tuple[str, ...]]
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_what_hosts_check_is_what_they_have(library: bool) -> None:
+    """Hosts share no memory, and the model of a link carries no collective of the library."""
+
+    def body(world: Any) -> int:
+        with sp.Mesh(world, hosts=world.size, ranks=1) as mesh:
+            return check_all(mesh["hosts", "ranks"], library=library)
+
+    absent = ("window",) if library else ("window", "auto", "mpi")
+    assert set(run_threads(2, body)) == {sum(name not in absent for names in ALGORITHMS.values() for name in names)}
 
 
 @pytest.fixture

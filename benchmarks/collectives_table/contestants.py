@@ -145,28 +145,36 @@ def barrier(field: Field) -> Runner:
 
 
 def memory_floor(field: Field) -> Runner | None:
-    """What a sum in place of two ranks does with memory: each adds up its half and copies the other's; nobody waits for anybody."""
-    if field.op != "all_reduce" or field.world.size != 2:
+    """What a collective of two ranks in shared memory does with memory, while nobody waits for anybody: a sum in place adds up one half
+    and copies the other, a reduce-scatter adds up one, a ring exchange copies everything."""
+    if field.op not in ("all_reduce", "reduce_scatter", "shift") or field.world.size != 2:
         return None
     comm, half, rank = field.mesh["all"], field.x.numel() // 2, field.world.rank
     x = in_shared_memory(field.x, field)
     mine, theirs = x.numpy(), sp.peer(x, 1 - rank, comm=comm).numpy()
     own, other = (slice(0, half), slice(half, None))[:: 1 if rank == 0 else -1]
+    out = torch.zeros(field.received)
+    there = mine[own] if field.op == "all_reduce" else out.numpy()
 
     def call() -> None:
-        np.add(mine[own], theirs[own], out=mine[own])
-        np.copyto(mine[other], theirs[other])
+        if field.op == "shift":
+            np.copyto(there, theirs)
+            return
+        np.add(mine[own], theirs[own], out=there)
+        if field.op == "all_reduce":
+            np.copyto(mine[other], theirs[other])
 
     def result() -> Tensor:
+        if field.op != "all_reduce":
+            call()
+            return out
         x.copy_(field.x)
         sp.fence(comm=comm)
-        found = torch.empty_like(field.x)
-        np.add(mine[own], theirs[own], out=found[own].numpy())
-        np.add(mine[other], theirs[other], out=found[other].numpy())
+        np.add(mine, theirs, out=out.numpy())
         sp.fence(comm=comm)
         x.zero_()  # sums of sums would soon be infinite
         sp.fence(comm=comm)
-        return found
+        return out
 
     return Runner(call, result)
 

@@ -61,9 +61,11 @@ ROWS = (
     Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, only="MPICH"),
     Row("reduce_scatter in a window", "reduce_scatter", SCATTERED, ("window",), target=4.0),
     Row("the same, of an ordinary tensor", "reduce_scatter", SCATTERED, ("window, staged",)),
+    Row("the memory floor over reduce_scatter", "reduce_scatter", SCATTERED, ("window",), other="memory floor"),
     Row("ring exchange by messages", "shift", (MIB, 4 * MIB), ("exchange",)),
     Row("ring exchange in a window", "shift", (MIB, 4 * MIB), ("window",), target=3.0),
     Row("the same, of an ordinary tensor", "shift", (MIB, 4 * MIB), ("window, staged",)),
+    Row("the memory floor over ring exchange", "shift", (MIB, 4 * MIB), ("window",), other="memory floor"),
     Row("read in place, over a barrier", "shift", (KIB, MIB, 64 * MIB), ("read in place",), other="barrier", microseconds=2.0),
     Row("bf16 all_reduce against float32", "all_reduce", (16 * MIB, 64 * MIB), ("bf16 segmented_ring",), target=2.0, error=1.0),
     *(
