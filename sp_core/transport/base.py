@@ -76,17 +76,23 @@ class Done:
         return True
 
 
-SPINS = 200  # about the time of one small message; longer waits must not keep a core from the rank waited for
+SPIN_SECONDS = 2e-5
+"""About the time of one small message inside a node. A longer wait must not keep a core from the rank waited for: four ranks on two
+cores take a third longer over a link of a millisecond where they spin ten times as long."""
+YIELD_SECONDS = 2e-4
 PAUSE_SECONDS = 5e-5
 
 
 def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
     """Wait for a handle: spin, then yield, then sleep, with a call of `poll` in between."""
-    spins = 0
+    if handle.test():
+        return
+    start = time.perf_counter()
+    poll()
     while not handle.test():
         poll()
-        spins += 1
-        if spins > 2 * SPINS:
+        waited = time.perf_counter() - start
+        if waited > YIELD_SECONDS:
             time.sleep(PAUSE_SECONDS)
-        elif spins > SPINS:
+        elif waited > SPIN_SECONDS:
             os.sched_yield()
