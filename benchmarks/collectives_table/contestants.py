@@ -231,6 +231,8 @@ CONTESTANTS: dict[str, Maker] = {
     "read in place": read_in_place,
     "barrier": barrier,
     "bf16 segmented_ring": plan("segmented_ring", torch.bfloat16),
+    "bf16 ring": plan("ring", torch.bfloat16),
+    "bf16 window, staged": plan("window", torch.bfloat16),
     "exchange": exchange,
     "gloo": gloo,
 }
