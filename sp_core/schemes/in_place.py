@@ -6,8 +6,9 @@
                which lies there too, as soon as rank r - 1 has added its own in the step before
 
 No message, and no copy but the first one; none at all where k and v live in shared memory themselves (`Problem.resident`). Every
-sum has the addends of one that travels in messages, in the same order, so the bits are the same. Shapes: B batch, S sequence, K
-key/value heads, D head dim, P ranks.
+sum has the addends of one that travels in messages, in the same order, so the bits are the same. (Not those of AllGather-KV: its
+keys and values lie head by head here, token by token in messages, and a matrix product over other strides may round differently.)
+Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
