@@ -30,8 +30,7 @@ PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 def tests(session: nox.Session, mpi: str) -> None:
     """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
 
-    What does not depend on the MPI runs with the first one only. Ranks as threads draw fewer examples,
-    ranks of the second MPI fewest.
+    What does not depend on the MPI runs with the first one only; ranks of the second draw fewest examples.
     """
     session.notify("junit")
     _install(session, mpi, "-e", ".[test,bench]")
@@ -44,7 +43,8 @@ def tests(session: nox.Session, mpi: str) -> None:
     session.run(*threads, *session.posargs, env=single, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
-    session.run(*launch, *suite, *session.posargs, env=environment if mpi == MPIS[0] else {"SP_PROFILE": "brief", **environment})
+    profile = "quick" if mpi == MPIS[0] else "brief"
+    session.run(*launch, *suite, *session.posargs, env={**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", profile)})
 
 
 @nox.session

@@ -198,7 +198,6 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first:
 
 
 @starts_processes
-@pytest.mark.starts_mpi
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """One launch of the real thing: records, pytest-benchmark's file of rank 0 and no other, the table."""
     out = tmp_path / "bench.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, given, record_ratio, reference, spmd
+from sp_core.testing.once import contents, once
 from sp_core.testing.strategies import LAYOUTS, masks, seeds
 from sp_core.testing.tolerance import bound, check_close
 from sp_core.testing.ways import Way, every_way
@@ -73,7 +75,8 @@ class BlockProblem:
 
     def expected(self, x: Tensor, grad: Tensor, weights: dict[str, Tensor]) -> reference.BlockReference:
         mask = self.mask
-        return reference.transformer_block_grads(
+        compute = partial(
+            reference.transformer_block_grads,
             *(x, weights, grad),
             num_heads=self.kv_heads * self.group,
             norm=self.norm,
@@ -82,6 +85,7 @@ class BlockProblem:
             window=mask.window,
             documents=mask.documents,
         )
+        return once(("block", self, contents(x, grad, *weights.values())), compute)
 
 
 @st.composite

@@ -16,6 +16,7 @@ from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.testing import event, features, given, record_ratio, reference, spmd
+from sp_core.testing.once import contents, once
 from sp_core.testing.strategies import LAYOUTS
 from sp_core.testing.tolerance import bound, check_close
 from sp_core.testing.ways import Way, taken, ways
@@ -66,7 +67,8 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
     """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
-    values, scales = expected(case, tokens, left_out)
+    key = ("llama", case, contents(tokens), repr(left_out))
+    values, scales = once(key, lambda: expected(case, tokens, left_out))
     features({}, taken("llama", way))
     with mesh_of(comm, mesh, **way) as made:
         event(f"{made.axes}{', tp_sp' if tp_sp else ''}")

@@ -48,7 +48,6 @@ def command(name: str, folder: Path, *more: str) -> tuple[str, ...]:
     return sys.executable, "-m", "sp_core", name, "--model", str(folder), "--prompt", "def f(", *more
 
 
-@pytest.mark.starts_mpi
 def test_two_ranks_write_what_one_writes(folder: Path) -> None:
     options = ("--max-tokens", "12", "--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
     one = ran(*command("generate", folder, *options))

@@ -15,7 +15,7 @@ from benchmarks import launching, report, scaling
 from benchmarks.case import Case
 from sp_core.machine import cores
 
-pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
+pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = Case(ranks=2, hidden=64, heads=4, kv_heads=2, ffn=256, seq=48, batch=2)
@@ -187,6 +187,7 @@ def test_a_launch_that_fails_says_how(
     assert (told["status"], told["reason"]) == (status, reason)
 
 
+@pytest.mark.starts_mpi
 def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
     """Two launches of the real thing: everything that a run leaves behind is there and in order."""
     command = [sys.executable, "-m", "benchmarks.scaling", *TINY_OPTIONS, "--ranks", "1,3", "--causal", "--layout", "zigzag"]

@@ -109,6 +109,18 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
         check_attention("hybrid", scheme, problem, tokens.rank, tokens.size, mesh.device)
 
 
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["q", "k", "v"])
+@spmd(4)
+def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(comm: Any, needs: tuple[bool, ...]) -> None:
+    """Two queries and three keys over a grid of 2 x 2: one pair of ranks has as many queries as keys, the other has not."""
+    layouts, plain = ("contiguous", "contiguous"), (sp.Mask(), None, 1.0, "normal", "normal")
+    problem = AttentionProblem(1, 2, 3, 1, 1, 1, "float64", *layouts, *plain, needs, "plain", 0)
+    axes = ("ring", "ulysses")
+    with sp.Mesh(comm, device=device(), ring=2, ulysses=2) as mesh:
+        scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
+        check_attention("hybrid", scheme, problem, mesh[axes].rank, comm.size, mesh.device)
+
+
 @EVERY_SCHEME
 @spmd()
 def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:

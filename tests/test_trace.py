@@ -82,7 +82,6 @@ def test_an_offset_within_its_uncertainty_is_none(ahead: float, expected: float)
     assert clock._best(trips) == pytest.approx(expected)
 
 
-@pytest.mark.starts_mpi
 def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = ("--ranks", str(RANKS), "--seq", str(SEQ), "--hidden", str(HIDDEN), "--heads", "2", "--layout", "contiguous")
     assert main([*sizes, "--out", str(tmp_path / "trace.json")]) == 0, capfd.readouterr()

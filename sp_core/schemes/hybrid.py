@@ -84,6 +84,7 @@ def hybrid_attention(
         tuple(problem.sharding.local_len(rank) for rank in mine),
         tuple(problem.kv_sharding.local_len(rank) for rank in mine),
         *split_heads(q.shape[2], k.shape[2], mesh[ulysses].size),
+        alike=problem.sharding.lengths == problem.kv_sharding.lengths,
     )
     out, lse = exchange.run(q, k, v, partial(run_ring, problem=inner), return_lse=return_lse)
     return (out, lse) if return_lse else out

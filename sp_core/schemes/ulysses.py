@@ -100,6 +100,8 @@ class Exchange:
         lengths, kv_lengths: tokens of each rank.
         heads: query heads that each rank computes.
         kv_heads: for each rank, the key/value head of each of its key/value slots; one that several ranks read is in several.
+        alike: q, k and v go in one exchange, because every rank has as many queries as keys. In a hybrid that is every rank of the
+            whole grid: what goes together needs a gradient together, and the ranks of a ring must agree on which gradients travel.
     """
 
     comm: Communicator
@@ -107,12 +109,14 @@ class Exchange:
     kv_lengths: tuple[int, ...]
     heads: tuple[range, ...]
     kv_heads: tuple[tuple[int, ...], ...]
+    alike: bool
 
     @classmethod
     def of(cls, problem: Problem, num_heads: int, num_kv_heads: int) -> Exchange:
         """The exchange of a problem over all its ranks."""
         heads, kv_heads = split_heads(num_heads, num_kv_heads, problem.comm.size)
-        return cls(problem.comm, problem.sharding.lengths, problem.kv_sharding.lengths, heads, kv_heads)
+        lengths, kv_lengths = problem.sharding.lengths, problem.kv_sharding.lengths
+        return cls(problem.comm, lengths, kv_lengths, heads, kv_heads, alike=lengths == kv_lengths)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool) -> tuple[Tensor, Tensor]:
         """Exchange, attend, exchange back. Without `return_lse` the lse stays where it is and must not be used."""
@@ -126,10 +130,10 @@ class Exchange:
         return out, lse
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's heads of q, k and v for all tokens; in one exchange where the tokens are sharded alike."""
+        """This rank's heads of q, k and v for all tokens."""
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
-        if self.lengths == self.kv_lengths:
+        if self.alike:
             dealt = [
                 [*parts_of(0, queries), *parts_of(1, keys), *parts_of(2, keys)]
                 for queries, keys in zip(self.heads, self.kv_heads, strict=True)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_core.mask import plan_blocks
+from sp_core.mask import Mask, plan_blocks
+from sp_core.sharding import Sharding
 from sp_core.testing import reference
 from sp_core.testing.attention_features import attention_features, remainder
+from sp_core.testing.once import contents, once
 from sp_core.testing.reference import AttentionReference, GradientReference
 from sp_core.testing.remarks import features, record_ratio
 from sp_core.testing.strategies import AttentionProblem, placed
@@ -155,12 +158,15 @@ class Shards:
 
     def reference(self) -> AttentionReference:
         """The dense result of the whole sequence."""
-        return reference.attention(*self.whole, **self._definition())
+        definition = self._definition()
+        key = ("attention", repr(definition), contents(*self.whole))
+        return once(key, lambda: reference.attention(*self.whole, **definition))
 
     def reference_gradients(self) -> GradientReference:
         """The dense gradients of the whole sequence."""
-        grad_out, grad_lse = self.upstream
-        return reference.attention_grads(*self.whole, grad_out, grad_lse=grad_lse, **self._definition())
+        definition, (grad_out, grad_lse) = self._definition(), self.upstream
+        key = ("attention_grads", repr(definition), contents(*self.whole, grad_out, grad_lse))
+        return once(key, lambda: reference.attention_grads(*self.whole, grad_out, grad_lse=grad_lse, **definition))
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
         """This rank's part of every result as it should be, and by how much it may be off."""
@@ -175,11 +181,7 @@ class Shards:
 
     def partial_results(self) -> int:
         """Upper bound of the partial results that kernels round on the way to one element, on any rank."""
-        ranks = range(self.sharding.size)
-        blocks = [
-            plan_blocks(self.sharding.positions(i), self.kv_sharding.positions(j), self.problem.mask) for i in ranks for j in ranks
-        ]
-        return 1 + sum(map(len, blocks))
+        return _partial_results(self.sharding, self.kv_sharding, self.problem.mask)
 
     def _definition(self) -> dict[str, Any]:
         mask = self.problem.mask
@@ -201,3 +203,9 @@ class Shards:
     def _be_late(self, rank: int) -> None:
         if self.problem.late and rank % self.sharding.size == self.rank:
             time.sleep(LATE_SECONDS)
+
+
+@lru_cache(maxsize=64)
+def _partial_results(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> int:
+    ranks = range(sharding.size)
+    return 1 + sum(len(plan_blocks(sharding.positions(i), kv_sharding.positions(j), mask)) for i in ranks for j in ranks)
