@@ -145,8 +145,10 @@ def barrier(field: Field) -> Runner:
 
 
 def memory_floor(field: Field) -> Runner | None:
-    """What a collective of two ranks in shared memory does with memory, while nobody waits for anybody: a sum in place adds up one half
-    and copies the other, a reduce-scatter adds up one, a ring exchange copies everything."""
+    """What a collective of two ranks in shared memory does with memory, while nobody waits for anybody.
+
+    A sum in place adds up one half and copies the other, a reduce-scatter adds up one, a ring exchange copies everything.
+    """
     if field.op not in ("all_reduce", "reduce_scatter", "shift") or field.world.size != 2:
         return None
     comm, half, rank = field.mesh["all"], field.x.numel() // 2, field.world.rank

@@ -107,8 +107,11 @@ class Line:
 
 
 def heat_of(row: Row, nbytes: int) -> str:
-    """The name of the heat of a row at one size. Rows do not share heats: contestants push each other's tensors out of the caches, and
-    gloo's threads take processor time from whoever comes after them."""
+    """The name of the heat of a row at one size.
+
+    Rows do not share heats: contestants push each other's tensors out of the caches, and gloo's threads take processor time from
+    whoever comes after them.
+    """
     return f"{row.what}, {row.op} {nbytes}"
 
 
