@@ -42,7 +42,7 @@ ONE_SHOT_BYTES = 1 << 15
 second step. Measured on two cores."""
 
 IN_PLACE_BYTES = 1 << 20
-"""A chunk of a sum that goes through no slot: there fewer steps, in which ranks wait for each other, are worth more than a cache."""
+"""A chunk of a sum that goes through no slot: there fewer steps, in which ranks wait for each other, count more than a cache."""
 
 
 @lru_cache(maxsize=256)
