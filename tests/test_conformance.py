@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conformance import __main__ as program
 from conformance import flash_standin, launching, report
 from conformance.adapters import ours
 from conformance.capabilities import CAPABILITIES, Needs, Posed, posed, problems, told
@@ -290,3 +291,8 @@ def test_the_committed_report_says_what_its_data_say() -> None:
     wrong = [v for column in data["verdicts"].values() for v in column.values() if v["verdict"] == "wrong"]
     assert all(v["alone"].startswith("WRONG") for v in wrong)
     assert (HERE / "REPORT.png").stat().st_size > 10_000
+
+
+def test_what_was_not_tried_is_a_fault() -> None:
+    verdicts = {"a library": {"full": {"verdict": "wrong"}, "causal": {"verdict": "not tried"}, "window": {"verdict": "refused"}}}
+    assert program._faults(verdicts) == ["a library, causal: not tried"]

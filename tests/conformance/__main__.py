@@ -1,6 +1,7 @@
 """`nox -s conformance`: other libraries' attention under the laws of our schemes.
 
-Exits with 1 where our own schemes do not pass, a library is missing, or a wrong result is not shown by its script.
+Exits with 1 where our own schemes do not pass, a library is missing, a cell was not tried, or a wrong result is not shown by its
+script.
 """
 
 from __future__ import annotations
@@ -119,8 +120,13 @@ def _show_alone(libraries: Sequence[Library], verdicts: dict[str, Any], versions
 def _faults(verdicts: dict[str, Any]) -> list[str]:
     missing = (name for name, column in verdicts.items() if any(v["verdict"] == "not installed" for v in column.values()))
     faults = [f"{name} is not installed" for name in missing]
+    faults += [f"{name}, {cell}: not tried" for name, column in verdicts.items() for cell in column if _untried(column[cell])]
     ours = verdicts.get(OURS, {}).items()
     return faults + [f"{OURS}, {name}: {v['verdict']}" for name, v in ours if v["verdict"] not in ("pass", NOT_OFFERED)]
+
+
+def _untried(verdict: dict[str, Any]) -> bool:
+    return bool(verdict["verdict"] == "not tried")
 
 
 def _print_script(report: Path, name: str, capability: str) -> int:
