@@ -158,7 +158,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def collectives(session: nox.Session) -> None:
-    """Our collectives against the MPI library's and gloo's, and what "auto" loses, with both MPIs; `-- --help` lists arguments."""
+    """Our collectives against the MPI library's and gloo's, what "auto" loses, and `netlab`. Arguments, `-- --help`: without it."""
+    if not session.posargs:
+        session.notify("netlab")
     for mpi in MPIS:
         _install(session, mpi, "-e", ".[bench]")
         session.run("python", "-m", "benchmarks.collectives_table", *session.posargs, env=_environment(mpi))
@@ -219,9 +221,8 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
-    scripts = [ROOT / ".ci" / "run", *sorted((ROOT / "ci").rglob("*.sh")), *sorted((ROOT / "ci").rglob("*.sbatch"))]
-    scripts += sorted((ROOT / "benchmarks").rglob("*.sh"))
-    session.run("shellcheck", *(str(script.relative_to(ROOT)) for script in scripts))
+    scripts = (script for kind in ("ci/**/*.sh", "ci/**/*.sbatch", "benchmarks/**/*.sh") for script in sorted(ROOT.glob(kind)))
+    session.run("shellcheck", ".ci/run", *(str(script.relative_to(ROOT)) for script in scripts))
     session.notify("workflows")
 
 
@@ -230,8 +231,7 @@ def workflows(session: nox.Session) -> None:
     """What CI runs: no known weakness (zizmor), no word that GitHub does not know (check-jsonschema). `nox -s lint` runs it too."""
     session.install("-c", str(CONSTRAINTS), "zizmor", "check-jsonschema")
     session.run("zizmor", "--offline", "--persona", "pedantic", "--strict-collection", ".github")
-    files = sorted((ROOT / ".github" / "workflows").iterdir())
-    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *(str(file.relative_to(ROOT)) for file in files))
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, ROOT.glob(".github/workflows/*")))
 
 
 @nox.session
