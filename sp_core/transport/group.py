@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 from collections import defaultdict
@@ -24,8 +23,7 @@ LIMIT_SECONDS = 300
 
 LOOPBACK = "127.0.0.1"
 Offer = tuple[str, int, str]
-"""Where the store is, a path where there is no port, and what went wrong with it."""
-NOTHING: Offer = ("", 0, "")
+"""Where the store is, and what went wrong with it."""
 
 
 def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
@@ -40,8 +38,7 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
         The backend itself, as torch.distributed keeps it inside its groups.
 
     Communication:
-        Three exchanges of a few bytes; then the ranks connect through a store: gloo on one machine through a file without a name,
-        as `transport.shared` makes them; else through one of rank 0's that listens, whose address travels over MPI.
+        Three exchanges of a few bytes; then the ranks connect through a store on rank 0, whose address travels over MPI.
 
     Raises:
         DeviceError: on every rank: two ranks have one GPU, this torch has no such backend, or the ranks cannot connect.
@@ -49,22 +46,16 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
     if device.type == "cuda":
         refuse_shared_gpus(comm.allgather(f"GPU {torch.cuda.get_device_properties(device).uuid} of {platform.node()}"))
     near = together(comm)
-    quiet = near and device.type == "cpu" and hasattr(os, "memfd_create")
-    file = os.memfd_create("sp_core") if quiet and comm.rank == 0 else -1
-    group, limit = None, timedelta(seconds=seconds)
-    try:
-        store, offer = (None, NOTHING) if comm.rank else _offered(near, file)
-        host, port, problem = comm.bcast(offer)
-        if not problem:
-            try:
-                group = _connected(store or _store(host, port, comm.size), comm, device, near, limit)
-            except (RuntimeError, ImportError, OSError) as error:
-                problem = str(error).splitlines()[0]
-        told = comm.allgather(problem)  # from here on nobody needs the store any more
-    finally:
-        if file >= 0:
-            os.close(file)
-    problems = {rank: text for rank, text in enumerate(told) if text}
+    store, offer = _offered(near) if comm.rank == 0 else (None, ("", 0, ""))
+    host, port, problem = comm.bcast(offer)
+    group = None
+    if not problem:
+        try:
+            store = store or _store(host, port)
+            group = _connected(store, comm, device, near, timedelta(seconds=seconds))
+        except (RuntimeError, ImportError, OSError) as error:
+            problem = str(error).splitlines()[0]
+    problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if problems:
         rank, text = next(iter(problems.items()))
         raise DeviceError(
@@ -87,27 +78,20 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
         )
 
 
-def _offered(near: bool, file: int) -> tuple[Any, Offer]:
-    """A store, and where it is: in a file without a name, if there is one, else at an address.
-
-    A store that listens looks up the names of whoever connects, and waits for seconds where nobody knows names of this machine.
-    """
-    if file >= 0:
-        return None, (f"/proc/{os.getpid()}/fd/{file}", 0, "")
+def _offered(near: bool) -> tuple[Any, Offer]:
+    """A store, which listens to this machine only if all ranks are on it; and where it is."""
     try:
         listener = socket.create_server((LOOPBACK if near else "", 0))
         host, port = LOOPBACK if near else platform.node(), listener.getsockname()[1]
-        return _store(host, port, 0, listener.detach()), (host, port, "")
+        return _store(host, port, listener.detach()), (host, port, "")
     except (RuntimeError, ImportError, OSError) as error:
         return None, ("", 0, str(error).splitlines()[0])
 
 
-def _store(host: str, port: int, size: int, listening: int | None = None) -> Any:
-    """The store in a file, where there is no port, or at an address; the one that is there, or one that listens on a socket."""
-    from torch._C._distributed_c10d import FileStore, TCPStore
+def _store(host: str, port: int, listening: int | None = None) -> Any:
+    """The store at an address; the one that is there, or one that listens on a socket."""
+    from torch._C._distributed_c10d import TCPStore
 
-    if not port:
-        return FileStore(host, size)
     limit = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(host, port, None, listening is not None, limit, wait_for_workers=False, master_listen_fd=listening)
 
