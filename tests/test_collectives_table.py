@@ -23,12 +23,12 @@ FLAT = Curve(((1, 1e-9), (1 << 40, 1e-9)))
 BARE = Tuning({"host": "here"}, (0, 0), {"node": FLAT}, FLAT, FLAT)
 
 
-def launch(other: float, ours: float, *, scratch: int = 0, error: float = 0.0, malloc_tuned: bool = False) -> dict[str, Any]:
+def launch(other: float, ours: float, *, scratch: int = 0, error: float = 0.0, kind: str = "default") -> dict[str, Any]:
     """Eight rounds, our every round a little different."""
     samples = {"library": [other] * 8, "segmented_ring": [ours * (1 + 0.001 * place) for place in range(8)]}
     figures = {"scratch": dict.fromkeys(samples, scratch), "errors": dict.fromkeys(samples, error)}
     heats = {heat_of(row, nbytes): {"samples": samples, **figures} for row in (RATIO, *ROWS[:2]) for nbytes in row.nbytes}
-    return {"status": "ok", "malloc_tuned": malloc_tuned, "heats": heats}
+    return {"status": "ok", "kind": kind, "heats": heats}
 
 
 def judged(row: Row, *launches: dict[str, Any]) -> rows.Line:
@@ -66,8 +66,8 @@ def test_rounds_of_all_launches_count() -> None:
     assert line.mark == "not reached" + ", open" or line.value.median < 2.5
 
 
-def test_malloc_tuned_rows_are_judged_in_their_own_launches() -> None:
-    found = {line.row.what: line for line in rows.lines([launch(3.0, 1.0), launch(1.0, 1.1, malloc_tuned=True)], "MPICH")}
+def test_rows_of_a_kind_are_judged_in_launches_of_that_kind() -> None:
+    found = {line.row.what: line for line in rows.lines([launch(3.0, 1.0), launch(1.0, 1.1, kind="tuned")], "MPICH")}
     plain, tuned = found["all_reduce, large, scratch of 4 MiB"], found["the same, malloc tuned"]
     assert plain.nbytes == tuned.nbytes == 256 * MIB  # the last size, which these launches do not have
     assert {line.row.only for line in found.values()} <= {"", "MPICH"}
@@ -77,9 +77,10 @@ def test_every_contestant_that_a_row_names_is_there() -> None:
     named = {name for row in ROWS for name in (row.other, *row.ours)}
     assert named <= set(CONTESTANTS)
     assert all(row.target is None or row.microseconds is None for row in ROWS)
-    for tuned in (False, True):
-        found = heats(tuned)
-        for row in (row for row in ROWS if row.malloc_tuned == tuned):
+    assert {row.kind for row in ROWS} == set(program.KINDS) - {"regret"}
+    for kind in program.KINDS:
+        found = heats(kind)
+        for row in (row for row in ROWS if row.kind == kind):
             assert all(found[heat_of(row, nbytes)] == (row.op, nbytes, (row.other, *row.ours)) for nbytes in row.nbytes)
 
 
@@ -155,14 +156,15 @@ def test_what_is_shown() -> None:
     assert "all_reduce" in shown
 
 
-@pytest.mark.parametrize(("kind", "tuned"), [("default", False), ("tuned", True)])
-def test_a_launch_has_its_own_environment(kind: str, tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "own"), [("default", None), ("tuned", "GLIBC_TUNABLES"), ("huge", program.HUGE_PAGES)])
+def test_a_launch_has_its_own_environment(kind: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that yields while it waits is no fair opponent where every rank has a core."""
     monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "true")
+    monkeypatch.setenv(program.HUGE_PAGES, "0")
     monkeypatch.setattr(program, "cores", lambda: 2)
     before = dict(os.environ)
     with program._environment(kind):
-        assert ("GLIBC_TUNABLES" in os.environ) == tuned
+        assert [name for name in program.MEMORY if name in os.environ] == ([own] if own else [])
         assert "OMPI_MCA_mpi_yield_when_idle" not in os.environ
     assert dict(os.environ) == before
     monkeypatch.setattr(program, "cores", lambda: 1)

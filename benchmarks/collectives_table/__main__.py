@@ -26,9 +26,13 @@ from sp_core.testing import launch
 
 SCHEMA_VERSION = 1
 RANKS = 2
-KINDS = ("default", "tuned", "regret")
+KINDS = ("default", "tuned", "huge", "regret")
 YIELDS = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
 """What lets ranks share cores; where each has one of its own it makes a library's large messages several times slower."""
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Lets torch ask for huge pages, as NumPy does. A library that copies out of another process goes through its memory page by page."""
+MEMORY = ("GLIBC_TUNABLES", HUGE_PAGES)
 
 FOLDER = ROOT / "benchmarks" / "results"
 WIDTH = 150
@@ -78,22 +82,20 @@ def run_once(kind: str, timeout: float) -> dict[str, Any]:
         record = Path(name) / "record.json"
         found = json.loads(record.read_text()) if code == 0 and record.exists() else {}
     told = {"status": "ok"} if found else {"status": "failed", "reason": f"exit code {code}; what the ranks printed is above"}
-    return {"kind": kind, "malloc_tuned": kind == "tuned", "seconds": time.monotonic() - start, **told, **found}
+    return {"kind": kind, "seconds": time.monotonic() - start, **told, **found}
 
 
 @contextlib.contextmanager
 def _environment(kind: str) -> Iterator[None]:
     """That of the processes that start meanwhile; as it was afterwards."""
     before = dict(os.environ)
-    if cores() >= RANKS:
-        for name in YIELDS:
-            os.environ.pop(name, None)
-    if kind == "tuned":
-        os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
+    for name in (*MEMORY, *(YIELDS if cores() >= RANKS else ())):
+        os.environ.pop(name, None)
+    os.environ |= {"tuned": {"GLIBC_TUNABLES": KEEP_MEMORY}, "huge": {HUGE_PAGES: "1"}}.get(kind, {})
     try:
         yield
     finally:
-        for name in (*YIELDS, "GLIBC_TUNABLES"):
+        for name in (*YIELDS, *MEMORY):
             os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]

@@ -28,7 +28,8 @@ class Row:
         op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange) at each of which it must hold.
         ours, other: contestants; the quickest of `ours` counts.
         target: the other's time over ours, at least; None is told and not judged.
-        malloc_tuned: judged in launches in which the C library keeps what it is given back.
+        kind: of the launches in which it is judged: "default"; "tuned", in which the C library keeps what it is given back; "huge", in
+            which torch asks for huge pages.
         scratch: bytes that ours may use.
         only: the MPI that it is about; both where it is empty.
         microseconds: instead of a ratio, how much longer ours may take.
@@ -41,7 +42,7 @@ class Row:
     ours: tuple[str, ...] = OURS
     other: str = "library"
     target: float | None = None
-    malloc_tuned: bool = False
+    kind: str = "default"
     scratch: int | None = None
     only: str = ""
     microseconds: float | None = None
@@ -54,7 +55,8 @@ HALVED = ("bf16 segmented_ring", "bf16 ring", "bf16 window, staged")
 MOVES = ("all_gather", "all_to_all", "broadcast", "reduce")
 ROWS = (
     Row("all_reduce, large, scratch of 4 MiB", "all_reduce", LARGE, SMALL_SCRATCH, target=2.5, scratch=4 * MIB),
-    Row("the same, malloc tuned", "all_reduce", LARGE, SMALL_SCRATCH, target=0.95, malloc_tuned=True, scratch=4 * MIB),
+    Row("the same, malloc tuned", "all_reduce", LARGE, SMALL_SCRATCH, target=0.95, kind="tuned", scratch=4 * MIB),
+    Row("the same, tensors on huge pages", "all_reduce", LARGE, SMALL_SCRATCH, target=2.5, kind="huge", scratch=4 * MIB),
     Row("all_reduce in a window", "all_reduce", SHARED, ("window", "window, in place"), target=2.0),
     Row("the same, of an ordinary tensor", "all_reduce", SHARED, ("window, staged",)),
     Row("the memory floor over all_reduce", "all_reduce", (4 * MIB,), ("window, in place",), other="memory floor", target=0.9),
@@ -115,9 +117,9 @@ def heat_of(row: Row, nbytes: int) -> str:
     return f"{row.what}, {row.op} {nbytes}"
 
 
-def heats(malloc_tuned: bool) -> dict[str, tuple[str, int, tuple[str, ...]]]:
+def heats(kind: str) -> dict[str, tuple[str, int, tuple[str, ...]]]:
     """Collective, bytes and contestants of each heat of a launch."""
-    rows = [row for row in ROWS if row.malloc_tuned == malloc_tuned]
+    rows = [row for row in ROWS if row.kind == kind]
     return {heat_of(row, nbytes): (row.op, nbytes, (row.other, *row.ours)) for row in rows for nbytes in row.nbytes}
 
 
@@ -125,7 +127,7 @@ def lines(launches: Sequence[dict[str, Any]], mpi: str) -> Iterator[Line]:
     """All rows that are about an MPI, from its launches."""
     for row in ROWS:
         if row.only in ("", mpi):
-            found = [launch["heats"] for launch in launches if launch["malloc_tuned"] == row.malloc_tuned]
+            found = [launch["heats"] for launch in launches if launch["kind"] == row.kind]
             yield from (_line(row, nbytes, found) for nbytes in row.nbytes)
 
 

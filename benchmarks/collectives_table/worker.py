@@ -1,6 +1,6 @@
 """One rank of one launch: `mpiexec -n 2 python -m mpi4py -m benchmarks.collectives_table.worker FOLDER KIND`.
 
-KIND is "default" or "tuned", which says what the C library does with memory, or "regret". Every contestant is checked before it is
+KIND is "regret", or that of a row. Every contestant is checked before it is
 timed, and one that is wrong ends the launch. Rank 0 writes `record.json` into FOLDER.
 """
 
@@ -76,13 +76,13 @@ def gloo(world: Intracomm, folder: Path) -> Iterator[None]:
 def run(world: Intracomm, folder: Path, kind: str) -> dict[str, Any]:
     """What one launch finds."""
     with sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh:
-        record = {"kind": kind, "malloc_tuned": kind == "tuned", **facts(world, mesh.device, mesh["all"].transport.name)}
+        record = {"kind": kind, **facts(world, mesh.device, mesh["all"].transport.name)}
         if kind == "regret":
             measured = regret.measure(world, mesh["all"])
             cases = regret.judged(measured["bare"], measured["samples"])
             return {**record, "cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
         with gloo(world, folder) if kind == "default" else contextlib.nullcontext():
-            found = {name: heat(world, mesh, *contest) for name, contest in heats(kind == "tuned").items()}
+            found = {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}
         return {**record, "heats": found}
 
 
