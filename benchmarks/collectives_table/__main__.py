@@ -31,7 +31,7 @@ YIELDS = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
 """What lets ranks share cores; where each has one of its own it makes a library's large messages several times slower."""
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Lets torch ask for huge pages, as NumPy does. A library that copies out of another process goes through its memory page by page."""
+"""Lets torch ask for huge pages, as NumPy does. Who copies out of another process goes through its memory page by page."""
 MEMORY = ("GLIBC_TUNABLES", HUGE_PAGES)
 
 FOLDER = ROOT / "benchmarks" / "results"

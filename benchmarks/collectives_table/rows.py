@@ -28,8 +28,8 @@ class Row:
         op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange) at each of which it must hold.
         ours, other: contestants; the quickest of `ours` counts.
         target: the other's time over ours, at least; None is told and not judged.
-        kind: of the launches in which it is judged: "default"; "tuned", in which the C library keeps what it is given back; "huge", in
-            which torch asks for huge pages.
+        kind: of the launches in which it is judged: "default"; "tuned", in which the C library keeps what it is given back;
+            "huge", in which torch asks for huge pages.
         scratch: bytes that ours may use.
         only: the MPI that it is about; both where it is empty.
         microseconds: instead of a ratio, how much longer ours may take.
