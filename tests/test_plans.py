@@ -68,6 +68,25 @@ def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
         assert torch.equal(pending.wait(), torch.full((40,), float(comm.size)))
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
+@pytest.mark.parametrize("length", [16, 1 << 14])
+@spmd(2, 3)
+def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
+    comm: Any, op: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever constants say of ordinary tensors; if only one rank has it there, all do as with an ordinary one."""
+    with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
+        group, shape = mesh["sp"], (length * comm.size,)
+        shared, values = sp.shared_empty(shape, comm=group), torch.arange(float(length * comm.size)) + comm.rank
+        shared.copy_(values)
+        mixed = shared if comm.rank == 0 else values
+        monkeypatch.setattr(choice, "chosen", lambda *_, **__: "mpi")
+        plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
+        assert [made.algorithm for made in plans] == ["window" if length > 16 else "mpi", "mpi", "mpi"]
+        usual, *others = [made.run().clone() for made in plans]
+        assert all(torch.equal(usual, other) for other in others)
+
+
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY])
 def test_a_plan_makes_no_tensor(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "SEGMENT_BYTES", (256, 256))

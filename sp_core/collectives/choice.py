@@ -14,13 +14,27 @@ from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Op, Transfer
 from sp_core.tuning import decide
 
+RESIDENT_BYTES = 1 << 14
+"""From so many bytes on, a vector that lives in shared memory is read there: below, a message is there before two flags are."""
 
-def chosen(comm: Communicator, op: str, algorithm: str, nbytes: int = 0, *, planned: bool = False) -> str:
-    """The algorithm of a call.
+
+def named(comm: Communicator, op: str, algorithm: str) -> str:
+    """What a call, or else the mesh, asks for; "auto" where they leave it open.
 
     A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are. So does
-    "window" where a communicator has none. Where nothing but "auto" is said, constants decide for tensors in host memory, where
-    there are any; else it is the window, or the library where there is none.
+    "window" where a communicator has none.
+    """
+    for name in (algorithm, comm.algorithms[op]):
+        if name != "auto" and name in ALGORITHMS[op] and not (name == "window" and comm.window is None):
+            return name
+    return "auto"
+
+
+def chosen(comm: Communicator, op: str, algorithm: str, nbytes: int = 0, *, planned: bool = False) -> str:
+    """The algorithm of a call: the one that is `named`.
+
+    Where nothing but "auto" is said, constants decide for tensors in host memory, where there are any; else it is the window, or
+    the library where there is none.
 
     Args:
         comm: the ranks.
@@ -28,9 +42,9 @@ def chosen(comm: Communicator, op: str, algorithm: str, nbytes: int = 0, *, plan
         nbytes: of the whole vector, the same on every rank.
         planned: whether it is prepared once for many runs.
     """
-    for name in (algorithm, comm.algorithms[op]):
-        if name != "auto" and name in ALGORITHMS[op] and not (name == "window" and comm.window is None):
-            return name
+    name = named(comm, op, algorithm)
+    if name != "auto":
+        return name
     if comm.tuning is None or comm.device.type != "cpu" or op not in comm.tuning.times:
         return "mpi" if comm.window is None else "window"
     return decide(comm.tuning, op, comm.nodes, nbytes, among=usable(comm, op), planned=planned)
@@ -52,9 +66,13 @@ def chosen_for(
     comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None, algorithm: str, *, planned: bool = False
 ) -> str:
     """The algorithm of a transfer over flat buffers."""
+    return chosen(comm, transfer.op.value, algorithm, vector_bytes(comm, transfer, send, recv), planned=planned)
+
+
+def vector_bytes(comm: Communicator, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> int:
+    """Bytes of the whole vector, from what every rank knows."""
     given = send if send is not None else recv
-    nbytes = 0 if given is None else elements(transfer, comm.size) * given.itemsize
-    return chosen(comm, transfer.op.value, algorithm, nbytes, planned=planned)
+    return 0 if given is None else elements(transfer, comm.size) * given.itemsize
 
 
 def elements(transfer: Transfer, size: int) -> int:

@@ -30,11 +30,13 @@ class Plan:
     def __init__(self, mapping: FlatMap, x: Tensor, prepared: Prepared) -> None:
         comm, transfer = mapping.comm, prepared.transfer
         self.input = x
-        self.algorithm = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
+        resident = _resident(comm, prepared, choice.named(comm, transfer.op.value, mapping.algorithm))
+        usual = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
+        self.algorithm = "window" if resident else usual
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._bound: Ready | None = None
         if self.algorithm != "mpi":
-            own, resident = Scratch(comm.device), self.algorithm == "window" and _resident(comm, prepared)
+            own = Scratch(comm.device)
             self._bound = choice.bind(comm, transfer, prepared.send, prepared.recv, self.algorithm, own, resident=resident)
             self._call: Callable[[], object] = self._run
         elif transfer.op is Op.SHIFT:
@@ -76,11 +78,12 @@ class Plan:
         self._comm.counters[self._name].seconds += time.perf_counter() - start
 
 
-def _resident(comm: Communicator, prepared: Prepared) -> bool:
-    """Whether every rank reads the same place of shared memory, so that the others can do so too."""
-    assert comm.window is not None
-    if prepared.transfer.op is Op.ALL_TO_ALL:
-        return False  # its pieces are packed first
+def _resident(comm: Communicator, prepared: Prepared, asked: str) -> bool:
+    """Whether the others read this rank's tensor where it is: every rank has it in the same place of shared memory."""
+    if comm.window is None or asked not in ("auto", "window") or prepared.transfer.op is Op.ALL_TO_ALL:
+        return False  # the pieces of an all-to-all are packed first
+    if asked == "auto" and choice.vector_bytes(comm, prepared.transfer, prepared.send, prepared.recv) < choice.RESIDENT_BYTES:
+        return False
     mine = comm.window.place(prepared.send) if prepared.refresh is None else -1
     places = comm.agree_on(lambda: "where the input of a plan lives", lambda: mine)
     return len(set(places)) == 1 and mine >= 0
@@ -95,7 +98,7 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         x: what every run reads. Contiguous memory is read where it is, anything else is copied first in every run. In a window a
             tensor of `shared_empty` is read in place by the other ranks too.
         comm: the ranks.
-        arguments: those of the function of that name.
+        arguments: those of the function of that name. "auto" takes the window for a tensor that lives there and is not small.
 
     Returns:
         A plan; its `run` makes no tensor and agrees on nothing, because that is done here.
