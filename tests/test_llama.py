@@ -35,7 +35,8 @@ def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tupl
         loss = reference.next_token_loss(logits, tokens, ignored)
         return logits.detach(), loss.detach().reshape(1), *torch.autograd.grad(loss, leaves)
 
-    values, scales = reference.sensitivity(run, list(weights.values()))
+    key = ("llama", case, contents(tokens), repr(ignored))
+    values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values())))
     names = ("logits", "loss", *weights)
     return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
 
@@ -67,8 +68,7 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
     """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
-    key = ("llama", case, contents(tokens), repr(left_out))
-    values, scales = once(key, lambda: expected(case, tokens, left_out))
+    values, scales = expected(case, tokens, left_out)
     features({}, taken("llama", way))
     with mesh_of(comm, mesh, **way) as made:
         event(f"{made.axes}{', tp_sp' if tp_sp else ''}")

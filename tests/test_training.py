@@ -53,7 +53,8 @@ def expected(case: Case, sequences: list[list[int]]) -> tuple[dict[str, Tensor],
             seen += [loss.detach().reshape(1), norm.detach().reshape(1)]
         return *seen, *(value.detach() for value in values)
 
-    values, scales = reference.sensitivity(run, list(weights.values()))
+    key = ("training", case, repr(sequences))
+    values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values())))
     names = [*(f"{what} {step}" for step in range(STEPS) for what in ("loss", "norm")), *weights]
     return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
 
@@ -74,7 +75,7 @@ def test_steps_are_those_of_one_device(
     line = case.tokens(sum(lengths)).tolist()
     ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     sequences = [line[start:stop] for start, stop in pairwise(ends)]
-    values, scales = once(("training", case, repr(sequences)), lambda: expected(case, sequences))
+    values, scales = expected(case, sequences)
     dtype = getattr(torch, case.dtype)
     with mesh_of(comm, mesh) as made:
         model = case.model(made, scheme)

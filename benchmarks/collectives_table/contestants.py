@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,6 +109,18 @@ def in_shared_memory(x: Tensor, field: Field) -> Tensor:
     return there
 
 
+def on_input(field: Field, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """What is computed once x, in shared memory, holds everybody's input; then x is zero: sums of sums would soon be infinite."""
+    fence = partial(sp.fence, comm=field.mesh["all"])
+    x.copy_(field.x)
+    fence()
+    found = compute()
+    fence()
+    x.zero_()
+    fence()
+    return found
+
+
 def summed_in_place(field: Field) -> Runner | None:
     """Our all-reduce of a tensor in shared memory that becomes the sum."""
     if field.op != "all_reduce":
@@ -115,16 +128,7 @@ def summed_in_place(field: Field) -> Runner | None:
     comm = field.mesh["all"]
     x = in_shared_memory(field.x, field)
     made = sp.plan("all_reduce_", x, comm=comm, algorithm="window")
-
-    def result() -> Tensor:
-        x.copy_(field.x)
-        sp.fence(comm=comm)
-        found = made.run().clone()
-        sp.fence(comm=comm)
-        x.zero_()  # sums of sums would soon be infinite
-        sp.fence(comm=comm)
-        return found
-
+    result = partial(on_input, field, x, lambda: made.run().clone())
     return Runner(made.run, result, lambda: comm.counters["all_reduce"].scratch)
 
 
@@ -167,15 +171,9 @@ def memory_floor(field: Field) -> Runner | None:
             np.copyto(mine[other], theirs[other])
 
     def result() -> Tensor:
-        if field.op != "all_reduce":
-            call()
-            return out
-        x.copy_(field.x)
-        sp.fence(comm=comm)
-        np.add(mine, theirs, out=out.numpy())
-        sp.fence(comm=comm)
-        x.zero_()  # sums of sums would soon be infinite
-        sp.fence(comm=comm)
+        if field.op == "all_reduce":
+            return on_input(field, x, lambda: torch.from_numpy(mine + theirs))
+        call()
         return out
 
     return Runner(call, result)
