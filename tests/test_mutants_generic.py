@@ -133,6 +133,14 @@ def test_every_edit_can_be_drawn() -> None:
     assert Counter(edit.id for edit in sample.drawn(few, 10**6, 0)) == Counter(edit.id for edit in few)
 
 
+def test_a_change_elsewhere_leaves_the_sample_as_it_is() -> None:
+    number, file = 300, FOUND[0].file
+    gone = {edit.id for place, edit in enumerate(FOUND) if edit.file == file and not place % 2}
+    before, after = (sample.drawn(part, number, 3) for part in (FOUND, [edit for edit in FOUND if edit.id not in gone]))
+    kept = {edit.id for edit in after}
+    assert len([edit for edit in before if edit.file != file and edit.id not in kept]) < number // 50
+
+
 def test_what_is_said_to_change_nothing_is_there() -> None:
     known = sample.equivalents()
     assert sample.stale(known, FOUND) == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +56,29 @@ def candidates(root: Path = ROOT) -> list[Edit]:
 def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
     """Every edit is as likely as any other, and every file and operator gets its share, up to one more or less.
 
-    Source: systematic sampling of a sorted list with a random start; Cochran, Sampling Techniques (1977), chapter 8.
+    What is drawn hangs on digests and not on places in a list: a change of the library changes the sample near its lines, no more.
+
+    Source: sequential Poisson sampling of the strata that get one more; Ohlsson, Journal of Official Statistics 14 (1998), 149-162.
     """
-    generator = random.Random(seed)
-    mixed = sorted(found, key=lambda edit: (edit.file, edit.operator, generator.random()))
-    if number >= len(mixed):
-        return mixed
-    step = len(mixed) / number
-    begin = generator.random() * step
-    return [mixed[min(int(begin + turn * step), len(mixed) - 1)] for turn in range(number)]
+    strata = Counter((edit.file, edit.operator) for edit in found)
+    wanted = {stratum: count * min(number / max(len(found), 1), 1.0) for stratum, count in strata.items()}
+    shares = {stratum: int(share) for stratum, share in wanted.items()}
+    more = sorted((s for s in strata if wanted[s] > shares[s]), key=lambda s: _luck(seed, *s) / (wanted[s] - shares[s]))
+    for stratum in more[: min(number, len(found)) - sum(shares.values())]:
+        shares[stratum] += 1
+    chosen: list[Edit] = []
+    for edit in sorted(found, key=lambda edit: (edit.file, edit.operator, _luck(seed, edit.id))):
+        stratum = (edit.file, edit.operator)
+        if shares[stratum]:
+            shares[stratum] -= 1
+            chosen.append(edit)
+    return chosen
+
+
+def _luck(seed: int, *names: str) -> float:
+    """A number in [0, 1) that depends on nothing but these."""
+    digest = hashlib.blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2.0**64
 
 
 def equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
