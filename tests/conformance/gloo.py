@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-PATIENCE = timedelta(seconds=5)
-
 
 class Gloo:
     """The default process group; ranks find each other through a file.
@@ -19,12 +17,13 @@ class Gloo:
     Args:
         folder: that all ranks can write to.
         comm: of all ranks.
+        patience: seconds that a rank waits for another.
     """
 
-    def __init__(self, folder: Path, comm: Any) -> None:
+    def __init__(self, folder: Path, comm: Any, patience: float) -> None:
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which containers may not know
-        self._folder, self._made = folder, 0
+        self._folder, self._made, self._patience = folder, 0, timedelta(seconds=patience)
         self._prepare: Callable[[Any], None] = lambda comm: None
         self._start(comm)
 
@@ -48,4 +47,5 @@ class Gloo:
     def _start(self, comm: Any) -> None:
         self._made += 1
         meeting = self._folder / f"gloo-{self._made}"
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.size, timeout=PATIENCE)
+        who = {"rank": comm.rank, "world_size": comm.size}
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", timeout=self._patience, **who)

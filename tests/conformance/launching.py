@@ -32,6 +32,8 @@ Found = dict[Cell, dict[str, Any]]
 DIED = re.compile(r"rank \d+ died first: ")
 HUNG = ("a rank has reached its time limit", "the launch has not ended after")
 CONDEMNED = ("wrong", "hung", "crashed")
+ALONE = re.compile(r"^rank \d+ waits for nobody.*", re.MULTILINE)
+"""A rank that computes, and where."""
 
 
 def installed(library: Library) -> str:
@@ -54,7 +56,7 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: i
     """
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
-        still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in CONDEMNED]
+        still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in (*CONDEMNED, "slow")]
         for part in _launch_all(still, size, examples, logs):
             found.update(merged(found, part))
 
@@ -142,11 +144,15 @@ def _launch(size: int, folder: Path) -> str:
 def _dead(line: dict[str, Any], printed: str) -> dict[str, Any]:
     """The verdict of a cell that a launch has died of, or that failed outside the library."""
     cell = {name: line[name] for name in ("library", "capability", "ranks", "gradients")}
-    hung = any(words in printed for words in HUNG)
+    alone = sorted(set(ALONE.findall(printed)))
+    verdict = "crashed"
+    if any(words in printed for words in HUNG):
+        verdict = "slow" if len(alone) == line["ranks"] else "hung"
     lines = [text.strip() for text in printed.splitlines() if text.strip()]
-    said = [text for text in lines if DIED.match(text)] or [text for text in lines if text.startswith("E ")] or lines[-1:]
+    said = alone if verdict == "slow" else []
+    said = said or [text for text in lines if DIED.match(text)] or [text for text in lines if text.startswith("E ")] or lines[-1:]
     text = " ".join(said[0].removeprefix("E ").split())[:400] if said else "nothing was printed"
-    return {**cell, "verdict": "hung" if hung else "crashed", "examples": 0, "refused": 0, "error": 0.0, "states": text}
+    return {**cell, "verdict": verdict, "examples": 0, "refused": 0, "error": 0.0, "states": text}
 
 
 def _log(logs: Path, cells: Sequence[Cell], size: int, printed: str, told: Found) -> None:

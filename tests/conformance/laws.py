@@ -31,7 +31,7 @@ def gloo() -> Gloo:
     from mpi4py import MPI
 
     torch.set_num_threads(1)
-    return Gloo(FOLDER, MPI.COMM_WORLD)
+    return Gloo(FOLDER, MPI.COMM_WORLD, named(SETTING["cells"][0][0]).patience)
 
 
 def note(comm: Any, line: dict[str, Any]) -> None:

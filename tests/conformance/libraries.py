@@ -45,6 +45,7 @@ class Library:
         known: where a fault of a capability has been told to its project.
         flash: whether it is given the stand-in for flash-attn.
         full: whether it can do without a mask.
+        patience: seconds that its ranks wait for each other before they count as hung.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Library:
     known: Mapping[str, str] = field(default_factory=dict)
     flash: bool = False
     full: bool = True
+    patience: float = 5.0
 
     def module(self) -> ModuleType:
         """The adapter; the library itself is imported when it is first called.
@@ -184,7 +186,12 @@ def _packed(layout: str, half: bool) -> Needs:
 LIBRARIES = (
     Library("sp_core", "ours", "sp-core", needs=Needs(("contiguous", "zigzag", "striped"))),
     Library("torch ring", "torch_ring", "torch", needs=Needs(("zigzag", "contiguous")), says=TORCH),
-    Library("torch context_parallel", "torch_context_parallel", "torch", needs=Needs(("zigzag",), "zigzag"), says=TORCH),
+    Library(
+        *("torch context_parallel", "torch_context_parallel", "torch"),
+        needs=Needs(("zigzag",), "zigzag"),
+        says=TORCH,
+        patience=60.0,  # each rank derives DTensor's rules for itself, which takes one much longer than another
+    ),
     Library(
         *("DeepSpeed Ulysses", "deepspeed_ulysses", "deepspeed"),
         known={"uneven length": "github.com/deepspeedai/DeepSpeed/issues/7384"},

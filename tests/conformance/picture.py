@@ -15,10 +15,19 @@ COLOURS = {
     "wrong": "#d1495b",
     "hung": "#7b2d8b",
     "crashed": "#7b2d8b",
+    "slow": "#f4a261",
     "not installed": "#ffffff",
     "not tried": "#ffffff",
 }
-SIGNS = {"pass": "\N{CHECK MARK}", "refused": "no", "not offered": "", "wrong": "wrong", "hung": "hung", "crashed": "crash"}
+SIGNS = {
+    "pass": "\N{CHECK MARK}",
+    "refused": "no",
+    "not offered": "",
+    "wrong": "wrong",
+    "hung": "hung",
+    "crashed": "crash",
+    "slow": "slow",
+}
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from conformance.capabilities import CAPABILITIES, posed, smallest
+from conformance.launching import EXAMPLE_SECONDS
 from conformance.libraries import Library
 
 STYLES = {
@@ -19,6 +20,7 @@ STYLES = {
     "wrong": "bold red",
     "hung": "bold magenta",
     "crashed": "bold magenta",
+    "slow": "magenta",
     "not installed": "dim",
     "not tried": "dim",
 }
@@ -67,6 +69,8 @@ def short(verdict: Mapping[str, Any]) -> str:
     if name == "pass":
         forward = not verdict["gradients"] and verdict["capability"] not in ("full", "causal")
         return f"pass {examples}" + ", forward" * forward
+    if name == "slow":
+        return f"slow, P {verdict['ranks'][-1]}" + f"; right in {examples}" * bool(examples)
     if name == "refused" and 0 < verdict.get("refused", 0) < examples:
         return f"refused {verdict['refused']} of {examples}"
     if name == "wrong" and verdict["relative"] is not None:
@@ -101,6 +105,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         "not right or not there `forward`.",
         "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`:",
         "which result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
+        f"`slow`: no rank waits, but after {EXAMPLE_SECONDS} s on this machine all still compute one small problem.",
         "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
         "One that calls flash-attn gets an exact stand-in (`flash_standin.py`), so what is judged is the library alone.",
         "",
@@ -113,7 +118,11 @@ def markdown(document: Mapping[str, Any]) -> str:
     for capability, meaning in CAPABILITIES.items():
         cells = (short(verdicts[column["name"]][capability]) for column in columns)
         lines.append(f"| {capability}: {meaning} | {' | '.join(cells)} |")
-    for title, names in (("Wrong", ("wrong",)), ("Hung or crashed", ("hung", "crashed")), ("Refused", ("refused", "not offered"))):
+    for title, names in (
+        ("Wrong", ("wrong",)),
+        ("Hung, crashed or slow", ("hung", "crashed", "slow")),
+        ("Refused", ("refused", "not offered")),
+    ):
         lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
     return "\n".join(lines) + "\n"
 
@@ -141,7 +150,7 @@ def _cells(verdict: Mapping[str, Any]) -> list[str]:
         relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
         where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"
         return [problem, where, _escaped(alone)]
-    if verdict["verdict"] in ("hung", "crashed"):
+    if verdict["verdict"] in ("hung", "crashed", "slow"):
         return [problem, _escaped(verdict["states"]), _escaped(alone)]
     return [_escaped(verdict.get("text", "")), _escaped(verdict.get("source", "tried"))]
 
