@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from soak import __main__ as command
 from soak import runs as runs_module
-from soak.laws import FILES
+from soak.laws import FILES, LEFT_OUT
 from soak.record import LINES, REPORT, Soak
 from soak.runs import Ended, Failure, Run, carried_out, load, read_junit
 
@@ -121,3 +121,6 @@ def test_load_lasts_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_files_of_the_short_profile_exist() -> None:
     assert len(FILES) > 10
     assert [name for name in FILES if not (ROOT / name).exists()] == []
+    for file, _, test in (name.partition("::") for name in LEFT_OUT):
+        assert file in FILES
+        assert f"def {test}(" in (ROOT / file).read_text()

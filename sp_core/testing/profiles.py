@@ -19,7 +19,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
     "brief": {"derandomize": True, "max_examples": 15, "database": None},  # these two also of a test that says how many it wants
-    "soak": {"derandomize": False, "max_examples": 6, "database": None},
+    "soak": {"derandomize": False, "max_examples": 3, "database": None},
     "explore": {"derandomize": False, "max_examples": EXPLORED},
 }
 _TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")

@@ -16,6 +16,7 @@ from typing import Any
 from kit.plugin import wanted
 from mutants.catalogue import ROOT
 from mutants.trial import run as run_command
+from soak.laws import LEFT_OUT
 
 STAGES = ("threads", "ranks")
 RANKS = 4
@@ -126,6 +127,7 @@ def run_stage(stage: str, run: Run, files: Sequence[str], folder: Path) -> tuple
 def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
     """What a stage runs, after the interpreter."""
     suite = ["-m", "pytest", "-q", *wanted(), "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
+    suite += [word for test in LEFT_OUT for word in ("--deselect", test)]
     if stage == "threads":
         return [*suite, "-n", str(os.cpu_count() or 1), "--dist", "loadfile", "-m", "not starts_mpi", *files]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS - 60:g}", "--", "python"]
