@@ -33,7 +33,7 @@ class Passed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, dict[str, Any], Any]] = []
         self._made: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +42,7 @@ class Passed(TorchDispatchMode):
             schema = func._schema.arguments
             given = {a.name: a.default_value for a in schema if a.has_default_value()}
             given |= {**dict(zip((a.name for a in schema), args, strict=False)), **(kwargs or {})}
-            self.calls.append((func.name(), given))
+            self.calls.append((func.name(), given, result))
         elif isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
             self._made.append((result, self.source(args[0])))
         return result
@@ -63,7 +63,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kin
         out, lse = block_attention(q, k, v, **call)
         grads = block_attention_backward(do, q, k, v, out, lse, **call)
     assert (out.shape, lse.shape, [grad.shape for grad in grads]) == (q.shape, (2, 4, sq), [q.shape, k.shape, v.shape])
-    (forward_name, forward), (backward_name, backward) = passed.calls
+    (forward_name, forward, (_, made, *_)), (backward_name, backward, _) = passed.calls
     assert backend.removesuffix("_cuda") in forward_name
     assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
     for given_ in (forward, backward):
@@ -73,6 +73,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kin
     assert backward["grad_out_" if backend == "efficient_cuda" else "grad_out"] is do
     assert passed.source(backward["out"]) is passed.source(out)
     assert passed.source(backward["logsumexp"]) is passed.source(lse)
+    assert backward["logsumexp"].shape == made.shape
     assert (backward.get("max_q", sq), backward.get("max_k", sk)) == (sq, sk)
 
 

@@ -41,7 +41,7 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
 
 @st.composite
 def shards(draw: st.DrawFn, length: int) -> list[int]:
-    """Positions that one rank holds: contiguous, zigzag, striped, gathered from such shards, or in any order."""
+    """Positions that one rank holds: contiguous, zigzag, striped, gathered from such shards, in any order, or none."""
     size = draw(st.integers(1, 4))
     every = range(length)
     cuts = [length * i // (2 * size) for i in range(2 * size + 1)]
@@ -51,6 +51,7 @@ def shards(draw: st.DrawFn, length: int) -> list[int]:
         "zigzag": [chunks[r] + chunks[-1 - r] for r in range(size)],
         "striped": [list(every[r::size]) for r in range(size)],
         "any": [draw(st.permutations(every))],
+        "nothing": [[]],
     }
     layout = by_layout[draw(st.sampled_from(sorted(by_layout)))]
     gathered = draw(st.booleans())
@@ -63,6 +64,13 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
     length = draw(st.integers(0, 40))
     kv_length = draw(st.just(length) | st.integers(0, 40))
     return draw(shards(length)), draw(shards(kv_length)), draw(masks(length, kv_length))
+
+
+@st.composite
+def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
+    """Queries and keys at regular distances, mostly not the same ones, and a mask without documents."""
+    q, kv = (list(range(draw(st.integers(0, 12)), 60, draw(st.integers(1, 6)))) for _ in range(2))
+    return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
 
 
 def visible_in(block: Block, mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]) -> Tensor:
@@ -97,7 +105,11 @@ def test_the_mask_is_its_definition(problem: tuple[list[int], list[int], Mask]) 
 
 
 @settings(deadline=None)
-@given(problem=problems(), tile=st.sampled_from([(1, 3), (2, 8), plans.TILE]), chunk=st.sampled_from([3, 16, plans.CHUNK]))
+@given(
+    problem=problems() | regular_problems(),
+    tile=st.sampled_from([(1, 3), (2, 8), plans.TILE]),
+    chunk=st.sampled_from([3, 16, plans.CHUNK]),
+)
 @example(problem=([0, 3, 6, 9], [1, 4, 7], Mask(window=1)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3)
 def test_blocks_hold_each_visible_pair_once(problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 import sp_core as sp
 from sp_core.collectives import choice
+from sp_core.collectives.execution import BoundProgram
 from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.fake_device import DelayedStreams
@@ -68,6 +75,49 @@ def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
         assert torch.equal(pending.wait(), torch.full((40,), float(comm.size)))
 
 
+class Stream(threading.local):
+    """Which stream a rank is on, and which of them has waited for which: as much of a device as a run asks for."""
+
+    def __init__(self) -> None:
+        self.name, self.waited = "first", []
+
+    def current(self, _: Any = None) -> SimpleNamespace:
+        name = self.name
+        wait = lambda stream: self.waited.append((name, stream.name))  # noqa: E731
+        return SimpleNamespace(name=name, device=torch.device("cuda", 0), wait_stream=wait)
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.name = self.name, stream.name
+        yield
+        self.name = before
+
+
+def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever polls: here both ranks do so on another stream."""
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", stream.current)
+    monkeypatch.setattr(torch.cuda, "stream", stream.on)
+
+    def body(comm: Any) -> tuple[set[str], list[tuple[str, str]], Tensor]:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            plan = sp.plan("all_reduce", torch.ones(40), comm=mesh["sp"], algorithm="ring")
+            bound, seen = plan._bound, set()
+            assert isinstance(bound, BoundProgram)
+            bound.device = torch.device("cuda", 0)
+            seen_at = lambda: seen.add(stream.name)  # noqa: E731
+            bound.steps = [replace(step, work=(seen_at, *step.work)) for step in bound.steps]
+            running = bound.start()
+            stream.name = "other"
+            mesh["sp"].wait(running, "all_reduce")
+            return set(seen), stream.waited[:1], plan.run()
+
+    for seen, waited, total in run_threads(2, body):
+        assert seen == {"first"}
+        assert waited == [("other", "first")]
+        assert torch.equal(total, torch.full((40,), 2.0))
+
+
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
 @pytest.mark.parametrize("length", [16, 1 << 14])
 @spmd(2, 3)
@@ -85,6 +135,57 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
         assert [made.algorithm for made in plans] == ["window" if length > 16 else "mpi", "mpi", "mpi"]
         usual, *others = [made.run().clone() for made in plans]
         assert all(torch.equal(usual, other) for other in others)
+
+
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "all_gather": {"dim": 0},
+    "reduce_scatter": {"dim": 0},
+    "all_reduce": {"op": "sum"},
+    "all_reduce_": {"op": "sum"},
+    "shift": {"offset": 1},
+    "broadcast": {"root": 0},
+    "reduce": {"root": 0},
+}
+
+
+@pytest.mark.parametrize("op", sorted(LEFT_OUT))
+@spmd(3)
+def test_what_is_left_out_means_the_same_in_every_form(comm: Any, op: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        values = torch.arange(18.0).reshape(6, 3) * (comm.rank + 1)
+        whole, start = getattr(sp, op), getattr(sp, f"{op}_start", None)
+        wanted = whole(values.clone(), comm=mesh["sp"], **LEFT_OUT[op])
+        results = [whole(values.clone(), comm=mesh["sp"]), sp.plan(op, values.clone(), comm=mesh["sp"]).run()]
+        results += [] if start is None else [start(values.clone(), comm=mesh["sp"]).wait()]
+        assert all(torch.equal(result, wanted) for result in results)
+
+
+@spmd(2, 3)
+def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for strides in ((3, 0, 1), (3, 3, 1), (3, 7, 1)):
+            x = torch.ones(6).as_strided((2, 1, 3), strides)
+            assert sp.all_reduce_(x, comm=mesh["sp"]) is x
+            assert torch.equal(x, torch.full((2, 1, 3), float(comm.size)))
+
+
+@pytest.mark.parametrize("op", sorted(LEFT_OUT))
+def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends nothing, or receives nothing: by other bytes it would take another algorithm."""
+    seen: list[set[int]] = [set() for _ in range(3)]
+    real = choice.chosen
+
+    def chosen(comm: Any, name: str, algorithm: str, nbytes: int = 0, **rest: Any) -> str:
+        seen[comm.rank].add(nbytes)
+        return real(comm, name, algorithm, nbytes, **rest)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            getattr(sp, op)(torch.ones(6, 3), comm=mesh["sp"])
+
+    monkeypatch.setattr(choice, "chosen", chosen)
+    run_threads(3, body)
+    assert [sizes - {0} for sizes in seen] == [{72 * (3 if op == "all_gather" else 1)}] * 3
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY])
