@@ -275,6 +275,10 @@ FAULTS: dict[str, tuple[str, Schedule]] = {
         "lies across",
         changed(RING, 0, 0, lambda s: replace(s, then=(Combine(later(s.then[0].into), s.then[0].parts),))),
     ),
+    "result over a later part": (
+        "no scratch to add in",
+        changed(RING, 0, 0, lambda s: replace(s, then=(Combine(s.then[0].into, (*s.then[0].parts[::-1], s.then[0].into)),))),
+    ),
 }  # fmt: skip
 
 
