@@ -67,7 +67,7 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
     (tmp_path / "mapped-0").write_text(f"{file}\n{tmp_path / 'gone'}")
     alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "SP_DEATH": "a mark"})
     try:
-        assert sorted(left(tmp_path, "a mark")) == [f"{file} is left", f"process {alive.pid} is left"]
+        assert sorted(left(tmp_path, "a mark")) == [f"{file} is left", f"process {alive.pid} is left: {sys.executable} -c input()"]
     finally:
         alive.communicate(b"\n", timeout=30)
     assert list(left(tmp_path, "a mark")) == [f"{file} is left"]

@@ -27,6 +27,8 @@ RANKS = 3
 EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
 """Limits of an example and of anything else in these launches (30 and 300 unless told); what ending a launch may take beside."""
 LAUNCH_SECONDS = 120.0
+ENDING_SECONDS = 1.0
+"""What was told to end, such as the MPI library's own helpers, may take so long to be gone."""
 CASE = "tests/deaths/case_death.py"
 BEFORE, END, AFTER = "test_of_before", "test_of_the_end", "test_of_after"
 
@@ -152,10 +154,20 @@ def left(folder: Path, mark: str) -> Iterator[str]:
     """What is left of a launch: files in shared memory that its ranks had mapped, and processes with its mark."""
     mapped = {path for file in folder.glob("mapped-*") for path in file.read_text().split()}
     yield from (f"{path} is left" for path in sorted(mapped) if Path(path).exists())
+    deadline = time.monotonic() + ENDING_SECONDS
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    yield from (f"process {name} is left: {command}" for name, command in found.items())
+
+
+def _marked(mark: str) -> dict[str, str]:
+    """The processes with a mark in their environment, and what they run."""
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (process / "environ").read_bytes():
-                yield f"process {process.name} is left"
+                found[process.name] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
 
 
 def library() -> str:
