@@ -6,14 +6,17 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 
 import sp_core as sp
-from sp_core import cost
+from sp_core import cost, schedules
+from sp_core.schedules import SCHEDULED
 from sp_core.schemes import SCHEMES
 from sp_core.schemes.hybrid import groups_of
 from sp_core.testing import given, spmd
 from sp_core.testing.attention_check import Shards
+from sp_core.testing.schedule_cases import schedule
 from sp_core.testing.strategies import AttentionProblem, attention_problems
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -105,3 +108,11 @@ def test_the_even_case_is_the_closed_form(comm: Any) -> None:
         cost.Traffic(0, 2 * (size - 1) * batch * 8 * 5 * item),
         cost.Traffic(0, 3 * (size - 1) * batch * 8 * 5 * item),
     )
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all", "broadcast"])
+def test_what_only_moves_needs_no_room_for_sums(op: str) -> None:
+    """Sums of half types are made in float32; where nothing is added there are none."""
+    for algorithm in SCHEDULED[op]:
+        for program in schedule(op, algorithm, (2, 3, 2)).programs:
+            assert schedules.cost(program, torch.bfloat16).scratch == 2 * program.scratch

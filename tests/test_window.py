@@ -25,8 +25,9 @@ from sp_core.testing.outcome import RankFailure
 from sp_core.testing.window_cases import OPS, Node, Problem, inputs_of, use_window
 from sp_core.transport import Op, Transfer, shared
 
+lengths = st.integers(0, 30) | st.integers(0, 2)
 problems = st.builds(
-    Problem, st.sampled_from(OPS), st.integers(0, 30), st.integers(0, 7), st.booleans(), st.booleans(), st.sampled_from([1, 1, 40])
+    Problem, st.sampled_from(OPS), lengths, st.integers(0, 7), st.booleans(), st.booleans(), st.sampled_from([1, 1, 40])
 )
 
 

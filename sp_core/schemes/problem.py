@@ -84,8 +84,6 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax
     """What all ranks must be about to do; the lengths of their shards may differ."""
 
     def shown(x: Tensor) -> str:
-        if not isinstance(x, Tensor):
-            return type(x).__name__
         shape = ", ".join("S" if dim == 1 else str(length) for dim, length in enumerate(x.shape))
         return f"({shape}) {x.dtype} requires_grad={x.requires_grad and torch.is_grad_enabled()}"
 
