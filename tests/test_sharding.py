@@ -52,6 +52,15 @@ def test_shard_takes_the_tokens_at_its_positions(sharding: Sharding) -> None:
         assert torch.equal(sharding.shard(ascending, rank, 0), sharding.positions(rank))
 
 
+@given(st.integers(0, 70), st.integers(1, 9), st.sampled_from([0, 17]))
+def test_consecutive_tokens_are_a_view(seq_len: int, size: int, start: int) -> None:
+    """Not a copy: that of a long sequence is what this library exists to avoid."""
+    sharding, x = Sharding.contiguous(seq_len, size, start), torch.empty(2, seq_len)
+    for rank, length in enumerate(sharding.lengths):
+        shard = sharding.shard(x, rank, 1)
+        assert not length or shard.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 @given(shardings())
 def test_segments_are_sorted_and_brought_back(sharding: Sharding) -> None:
     gathered = torch.cat([sharding.positions(rank) for rank in range(sharding.size)])

@@ -134,6 +134,11 @@ def test_bytes_are_those_of_the_formula(comm: Any) -> None:
         group.counters.reset()
         out.backward(sharding.shard(grad, comm.rank, 1))
         assert group.counters.total().bytes_sent == 3 * (size - 1) * own
+        column.requires_grad_(False)  # then nobody needs the whole input again
+        out = row(column(sharding.shard(x.detach(), comm.rank, 1).requires_grad_()))
+        group.counters.reset()
+        out.backward(sharding.shard(grad, comm.rank, 1))
+        assert group.counters.total().bytes_sent == 2 * (size - 1) * own
 
 
 @spmd(2, 3)
