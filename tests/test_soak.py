@@ -87,7 +87,7 @@ def test_a_stage_without_a_result_has_failed(tmp_path: Path, monkeypatch: pytest
     assert not ended.passed
     (failure,) = ended.failures
     assert failure.command == (
-        f'SP_PROFILE=soak python -m sp_core.testing.launch -n 4 -- python -m pytest --only-mpi --hypothesis-seed=7 "{CASE}"'
+        f'SP_PROFILE=soak python -m sp_core.testing.launch -n {runs_module.RANKS} -- python -m pytest --only-mpi --hypothesis-seed=7 "{CASE}"'
     )
 
 

@@ -59,7 +59,7 @@ def _in_order(one: Callable[[Run], Ended], left: Sequence[Run], jobs: int) -> It
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s soak --", description=__doc__)
-    parser.add_argument("--runs", type=int, default=RUNS, help="with nothing beside them (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=RUNS, help="without a load of its own (default: %(default)s)")
     parser.add_argument("--loaded", type=int, default=LOADED, help="with a busy process on each core (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="that the runs' seeds are drawn from (default: that of the file, or any)")

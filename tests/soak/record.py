@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soak.runs import Ended, Run
+from soak.runs import RANKS, Ended, Run
 
 from benchmarks.files import write_json
 from benchmarks.launching import commit
@@ -80,11 +80,11 @@ def markdown(runs: Sequence[Ended], plain: dict[str, Any]) -> str:
     """The report for people."""
     lines = ["# The suite again and again", "", *map(_summary, _kinds(runs).items()), ""]
     lines += [
-        f"Each run has a seed of its own, drawn from {plain['seed']}, and two stages: ranks as threads, then `mpiexec -n 4`. "
+        f"Each run has a seed of its own, drawn from {plain['seed']}, and two stages: ranks as threads, then `mpiexec -n {RANKS}`. "
         f"{plain['cores']} cores; commit {', '.join(_short(one) for one in plain['commits'])}; test files: {len(plain['tests'])}.",
         "",
-        "| run | seed | verdict | seconds | tests |",
-        "| --- | --- | --- | --- | --- |",
+        "| run | seed | verdict | seconds | tests | load when it began |",
+        "| --- | --- | --- | --- | --- | --- |",
         *map(_row, runs),
     ]
     failures = [(ended, one) for ended in runs for one in ended.failures]
@@ -101,14 +101,14 @@ def _kinds(runs: Sequence[Ended]) -> dict[str, list[Ended]]:
 def _summary(kind: tuple[str, list[Ended]]) -> str:
     name, runs = kind
     took = [sum(ended.seconds.values()) for ended in runs]
-    where = "with a busy process on each core" if name == "loaded" else "with nothing beside them"
+    where = "with a busy process on each core" if name == "loaded" else "with nothing of its own beside them"
     passed = sum(ended.passed for ended in runs)
     return f"- {passed} of {len(runs)} runs passed {where}; median {statistics.median(took):.0f} s, longest {max(took):.0f} s"
 
 
 def _row(ended: Ended) -> str:
     seconds, tests = (" + ".join(f"{value:g}" for value in part.values()) for part in (ended.seconds, ended.tests))
-    return f"| {_name(ended.run)} | {ended.run.seed} | {ended.as_dict()['verdict']} | {seconds} | {tests} |"
+    return f"| {_name(ended.run)} | {ended.run.seed} | {ended.as_dict()['verdict']} | {seconds} | {tests} | {ended.load:g} |"
 
 
 def _name(run: Run) -> str:

@@ -9,17 +9,18 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kit.plugin import wanted
 from mutants.catalogue import ROOT
 from mutants.trial import run as run_command
-from soak.laws import LEFT_OUT
+from soak.laws import LEFT_OUT, THREADS_ONLY
 
 STAGES = ("threads", "ranks")
-RANKS = 4
+RANKS = 3
+"""More than the cores of a small machine, and no power of two."""
 SECONDS = 900.0
 """Limit of a stage, which takes half a minute on two idle cores."""
 SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -58,12 +59,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: in each stage its seconds, its number of tests, and what went red."""
+    """How a run ended: in each stage its seconds, its number of tests, and what went red; the machine's load when it began."""
 
     run: Run
     seconds: dict[str, float] = field(default_factory=dict)
     tests: dict[str, int] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
+    load: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -79,7 +81,7 @@ class Ended:
     def from_dict(cls, plain: dict[str, Any]) -> Ended:
         """What `as_dict` has told."""
         run = Run(plain["kind"], plain["number"], plain["seed"])
-        return cls(run, plain["seconds"], plain["tests"], tuple(Failure(**told) for told in plain["failures"]))
+        return cls(run, plain["seconds"], plain["tests"], tuple(Failure(**told) for told in plain["failures"]), plain["load"])
 
 
 def carried_out(run: Run, files: Sequence[str], stages: Sequence[str], folder: Path) -> Ended:
@@ -91,11 +93,12 @@ def carried_out(run: Run, files: Sequence[str], stages: Sequence[str], folder: P
         stages: some of STAGES.
         folder: for what they print.
     """
-    ended = Ended(run)
+    ended = Ended(run, load=round(os.getloadavg()[0], 1))
     with load((os.cpu_count() or 1) if run.kind == "loaded" else 0):
         for stage in stages:
             seconds, tests, failures = run_stage(stage, run, files, folder)
-            ended = Ended(run, {**ended.seconds, stage: seconds}, {**ended.tests, stage: tests}, (*ended.failures, *failures))
+            more = {"seconds": {**ended.seconds, stage: seconds}, "tests": {**ended.tests, stage: tests}}
+            ended = replace(ended, **more, failures=(*ended.failures, *failures))
     return ended
 
 
@@ -131,7 +134,8 @@ def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
     if stage == "threads":
         return [*suite, "-n", str(os.cpu_count() or 1), "--dist", "loadfile", "-m", "not starts_mpi", *files]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS - 60:g}", "--", "python"]
-    return [*launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *files]
+    meeting = (file for file in files if file not in THREADS_ONLY)
+    return [*launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *meeting]
 
 
 def repeated(stage: str, seed: int, tests: Sequence[str]) -> str:
