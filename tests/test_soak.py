@@ -59,7 +59,7 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
     assert [run.key for run in made_up] == [*(("idle", n) for n in range(4)), ("loaded", 0), ("loaded", 0), ("loaded", 1)]
     assert len({run.seed for run in made_up}) == 6
     text = (tmp_path / REPORT).read_text()
-    assert "3 of 4 runs passed with nothing beside them; median 61 s" in text
+    assert "3 of 4 runs passed with nothing of their own beside them; median 61 s" in text
     assert "2 of 2 runs passed with a busy process on each core" in text
     assert f"seed {made_up[2].seed}, {BAD.test}: {BAD.words}" in text
     assert BAD.command in text
@@ -86,9 +86,8 @@ def test_a_stage_without_a_result_has_failed(tmp_path: Path, monkeypatch: pytest
     ended = carried_out(Run("idle", 0, 7), [CASE], ["ranks"], tmp_path)
     assert not ended.passed
     (failure,) = ended.failures
-    assert failure.command == (
-        f'SP_PROFILE=soak python -m sp_core.testing.launch -n {runs_module.RANKS} -- python -m pytest --only-mpi --hypothesis-seed=7 "{CASE}"'
-    )
+    launch = f"python -m sp_core.testing.launch -n {runs_module.RANKS} -- python -m pytest"
+    assert failure.command == f'SP_PROFILE=soak {launch} --only-mpi --hypothesis-seed=7 "{CASE}"'
 
 
 def test_a_run_without_tests_has_not_passed() -> None:

@@ -101,7 +101,7 @@ def _kinds(runs: Sequence[Ended]) -> dict[str, list[Ended]]:
 def _summary(kind: tuple[str, list[Ended]]) -> str:
     name, runs = kind
     took = [sum(ended.seconds.values()) for ended in runs]
-    where = "with a busy process on each core" if name == "loaded" else "with nothing of its own beside them"
+    where = "with a busy process on each core" if name == "loaded" else "with nothing of their own beside them"
     passed = sum(ended.passed for ended in runs)
     return f"- {passed} of {len(runs)} runs passed {where}; median {statistics.median(took):.0f} s, longest {max(took):.0f} s"
 
