@@ -19,6 +19,9 @@ from sp_core.mask import Block, Mask, plan_blocks, position_tensor, runs, work
 from sp_core.mask import blocks as plans
 from sp_core.testing import reference
 
+SCRAMBLED = [17 * n % 41 for n in range(41)]
+"""Positions without structure."""
+
 
 @st.composite
 def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
@@ -111,6 +114,8 @@ def test_the_mask_is_its_definition(problem: tuple[list[int], list[int], Mask]) 
     chunk=st.sampled_from([3, 16, plans.CHUNK]),
 )
 @example(problem=([0, 3, 6, 9], [1, 4, 7], Mask(window=1)), tile=plans.TILE, chunk=plans.CHUNK)
+@example(problem=([], SCRAMBLED, Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
+@example(problem=(SCRAMBLED, [], Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3)
 def test_blocks_hold_each_visible_pair_once(problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int) -> None:
     q, kv, mask = problem
