@@ -31,8 +31,10 @@ class Plan:
         comm, transfer = mapping.comm, prepared.transfer
         self.input = x
         resident = _resident(comm, prepared, choice.named(comm, transfer.op.value, mapping.algorithm))
-        usual = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
-        self.algorithm = "window" if resident else usual
+        if resident:
+            self.algorithm = "window"
+        else:
+            self.algorithm = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._bound: Ready | None = None
         if self.algorithm != "mpi":

@@ -29,9 +29,11 @@ Cell = tuple[str, str]
 """A library and a capability."""
 Found = dict[Cell, dict[str, Any]]
 """The verdict of each."""
-DIED = re.compile(r"rank \d+ died first: ")
+DIED, RAISED = re.compile(r"rank \d+ died first: "), re.compile("E ")
 HUNG = ("a rank has reached its time limit", "the launch has not ended after")
 CONDEMNED = ("wrong", "hung", "crashed")
+SETTLED = (*CONDEMNED, "slow")
+"""Not tried on more ranks."""
 ALONE = re.compile(r"^rank \d+ waits for nobody.*", re.MULTILINE)
 """A rank that computes, and where."""
 
@@ -56,7 +58,7 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: i
     """
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
-        still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in (*CONDEMNED, "slow")]
+        still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in SETTLED]
         for part in _launch_all(still, size, examples, logs):
             found.update(merged(found, part))
 
@@ -144,13 +146,12 @@ def _launch(size: int, folder: Path) -> str:
 def _dead(line: dict[str, Any], printed: str) -> dict[str, Any]:
     """The verdict of a cell that a launch has died of, or that failed outside the library."""
     cell = {name: line[name] for name in ("library", "capability", "ranks", "gradients")}
-    alone = sorted(set(ALONE.findall(printed)))
-    verdict = "crashed"
-    if any(words in printed for words in HUNG):
-        verdict = "slow" if len(alone) == line["ranks"] else "hung"
+    hung, alone = any(words in printed for words in HUNG), sorted(set(ALONE.findall(printed)))
+    slow = hung and len(alone) == line["ranks"]
+    verdict = "slow" if slow else "hung" if hung else "crashed"
     lines = [text.strip() for text in printed.splitlines() if text.strip()]
-    said = alone if verdict == "slow" else []
-    said = said or [text for text in lines if DIED.match(text)] or [text for text in lines if text.startswith("E ")] or lines[-1:]
+    died, raised = ([text for text in lines if sign.match(text)] for sign in (DIED, RAISED))
+    said = alone if slow else died or raised or lines[-1:]
     text = " ".join(said[0].removeprefix("E ").split())[:400] if said else "nothing was printed"
     return {**cell, "verdict": verdict, "examples": 0, "refused": 0, "error": 0.0, "states": text}
 

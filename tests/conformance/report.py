@@ -25,6 +25,7 @@ STYLES = {
     "not tried": "dim",
 }
 """Every verdict and how it looks."""
+NO_RESULT = ("hung", "crashed", "slow")
 SCHEMA = 1
 Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By library and capability."""
@@ -120,7 +121,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines.append(f"| {capability}: {meaning} | {' | '.join(cells)} |")
     for title, names in (
         ("Wrong", ("wrong",)),
-        ("Hung, crashed or slow", ("hung", "crashed", "slow")),
+        ("Hung, crashed or slow", NO_RESULT),
         ("Refused", ("refused", "not offered")),
     ):
         lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
@@ -150,7 +151,7 @@ def _cells(verdict: Mapping[str, Any]) -> list[str]:
         relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
         where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"
         return [problem, where, _escaped(alone)]
-    if verdict["verdict"] in ("hung", "crashed", "slow"):
+    if verdict["verdict"] in NO_RESULT:
         return [problem, _escaped(verdict["states"]), _escaped(alone)]
     return [_escaped(verdict.get("text", "")), _escaped(verdict.get("source", "tried"))]
 

@@ -108,6 +108,7 @@ def run_stage(stage: str, run: Run, files: Sequence[str], folder: Path) -> tuple
     Returns:
         Its seconds, its number of tests, and what went red.
     """
+    files = [file for file in files if stage == "threads" or file not in THREADS_ONLY]
     name = f"{run.kind}-{run.number}-{stage}"
     xml, log = folder / f"{name}.xml", folder / f"{name}.txt"
     xml.unlink(missing_ok=True)
@@ -134,8 +135,7 @@ def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
     if stage == "threads":
         return [*suite, "-n", str(os.cpu_count() or 1), "--dist", "loadfile", "-m", "not starts_mpi", *files]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS - 60:g}", "--", "python"]
-    meeting = (file for file in files if file not in THREADS_ONLY)
-    return [*launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *meeting]
+    return [*launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *files]
 
 
 def repeated(stage: str, seed: int, tests: Sequence[str]) -> str:
