@@ -289,9 +289,9 @@ def _constraints(session: nox.Session) -> str:
 
 
 def _environment(mpi: str) -> dict[str, str]:
-    """The variables of ci/env.openmpi or ci/env.mpich."""
+    """The variables of ci/env.openmpi or ci/env.mpich. What is compiled is kept: a session starts hundreds of processes."""
     lines = (ROOT / "ci" / f"env.{mpi}").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {**dict(line.split("=", 1) for line in lines if line and not line.startswith("#")), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _junit(name: str) -> tuple[str, ...]:

@@ -63,6 +63,17 @@ def test_merge_of_parts_in_any_order_is_the_whole(seed: int, parts: int, size: f
         assert torch.equal(lse == -torch.inf, (~seen.any(1)).expand_as(lse))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_order_of_a_merge_does_not_matter_whatever_the_strides(dtype: torch.dtype) -> None:
+    """Vector units and what is left over of a row may round differently: more lengths and orders than one vector has elements."""
+    for length, turned in itertools.product(range(1, 40), itertools.product((False, True), repeat=2)):
+        lse_a, lse_b = (torch.randn((length, 3), dtype=dtype).t() if t else torch.randn((3, length), dtype=dtype) for t in turned)
+        out_a, out_b = torch.randn((2, 3, length, 2), dtype=dtype)
+        one, other = merge(out_a, lse_a, out_b, lse_b), merge(out_b, lse_b, out_a, lse_a)
+        assert torch.equal(one[0], other[0]), (length, turned)
+        assert torch.equal(one[1], other[1]), (length, turned)
+
+
 def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
     out, lse = torch.randn(2, 3, 4), torch.randn(2, 3) * 1e4
     nothing = (torch.zeros(2, 3, 4), torch.full((2, 3), -torch.inf))

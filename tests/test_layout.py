@@ -162,6 +162,17 @@ def test_importing_starts_no_mpi() -> None:
     assert answer.returncode == 0, answer.stderr
 
 
+def test_tests_of_programs_without_torch_do_not_wait_for_it() -> None:
+    program = (
+        "import sys\n"
+        "from sp_core.testing import CheckedComm, given, plugin, run_threads, spmd\n"
+        "assert run_threads(3, lambda comm: comm.allgather(comm.rank)) == [[0, 1, 2]] * 3\n"
+        "raise SystemExit('torch was imported' if 'torch' in sys.modules else 0)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
 def test_files_and_functions_are_short() -> None:
     sources = {**read("sp_core", "benchmarks", "tests"), "noxfile.py": (ROOT / "noxfile.py").read_text()}
     files = {path: len(text.splitlines()) for path, text in sources.items()}

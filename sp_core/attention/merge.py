@@ -45,6 +45,8 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     """
     # Rows that saw nothing on either side have -inf - -inf here: any weight will do for their two zeros, NaN will not.
     ahead = (lse - part_lse).masked_fill_((lse == -torch.inf) & (part_lse == -torch.inf), 0.0).to(out.dtype)
+    # sigmoid may round an element otherwise in a whole vector than in what is left over: strides must not decide which it is in.
+    ahead = ahead.contiguous()
     out.mul_(torch.sigmoid(ahead).unsqueeze(-1))
     # Not addcmul_: it rounds one product and not the other, and merging would depend on the order of its arguments.
     out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))

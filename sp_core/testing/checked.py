@@ -16,10 +16,11 @@ from sp_core.testing.mpi import MpiCarrier, patiently, wait
 from sp_core.testing.outcome import Mismatched, capture, raise_for_peers
 from sp_core.testing.signatures import call, op_name
 from sp_core.testing.stuck import Detector, Report
-from sp_core.transport.counter import MpiCounter, SharedCounter
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from sp_core.transport.counter import SharedCounter
 
 _NUMBER_OF_REDUCTION = {"Allreduce": 2, "Reduce": 2, "Reduce_scatter": 3}
 
@@ -152,6 +153,8 @@ class CheckedComm(LockstepComm):
 
     def make_counter(self) -> SharedCounter:
         """A counter that these ranks share."""
+        from sp_core.transport.counter import MpiCounter  # with it comes torch, which other projects may do without
+
         self._enter(call("make_counter", self.rank, self.size))
         return MpiCounter(self._raw)
 

@@ -7,10 +7,9 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
-
-import torch
 
 from sp_core.testing import remarks, watchdog
 from sp_core.testing.family import Family
@@ -56,15 +55,26 @@ def run_ranks(size: int, body: Callable[[ThreadComm], T], *, timeout: float | No
     """
     world = World(size)
     ranks = [_Rank(world, rank, body) for rank in range(size)]
-    intra_op = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread_each():
         for rank in ranks:
             rank.start()
         _join(world, ranks, watchdog.example_seconds() if timeout is None else timeout)
+    return [rank.result for rank in ranks], [rank.outcome for rank in ranks]
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Ranks share the cores. Who does not use torch does not wait for it to be imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    intra_op = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(intra_op)
-    return [rank.result for rank in ranks], [rank.outcome for rank in ranks]
 
 
 class _Rank(threading.Thread):

@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from sp_core.testing.family import Family
 from sp_core.testing.lockstep import Lockstep, Record, Steps, Ticket, until
 from sp_core.testing.signatures import Array, array, call
 from sp_core.testing.world import Stopped, World
-from sp_core.transport.counter import SharedCounter
+
+if TYPE_CHECKING:
+    from sp_core.transport.counter import SharedCounter
 
 T = TypeVar("T")
 
