@@ -30,7 +30,7 @@ PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 def tests(session: nox.Session, mpi: str) -> None:
     """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
 
-    What does not depend on the MPI runs with the first one only; ranks of the second draw fewest examples.
+    What does not depend on the MPI runs with the first one only; ranks that are processes draw fewer examples than threads.
     """
     session.notify("junit")
     _install(session, mpi, "-e", ".[test,bench]")
@@ -38,13 +38,12 @@ def tests(session: nox.Session, mpi: str) -> None:
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
     single = {**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
     codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
-    spread = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "loadfile" if mpi == MPIS[0] else "load")  # some tests wait
+    spread = ("-n", str(min((os.cpu_count() or 1) + 2, 4)), "--dist", "loadfile" if mpi == MPIS[0] else "load")  # some tests wait
     threads = ("python", "-m", "pytest", "tests", *spread, *_junit(f"{mpi}-threads"), *chosen)
     session.run(*threads, *session.posargs, env=single, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
-    profile = "quick" if mpi == MPIS[0] else "brief"
-    session.run(*launch, *suite, *session.posargs, env={**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", profile)})
+    session.run(*launch, *suite, *session.posargs, env={**environment, "SP_PROFILE": os.environ.get("SP_PROFILE", "brief")})
 
 
 @nox.session

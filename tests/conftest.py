@@ -1,5 +1,6 @@
 """Ordinary property tests follow the kit's `pr` profile: the same examples every time, and no deadlines, which load would break."""
 
+import gc
 import os
 
 import pytest
@@ -12,6 +13,11 @@ os.environ["SP_TUNING"] = "off"  # what "auto" takes must not depend on what was
 
 for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
     del os.environ[name]  # the programs that tests start are no workers of this session
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have left stays to the end: the garbage collector need not look through it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -37,20 +37,19 @@ class Deaths:
         self.ranks = ranks
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
+        self._ends = select.epoll()  # tells the deaths in their order, also where several have happened since it was last asked
         self._dead: dict[int, str] = {}  # rank: how; in the order of deaths
         self._stopped: set[int] = set()
 
     def look(self, seconds: float) -> None:
         """Watch for a while."""
         self._find()
-        poll = select.poll()
         by_fd = {fd: rank for rank, (_, fd) in self._watched.items() if rank not in self._dead}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
         if not by_fd:
             time.sleep(seconds)
             return
-        for fd, _ in poll.poll(seconds * 1000):
+        for fd, _ in self._ends.poll(seconds):
+            self._ends.unregister(fd)
             self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0], fd)
 
     def alive(self) -> dict[int, int]:
@@ -137,6 +136,8 @@ class Deaths:
         except OSError:  # gone before it was seen
             self._watched[rank] = (pid, -1)
             self._dead.setdefault(rank, "how is not known here")
+        else:
+            self._ends.register(self._watched[rank][1], select.EPOLLIN)
 
 
 def _frames(stacks: str) -> list[tuple[str, str]]:

@@ -142,11 +142,12 @@ class Launch:
 
     def report(self, reason: str) -> str:
         """What is known of every rank."""
-        in_flight = self.run_dir / IN_FLIGHT
+        file = self.run_dir / IN_FLIGHT
+        in_flight = file.read_text() if file.exists() else ""
         lines = [f"{'=' * 16} the launch was ended: {reason} {'=' * 16}"]
         lines += self.deaths.suspects()
         lines += [self.deaths.story(rank) for rank in range(self.deaths.ranks)]
-        lines += [f"example in flight: {in_flight.read_text()}"] if in_flight.exists() else []
+        lines += [f"example in flight: {in_flight}"] if in_flight else []
         return "\n".join([*lines, *salvage.told(self.run_dir)])
 
 

@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _RECORD = struct.Struct("<q16s16s16s")
-SPINS = 200
-YIELDS = 400
-PAUSE_SECONDS = 2e-4
+YIELD_SECONDS = 2e-4
+"""About as long as ranks that have a core each take to meet."""
+PAUSE_SHARE, LONGEST_PAUSE = 0.125, 5e-3
+"""A rank that no example needs looks rarely, and leaves the cores to the others; no wait gets longer by more than this share."""
 HEADER_BYTES = 2048
 
 
 def patiently(ready: Callable[[], T | None]) -> T:
-    """Call until the answer is not None: spin, then let other processes run, then sleep."""
-    turns = 0
+    """Call until the answer is not None: let other processes run in between, then sleep, the longer the longer it has taken."""
+    begin = time.perf_counter()
     while (got := ready()) is None:
-        turns += 1
-        if turns > YIELDS:
-            time.sleep(PAUSE_SECONDS)
-        elif turns > SPINS:
+        waited = time.perf_counter() - begin
+        if waited > YIELD_SECONDS:
+            time.sleep(min(waited * PAUSE_SHARE, LONGEST_PAUSE))
+        else:
             os.sched_yield()
     return got
 

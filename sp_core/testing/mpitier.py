@@ -99,7 +99,7 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
         stop = _verdict(error)
         raise
     finally:
-        watchdog.unmark(watchdog.IN_FLIGHT)
+        watchdog.in_flight("")
         control.broadcast(stop)
 
 

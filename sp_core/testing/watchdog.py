@@ -40,6 +40,7 @@ class Watch:
     rank: int
     temporary: tempfile.TemporaryDirectory[str] | None = None
     limits: list[float] = field(default_factory=list)
+    flying: int | None = None
 
     def __post_init__(self) -> None:
         self.hang, self.stack = self._open("hang"), self._open("stack")
@@ -73,6 +74,13 @@ class Watch:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.cancel_dump_traceback_later()
 
+    def keep_in_flight(self, text: bytes) -> None:
+        """Write what is about to be run. The file stays open and is never empty in between: file systems make that a slow write."""
+        if self.flying is None:
+            self.flying = os.open(self.directory / IN_FLIGHT, os.O_CREAT | os.O_WRONLY)
+        os.pwrite(self.flying, text, 0)
+        os.ftruncate(self.flying, len(text))
+
     def close(self) -> None:
         """Give everything back; the launcher's directory stays, one of our own goes."""
         self.disarm()
@@ -82,6 +90,8 @@ class Watch:
         self.place.close()
         os.close(self.hang)
         os.close(self.stack)
+        if self.flying is not None:
+            os.close(self.flying)
         if self.temporary is not None:
             self.temporary.cleanup()
 
@@ -153,18 +163,12 @@ def tell(text: str) -> None:
 
 
 def in_flight(text: str) -> None:
-    """Keep what is about to be run; only rank 0 calls this."""
+    """Keep what is about to be run, or nothing; only rank 0 calls this."""
     if _watch is not None:
-        (_watch.directory / IN_FLIGHT).write_text(text)
+        _watch.keep_in_flight(text.encode())
 
 
 def mark(name: str, text: str = "") -> None:
     """Write a file for the launcher."""
     if _watch is not None:
         (_watch.directory / name).write_text(text)
-
-
-def unmark(name: str) -> None:
-    """Remove a file for the launcher."""
-    if _watch is not None:
-        (_watch.directory / name).unlink(missing_ok=True)
