@@ -147,7 +147,8 @@ def test_the_largest_ratio_over_ranks_is_recorded() -> None:
 def test_raw_replay_finds_what_the_checks_hide() -> None:
     from sp_core.testing import CheckedComm, ThreadComm
 
-    @given(n=st.integers(0, 9), max_examples=QUICK)
+    @SEARCH
+    @given(n=st.integers(0, 9))
     def body(comm: Any, n: int) -> None:
         assert isinstance(comm, CheckedComm | ThreadComm) or comm.size < 2 or n < 3
 
