@@ -105,5 +105,5 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: 
     random = torch.Generator().manual_seed(size)
     shards = [torch.randn(2, 3, generator=random, dtype=torch.float64, requires_grad=True) for _ in range(size)]
     assert torch.autograd.gradcheck(global_map(kept, size), shards)
-    one_direction = size > 2  # a random one; element by element three ranks take minutes, and two have shown each element
+    one_direction = size > 2  # a random one; element by element three ranks take half of the time, and two have shown each element
     assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=one_direction)

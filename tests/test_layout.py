@@ -149,8 +149,14 @@ def test_the_reference_knows_only_torch() -> None:
     assert foreign_to_reference(planted) == ["sp_core/testing/reference/dense.py imports sp_core.attention.attention"]
 
 
+def succeeds_alone(program: str) -> None:
+    """Run a program in a process of its own, in which nothing has been imported yet."""
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
 def test_importing_starts_no_mpi() -> None:
-    """Every module is imported in a process of its own, in which nothing else could have loaded mpi4py."""
+    """Every module is imported where nothing else could have loaded mpi4py."""
     program = (
         "import importlib, pkgutil, sys, sp_core\n"
         "names = [m.name for m in pkgutil.walk_packages(sp_core.__path__, 'sp_core.')]\n"
@@ -158,8 +164,7 @@ def test_importing_starts_no_mpi() -> None:
         "assert len(names) > 20, names\n"
         "raise SystemExit('mpi4py was imported' if 'mpi4py' in sys.modules else 0)\n"
     )
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert answer.returncode == 0, answer.stderr
+    succeeds_alone(program)
 
 
 def test_tests_of_programs_without_torch_do_not_wait_for_it() -> None:
@@ -169,8 +174,7 @@ def test_tests_of_programs_without_torch_do_not_wait_for_it() -> None:
         "assert run_threads(3, lambda comm: comm.allgather(comm.rank)) == [[0, 1, 2]] * 3\n"
         "raise SystemExit('torch was imported' if 'torch' in sys.modules else 0)\n"
     )
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert answer.returncode == 0, answer.stderr
+    succeeds_alone(program)
 
 
 def test_files_and_functions_are_short() -> None:

@@ -37,7 +37,7 @@ class Deaths:
         self.ranks = ranks
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
-        self._ends = select.epoll()  # tells the deaths in their order, also where several have happened since it was last asked
+        self._ends = select.epoll()  # tells what has happened since it was last asked in the order of the events, not of the ranks
         self._dead: dict[int, str] = {}  # rank: how; in the order of deaths
         self._stopped: set[int] = set()
 

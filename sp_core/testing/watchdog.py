@@ -40,10 +40,10 @@ class Watch:
     rank: int
     temporary: tempfile.TemporaryDirectory[str] | None = None
     limits: list[float] = field(default_factory=list)
-    flying: int | None = None
 
     def __post_init__(self) -> None:
         self.hang, self.stack = self._open("hang"), self._open("stack")
+        self.flying: int | None = None
         place = self._file("place")
         place.write_bytes(bytes(PLACE_BYTES))
         with place.open("r+b") as file:
