@@ -38,19 +38,30 @@ class Deaths:
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
         self._ends = select.epoll()  # tells what has happened since it was last asked in the order of the events, not of the ranks
-        self._dead: dict[int, str] = {}  # rank: how; in the order of deaths
+        self._ended: dict[int, None] = {}  # ranks in the order in which they closed their files, or died where they held none
+        self._dead: dict[int, str] = {}  # rank: how
         self._stopped: set[int] = set()
+        self._held = {_listen(run_dir, rank): rank for rank in range(ranks)}
+        for fd in self._held:
+            self._ends.register(fd, 0)  # which leaves the hang-up
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._ends.close()
+        for fd in [*self._held, *(fd for _, fd in self._watched.values() if fd >= 0)]:
+            os.close(fd)
 
     def look(self, seconds: float) -> None:
         """Watch for a while."""
         self._find()
-        by_fd = {fd: rank for rank, (_, fd) in self._watched.items() if rank not in self._dead}
-        if not by_fd:
-            time.sleep(seconds)
-            return
+        by_fd = {fd: rank for rank, (_, fd) in self._watched.items()} | self._held
         for fd, _ in self._ends.poll(seconds):
             self._ends.unregister(fd)
-            self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0], fd)
+            self._ended.setdefault(by_fd[fd])
+            if fd not in self._held:
+                self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0], fd)
+        for rank in self._dead:  # those that held nothing and were gone before they were seen
+            self._ended.setdefault(rank)
 
     def alive(self) -> dict[int, int]:
         """Rank and process number of those that live."""
@@ -103,8 +114,9 @@ class Deaths:
 
     def _first(self) -> int:
         """The first to die. One that ended by itself goes before those that mpiexec kills, which may be seen earlier."""
-        by_themselves = [rank for rank, how in self._dead.items() if not any(name in how for name in KILLED_BY_MPIEXEC)]
-        return next(iter(by_themselves or self._dead))
+        dead = [rank for rank in self._ended if rank in self._dead]
+        by_themselves = [rank for rank in dead if not any(name in self._dead[rank] for name in KILLED_BY_MPIEXEC)]
+        return (by_themselves or dead)[0]
 
     def _stacks(self, rank: int) -> str:
         return self._text(rank, "hang") or self._text(rank, "stack")
@@ -138,6 +150,13 @@ class Deaths:
             self._dead.setdefault(rank, "how is not known here")
         else:
             self._ends.register(self._watched[rank][1], select.EPOLLIN)
+
+
+def _listen(run_dir: Path, rank: int) -> int:
+    """The other end of what `watchdog.hold_life` opens."""
+    path = run_dir / f"rank{rank}.life"
+    os.mkfifo(path)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def _frames(stacks: str) -> list[tuple[str, str]]:

@@ -129,6 +129,7 @@ class Launch:
         kill_session(self.process.pid)
         self.process.wait()
         self.leftovers.remove()
+        self.deaths.close()
 
     def exit_code(self) -> int:
         """What the session said, else what mpiexec said."""

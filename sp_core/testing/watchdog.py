@@ -51,6 +51,7 @@ class Watch:
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
+        hold_life(self.directory, self.rank)
         self._file("pid").write_text(str(os.getpid()))  # last: the launcher may send a signal from now on
 
     def enable(self) -> None:
@@ -97,6 +98,20 @@ class Watch:
 
 
 _watch: Watch | None = None
+
+
+def hold_life(directory: Path, rank: int) -> int:
+    """Hold a file that only the end of the process closes: the launcher hears of it as early as mpiexec hears of its own.
+
+    The system first closes a process's files and then says that it is dead. In between mpiexec can have killed the others.
+
+    Returns:
+        The file descriptor; -1 where no launcher listens.
+    """
+    try:
+        return os.open(directory / f"rank{rank}.life", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return -1
 
 
 def start(rank: int) -> Watch:
