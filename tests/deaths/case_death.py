@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ DEATH = json.loads(os.environ["SP_DEATH"])
 FOLDER = Path(DEATH["folder"])
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 VICTIM = DEATH["rank"] == RANK
-INSIDE_SECONDS, LATE_SECONDS = 0.15, 0.4
+VICTIM_NUMBER = FOLDER / "victim"
+INSIDE_SECONDS, LATE_SECONDS = 0.15, 0.25
 
 
 def be_lost() -> None:
@@ -41,16 +41,18 @@ def lost_at(place: str) -> None:
 
 
 def lost_soon() -> None:
-    """The end while this rank waits in a collective: the other ranks come later."""
-    if DEATH["place"] != "inside":
+    """The end while this rank waits in a collective: the other ranks come later, and the next one tells it to end before that."""
+    if DEATH["place"] != "inside" or VICTIM:
         return
-    if not VICTIM:
-        time.sleep(LATE_SECONDS)
-        return
+    time.sleep(INSIDE_SECONDS)
+    if (DEATH["rank"] + 1) % SIZE == RANK:
+        os.kill(int(VICTIM_NUMBER.read_text()), signal.SIGUSR2)
+    time.sleep(LATE_SECONDS)
+
+
+if VICTIM and DEATH["place"] == "inside":  # told by a signal of another rank: no thread of its own can start once memory is short
     signal.signal(signal.SIGUSR2, lambda *_: be_lost())
-    threading.Timer(INSIDE_SECONDS, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-
-
+    VICTIM_NUMBER.write_text(str(os.getpid()))
 lost_at("collection")
 
 
