@@ -6,7 +6,9 @@ import os
 import pytest
 from hypothesis import settings
 
+from sp_core.probing import in_job
 from sp_core.testing import profiles
+from sp_core.testing.launch import session_dir
 
 settings.load_profile(profiles.DEFAULT)
 os.environ["SP_TUNING"] = "off"  # what "auto" takes must not depend on what was once measured on this machine
@@ -18,6 +20,13 @@ for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
 def pytest_collection_finish() -> None:
     """What the imports have left stays to the end: the garbage collector need not look through it again and again."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_session_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests of other workers start an mpiexec at the same time, some without our launcher, which would see to this."""
+    if not in_job():
+        os.environ.update(session_dir(tmp_path_factory.mktemp("mpiexec")))
 
 
 @pytest.fixture

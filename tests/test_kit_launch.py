@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sp_core.testing.launch import SESSION_DIR, SESSION_DIR_HERE, environment
+
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
 
 TESTS = Path(__file__).parent
@@ -176,6 +178,18 @@ def test_the_plugin_does_nothing_where_nobody_uses_it(tmp_path: Path) -> None:
     result = pytest_alone("-q", "-p", "no:hypothesispytest", str(tmp_path), OMPI_COMM_WORLD_SIZE="2", PMI_SIZE="2")
     assert result.returncode == 0, result.stdout
     assert "sp_core.testing" not in result.stdout
+
+
+def test_launches_share_no_folder_of_the_library_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SESSION_DIR, raising=False)
+    monkeypatch.delenv(SESSION_DIR_HERE, raising=False)
+    assert environment(tmp_path)[SESSION_DIR_HERE] == str(tmp_path)
+    monkeypatch.setenv(SESSION_DIR_HERE, "/here")
+    assert environment(tmp_path)[SESSION_DIR_HERE] == "/here"
+    monkeypatch.delenv(SESSION_DIR_HERE)
+    monkeypatch.setenv(SESSION_DIR, "/everywhere")
+    assert environment(tmp_path)[SESSION_DIR] == "/everywhere"
+    assert SESSION_DIR_HERE not in environment(tmp_path)
 
 
 def launched(program: str, *options: str) -> subprocess.CompletedProcess[str]:
