@@ -17,7 +17,6 @@ from mutants.sample import Equivalent
 from mutants.tally import Result, Score
 from mutants.trial import Outcome
 
-FOUND = sample.candidates()
 FILE = "sp_core/mask/runs.py"
 SILENT = '''"""A text of 3 words."""
 from typing import TYPE_CHECKING
@@ -37,6 +36,11 @@ class A:
     def __repr__(self):
         return self.name[1:]
 '''
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Edit]:
+    return sample.candidates()
 
 
 def made(operator: str, text: str) -> list[str]:
@@ -78,14 +82,14 @@ def test_an_operator_makes_these_edits(operator: str, text: str, after: list[str
     assert sorted(made(operator, text)) == sorted(after)
 
 
-def test_every_operator_finds_something_in_the_library() -> None:
-    assert Counter(edit.operator for edit in FOUND).keys() == OPERATORS.keys()
-    assert {sample.room_of(edit.file) for edit in FOUND} == {room.removesuffix(".py") for room in sample.ROOMS}
-    assert len({edit.id for edit in FOUND}) == len(FOUND)
+def test_every_operator_finds_something_in_the_library(found: list[Edit]) -> None:
+    assert Counter(edit.operator for edit in found).keys() == OPERATORS.keys()
+    assert {sample.room_of(edit.file) for edit in found} == {room.removesuffix(".py") for room in sample.ROOMS}
+    assert len({edit.id for edit in found}) == len(found)
 
 
-def test_an_edit_is_another_program() -> None:
-    for edit in random.Random(1).sample(FOUND, 60):
+def test_an_edit_is_another_program(found: list[Edit]) -> None:
+    for edit in random.Random(1).sample(found, 60):
         text = (sample.ROOT / edit.file).read_text()
         assert ast.dump(ast.parse(edit.planted(text))) != ast.dump(ast.parse(text)), edit
 
@@ -116,43 +120,43 @@ def test_the_name_of_an_edit_moves_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 50, 320])
-def test_every_file_and_operator_has_its_share_of_the_sample(number: int) -> None:
-    some = sample.drawn(FOUND, number, 3)
-    assert [edit.id for edit in some] == [edit.id for edit in sample.drawn(FOUND, number, 3)]
+def test_every_file_and_operator_has_its_share_of_the_sample(found: list[Edit], number: int) -> None:
+    some = sample.drawn(found, number, 3)
+    assert [edit.id for edit in some] == [edit.id for edit in sample.drawn(found, number, 3)]
     assert len({edit.id for edit in some}) == number
-    assert {edit.id for edit in some} != {edit.id for edit in sample.drawn(FOUND, number, 4)}
-    every, taken = (Counter((edit.file, edit.operator) for edit in part) for part in (FOUND, some))
-    assert all(abs(taken[stratum] - number * count / len(FOUND)) < 1 for stratum, count in every.items())
+    assert {edit.id for edit in some} != {edit.id for edit in sample.drawn(found, number, 4)}
+    every, taken = (Counter((edit.file, edit.operator) for edit in part) for part in (found, some))
+    assert all(abs(taken[stratum] - number * count / len(found)) < 1 for stratum, count in every.items())
 
 
-def test_every_edit_can_be_drawn() -> None:
-    few = FOUND[::40]
+def test_every_edit_can_be_drawn(found: list[Edit]) -> None:
+    few = found[::40]
     drawn = Counter(edit.id for seed in range(300) for edit in sample.drawn(few, len(few) // 3, seed))
     assert drawn.keys() == {edit.id for edit in few}
     assert max(drawn.values()) < 2 * min(drawn.values())
     assert Counter(edit.id for edit in sample.drawn(few, 10**6, 0)) == Counter(edit.id for edit in few)
 
 
-def test_a_change_elsewhere_leaves_the_sample_as_it_is() -> None:
-    number, file = 300, FOUND[0].file
-    gone = {edit.id for place, edit in enumerate(FOUND) if edit.file == file and not place % 2}
-    before, after = (sample.drawn(part, number, 3) for part in (FOUND, [edit for edit in FOUND if edit.id not in gone]))
+def test_a_change_elsewhere_leaves_the_sample_as_it_is(found: list[Edit]) -> None:
+    number, file = 300, found[0].file
+    gone = {edit.id for place, edit in enumerate(found) if edit.file == file and not place % 2}
+    before, after = (sample.drawn(part, number, 3) for part in (found, [edit for edit in found if edit.id not in gone]))
     kept = {edit.id for edit in after}
     assert len([edit for edit in before if edit.file != file and edit.id not in kept]) < number // 50
 
 
-def test_what_is_said_to_change_nothing_is_there() -> None:
+def test_what_is_said_to_change_nothing_is_there(found: list[Edit]) -> None:
     known = sample.equivalents()
-    assert sample.stale(known, FOUND) == []
+    assert sample.stale(known, found) == []
     assert all(len(one.reason.split()) > 3 for one in known)
     assert len({(one.file, one.place, one.before, one.after) for one in known}) == len(known)
 
 
-def test_an_entry_whose_line_has_changed_is_stale() -> None:
-    edit = FOUND[0]
+def test_an_entry_whose_line_has_changed_is_stale(found: list[Edit]) -> None:
+    edit = found[0]
     entry = Equivalent(edit.file, edit.place, edit.before, edit.after, "a reason")
     gone = Equivalent(edit.file, edit.place, f"{edit.before} ", edit.after, "a reason")
-    assert sample.stale([entry, gone], FOUND) == [gone]
+    assert sample.stale([entry, gone], found) == [gone]
 
 
 def small(*lines: int, file: str = FILE, inside: bool = True) -> Edit:
