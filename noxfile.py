@@ -38,7 +38,7 @@ def tests(session: nox.Session, mpi: str) -> None:
     quick, brief = ({**_environment(mpi), "SP_PROFILE": os.environ.get("SP_PROFILE", name)} for name in ("quick", "brief"))
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
     codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
-    spread = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "loadfile" if mpi == MPIS[0] else "load")  # some tests wait
+    spread = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")  # one more than cores: some tests wait
     threads = ("python", "-m", "pytest", "tests", *spread, *_junit(f"{mpi}-threads"), *chosen)
     session.run(*threads, *session.posargs, env=quick, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
