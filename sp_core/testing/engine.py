@@ -38,7 +38,7 @@ def given(
 
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any order. Default: 1 to `max_ranks`, and
-            no more than the launch has. What does not fit the launch is not drawn.
+            no more than the launch has. What does not fit the launch is not drawn; where nothing does, the test is skipped.
         max_examples: how many examples; default: the profile's. A profile with more examples than `pr` takes more here too.
         max_ranks: bound of the default `nprocs`.
         strategies: what to draw. Draw specifications (sizes, a seed), not data: the values are pickled and printed.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import hypothesis
 from hypothesis import strategies as st
+from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 
 from sp_core.testing import profiles, session
 from sp_core.testing.outcome import Kind, Outcome, RankFailure, failure
@@ -130,6 +131,7 @@ class Search(_Attempts):
     ) -> None:
         super().__init__()
         self.nprocs, self.strategies, self.max_examples = nprocs, strategies, max_examples
+        self._some_fit = False
 
     def run(self, spec: Spec, attempt: Try) -> None:
         """Let Hypothesis draw, shrink and report."""
@@ -139,11 +141,21 @@ class Search(_Attempts):
             __tracebackhide__ = True
             self._one(Example(ranks_of(values.pop("nprocs")), values), attempt)
 
-        self._decorated(spec, driver)()
+        try:
+            self._decorated(spec, driver)()
+        except (Unsatisfiable, FailedHealthCheck):
+            if self._some_fit:
+                raise
+            _skip(f"draws no ranks that a launch of {session.current.world_size} has")
+
+    def _fits(self, nprocs: int | tuple[int, ...]) -> bool:
+        found = fits(nprocs)
+        self._some_fit |= found
+        return found
 
     def _one(self, example: Example, attempt: Try) -> None:
         __tracebackhide__ = True
-        if not fits(example.nprocs):  # an explicit example for a larger launch
+        if not self._fits(example.nprocs):  # an explicit example for a larger launch
             hypothesis.reject()
         result = attempt(example)
         result.remarks.replay()
@@ -170,7 +182,7 @@ class Search(_Attempts):
         own = profiles.chosen(spec.marks.get("_hypothesis_internal_use_settings"), self.max_examples, seeded=seed is not None)
         if seed is not None and vars(driver).get("_hypothesis_internal_use_seed") is None:
             driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)  # each test draws other examples
-        test = hypothesis.given(nprocs=self.nprocs.filter(fits), **self.strategies)(own(driver))
+        test = hypothesis.given(nprocs=self.nprocs.filter(self._fits), **self.strategies)(own(driver))
         vars(test).update(copied)
         return test
 
