@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from sp_core.testing.places import owner
+from sp_core.testing.watchdog import file_of
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
@@ -41,25 +42,30 @@ class Deaths:
         self._ended: dict[int, None] = {}  # ranks in the order in which they closed their files, or died where they held none
         self._dead: dict[int, str] = {}  # rank: how
         self._stopped: set[int] = set()
-        self._held = {_listen(run_dir, rank): rank for rank in range(ranks)}
-        for fd in self._held:
-            self._ends.register(fd, 0)  # which leaves the hang-up
+        self._rank_of: dict[int, int] = {}  # by file descriptor: of its process, and of the file that it holds
+        for rank in range(ranks):
+            self._listen(_held(run_dir, rank), rank, 0)  # which leaves the hang-up
 
     def close(self) -> None:
         """Give the files back."""
         self._ends.close()
-        for fd in [*self._held, *(fd for _, fd in self._watched.values() if fd >= 0)]:
+        for fd in self._rank_of:
             os.close(fd)
+
+    def _listen(self, fd: int, rank: int, events: int) -> None:
+        self._rank_of[fd] = rank
+        self._ends.register(fd, events)
 
     def look(self, seconds: float) -> None:
         """Watch for a while."""
         self._find()
-        by_fd = {fd: rank for rank, (_, fd) in self._watched.items()} | self._held
         for fd, _ in self._ends.poll(seconds):
             self._ends.unregister(fd)
-            self._ended.setdefault(by_fd[fd])
-            if fd not in self._held:
-                self._dead[by_fd[fd]] = _how(self._watched[by_fd[fd]][0], fd)
+            rank = self._rank_of[fd]
+            self._ended.setdefault(rank)
+            pid, end = self._watched.get(rank, (0, -1))
+            if fd == end:
+                self._dead[rank] = _how(pid, fd)
         for rank in self._dead:  # those that held nothing and were gone before they were seen
             self._ended.setdefault(rank)
 
@@ -133,12 +139,12 @@ class Deaths:
         return f"dead{first}, {self._dead[rank]} {number}"
 
     def _text(self, rank: int, kind: str) -> str:
-        path = self._dir / f"rank{rank}.{kind}"
+        path = file_of(self._dir, rank, kind)
         return path.read_bytes().split(b"\0")[0].decode(errors="replace").strip() if path.exists() else ""
 
     def _find(self) -> None:
         for rank in range(self.ranks):
-            path = self._dir / f"rank{rank}.pid"
+            path = file_of(self._dir, rank, "pid")
             if rank not in self._watched and path.exists() and (text := path.read_text()):
                 self._watch(rank, int(text))
 
@@ -149,12 +155,12 @@ class Deaths:
             self._watched[rank] = (pid, -1)
             self._dead.setdefault(rank, "how is not known here")
         else:
-            self._ends.register(self._watched[rank][1], select.EPOLLIN)
+            self._listen(self._watched[rank][1], rank, select.EPOLLIN)
 
 
-def _listen(run_dir: Path, rank: int) -> int:
+def _held(run_dir: Path, rank: int) -> int:
     """The other end of what `watchdog.hold_life` opens."""
-    path = run_dir / f"rank{rank}.life"
+    path = file_of(run_dir, rank, "life")
     os.mkfifo(path)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from sp_core.testing import salvage
 from sp_core.testing.deaths import Deaths, kill_session
 from sp_core.testing.leftovers import Leftovers
-from sp_core.testing.watchdog import IN_FLIGHT, RESULT, RUN_DIR, STARTED
+from sp_core.testing.watchdog import IN_FLIGHT, RESULT, RUN_DIR, STARTED, file_of
 
 POLL_SECONDS = 0.05
 DUMP_SECONDS = 2.0
@@ -62,7 +62,7 @@ def session_dir(folder: Path) -> dict[str, str]:
     Where launches share one, about 2 of 1000 starts beside five others end with "The PMIx server's listener thread failed to
     start" (Open MPI 5.0.11), before any rank is there.
     """
-    return {} if SESSION_DIR in os.environ else {SESSION_DIR_HERE: os.environ.get(SESSION_DIR_HERE, str(folder))}
+    return {} if {SESSION_DIR, SESSION_DIR_HERE} & os.environ.keys() else {SESSION_DIR_HERE: str(folder)}
 
 
 def environment(run_dir: Path) -> dict[str, str]:
@@ -126,7 +126,7 @@ class Launch:
         """Let every rank write its stacks."""
         time.sleep(DUMP_SECONDS / 2)  # ranks reach the same limit at nearly the same time
         for rank, pid in self.deaths.running().items():
-            if not (self.run_dir / f"rank{rank}.hang").stat().st_size:
+            if not file_of(self.run_dir, rank, "hang").stat().st_size:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(DUMP_SECONDS / 2)
         self.deaths.end_stopped()

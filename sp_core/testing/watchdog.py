@@ -63,7 +63,7 @@ class Watch:
         return os.dup(2) if self.temporary is not None else os.open(self._file(kind), os.O_CREAT | os.O_WRONLY)
 
     def _file(self, kind: str) -> Path:
-        return self.directory / f"rank{self.rank}.{kind}"
+        return file_of(self.directory, self.rank, kind)
 
     def arm(self, seconds: float) -> None:
         """Start the time limit anew."""
@@ -100,6 +100,11 @@ class Watch:
 _watch: Watch | None = None
 
 
+def file_of(directory: Path, rank: int, kind: str) -> Path:
+    """What a rank leaves for the launcher, or shares with it."""
+    return directory / f"rank{rank}.{kind}"
+
+
 def hold_life(directory: Path, rank: int) -> int:
     """Hold a file that only the end of the process closes: the launcher hears of it as early as mpiexec hears of its own.
 
@@ -109,7 +114,7 @@ def hold_life(directory: Path, rank: int) -> int:
         The file descriptor; -1 where no launcher listens.
     """
     try:
-        return os.open(directory / f"rank{rank}.life", os.O_WRONLY | os.O_NONBLOCK)
+        return os.open(file_of(directory, rank, "life"), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return -1
 
