@@ -3,65 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from kit.narrow import narrow_transport
+from kit.carriers import CARRIERS as TRANSPORTS
 
 import sp_core as sp
 from sp_core.collectives import choice
 from sp_core.schedules import ALGORITHMS, HALF, cost, replay
 from sp_core.testing import device, features, given, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
-from sp_core.testing.fake_device import DelayedStreams
 from sp_core.testing.schedule_cases import SUMS, Vectors, pieces, vectors
 from sp_core.testing.ways import CALLS, CARRIERS, called, refuses
 from sp_core.testing.window_cases import OPS as WINDOW_OPS
 from sp_core.testing.window_cases import use_window
-from sp_core.transport import Handle
-from sp_core.transport.host import HostTransport
-from sp_core.transport.link import LinkModel
-from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
 SEGMENT_BYTES = 24
 
 
-class LateSends(HostTransport):
-    """Reads what is sent as late as a library may: after being asked for the third time whether it has left."""
-
-    def post(self, sends: Any, recvs: Any, tag: int) -> Any:
-        begin = partial(super().post, sends, (), tag)
-        return LateSend(super().post((), recvs, tag), begin) if sends else super().post((), recvs, tag)
-
-
-class LateSend:
-    """Receives that are under way, and sends that will be."""
-
-    def __init__(self, received: Handle, begin: Callable[[], Handle]) -> None:
-        self._received, self._begin = received, begin
-        self._asked, self._sent = 0, None
-
-    def test(self) -> bool:
-        self._asked += 1
-        if self._asked == 3:
-            self._sent = self._begin()
-        received = self._received.test()
-        return received and self._sent is not None and self._sent.test()
-
-
-TRANSPORTS: dict[str, Callable[[sp.Communicator], Any]] = {
-    "host": lambda comm: HostTransport(comm._comm),
-    "host in parts": lambda comm: narrow_transport(comm._comm, 3),
-    "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
-    "late sends": lambda comm: LateSends(comm._comm),
-    "link": lambda comm: LinkModel(2e-5, 1e8).over(HostTransport(comm._comm)),
-    "pipelined": lambda comm: PipelinedTransport(HostTransport(comm._comm), DelayedStreams(), comm.size, chunk_bytes=64),
-}
 BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 """Algorithms whose sums are trees, at most ceil(log2 P) + 1 additions deep."""
 

@@ -186,6 +186,8 @@ class Shards:
     def _definition(self) -> dict[str, Any]:
         mask = self.problem.mask
         return {
+            "q_positions": ascending(self.sharding),
+            "kv_positions": ascending(self.kv_sharding),
             "causal": mask.causal,
             "window": mask.window,
             "documents": mask.documents,
@@ -203,6 +205,11 @@ class Shards:
     def _be_late(self, rank: int) -> None:
         if self.problem.late and rank % self.sharding.size == self.rank:
             time.sleep(LATE_SECONDS)
+
+
+def ascending(sharding: Sharding) -> list[int]:
+    """Return the global positions of all tokens in ascending order."""
+    return sorted(int(p) for rank in range(sharding.size) for p in sharding.positions(rank))
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,9 @@ makes the tensors from the seed by itself.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from sp_core.sharding import Sharding
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 LAYOUTS = {"contiguous": Sharding.contiguous, "zigzag": Sharding.zigzag, "striped": Sharding.striped}
+LISTED = "listed"
 STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
 
@@ -38,6 +41,7 @@ class AttentionProblem:
         storage: how the tensors lie in memory, one of `STORAGES`.
         seed: of the tensors.
         late: whether some rank is a little later than the others.
+        start, kv_start: global position of the first token.
     """
 
     batch: int
@@ -58,6 +62,8 @@ class AttentionProblem:
     storage: str
     seed: int
     late: bool = False
+    start: int = 0
+    kv_start: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -67,18 +73,21 @@ class AttentionProblem:
 
     def sharding(self, size: int) -> Sharding:
         """Who owns which queries, over `size` ranks."""
-        return LAYOUTS[self.layout](self.seq_len, size)
+        return self._sharding(self.layout, self.seq_len, size, self.start)
 
     def kv_sharding(self, size: int) -> Sharding:
         """Who owns which keys."""
-        return LAYOUTS[self.kv_layout](self.kv_len, size)
+        return self._sharding(self.kv_layout, self.kv_len, size, self.kv_start)
+
+    def _sharding(self, layout: str, length: int, size: int, start: int) -> Sharding:
+        return listed(length, size, start) if layout == LISTED else LAYOUTS[layout](length, size, start)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the whole sequence, in the problem's dtype and without gradient."""
-        random = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
 
         def normal(length: int, heads: int) -> Tensor:
-            return torch.randn(self.batch, length, heads, self.head_dim, generator=random, dtype=torch.float64)
+            return torch.randn(self.batch, length, heads, self.head_dim, generator=generator, dtype=torch.float64)
 
         q = normal(self.seq_len, self.kv_heads * self.group) * self.magnitude
         k, v = normal(self.kv_len, self.kv_heads), normal(self.kv_len, self.kv_heads)
@@ -92,15 +101,15 @@ class AttentionProblem:
 
     def upstream_gradient(self) -> Tensor:
         """Gradient of the output of the whole sequence."""
-        random = torch.Generator().manual_seed(self.seed + 1)
+        generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.seq_len, self.kv_heads * self.group, self.head_dim)
-        grad = torch.randn(shape, generator=random, dtype=torch.float64)
+        grad = torch.randn(shape, generator=generator, dtype=torch.float64)
         if self.upstream == "one token" and self.seq_len:
             token = self.seed % self.seq_len
             grad[:, :token] = 0
             grad[:, token + 1 :] = 0
         elif self.upstream == "expanded":
-            grad = torch.randn(1, generator=random, dtype=torch.float64)
+            grad = torch.randn(1, generator=generator, dtype=torch.float64)
         elif self.upstream == "zero":
             grad = torch.zeros(1, dtype=torch.float64)
         return grad.to(self.torch_dtype).expand(shape)
@@ -109,9 +118,18 @@ class AttentionProblem:
         """Gradient of the log-sum-exp (B, H, S), for every third problem."""
         if self.seed % 3:
             return None
-        random = torch.Generator().manual_seed(self.seed + 2)
+        generator = torch.Generator().manual_seed(self.seed + 2)
         shape = (self.batch, self.kv_heads * self.group, self.seq_len)
-        return torch.randn(shape, generator=random, dtype=torch.float64).to(self.torch_dtype).double()
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.torch_dtype).double()
+
+
+def listed(length: int, size: int, start: int) -> Sharding:
+    """A sharding from lists of positions in any order, with gaps between them and shards of any length."""
+    chance = random.Random(f"{length} {size} {start}")
+    positions = chance.sample(range(start, start + 2 * length), length)
+    cuts = sorted(chance.randint(0, length) for _ in range(size - 1))
+    bounds = pairwise((0, *cuts, length))
+    return Sharding.from_positions([positions[begin:end] for begin, end in bounds])
 
 
 def seeds() -> st.SearchStrategy[int]:

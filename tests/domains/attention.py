@@ -1,0 +1,215 @@
+"""The domain of attention: four schemes over ranks, each against the dense float64 reference, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+
+import sp_core as sp
+from domains import situations
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.situations import COMMUNICATOR, SITUATIONS
+from sp_core.schemes import SCHEMES
+from sp_core.testing.attention_check import Shards, ascending, compare
+from sp_core.testing.strategies import DTYPES, LAYOUTS, LISTED, STORAGES, AttentionProblem
+
+EVERY_LAYOUT = (*LAYOUTS, LISTED)
+MAGNITUDES = (1.0, 30.0, 1e3)
+
+
+def seq_len(chance: Random, drawn: Values, *, shards: int) -> int:
+    """A length that `shards` shards divide evenly."""
+    return shards * chance.randint(1, max(1, 24 // shards))
+
+
+def lengths() -> Parts:
+    """Lengths of a sequence, in relation to the number of ranks."""
+    return {
+        "even": lambda c, v: seq_len(c, v, shards=2 * size_of(v)),
+        "halves uneven": lambda c, v: seq_len(c, v, shards=size_of(v)) | 1 if size_of(v) % 2 else size_of(v),
+        "uneven": lambda c, v: seq_len(c, v, shards=size_of(v)) + c.randint(0, size_of(v) - 1),
+        "fewer than ranks": lambda c, v: c.randint(0, size_of(v) - 1),
+        "0": lambda c, v: 0,
+        "above 100": lambda c, v: c.randint(101, 140),
+    }
+
+
+def size_of(drawn: Values) -> int:
+    """The number of ranks that share the sequence."""
+    if "comm.ranks" in drawn:
+        return int(drawn["comm.ranks"])
+    return int(drawn["mesh.ring"]) * int(drawn["mesh.ulysses"])
+
+
+def boundaries(chance: Random, drawn: Values, number: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Document boundaries of the queries and of the keys, empty documents included."""
+    count = chance.randint(*number) - 1
+    problem = problem_of(drawn | {"mask.documents": None})
+    ends = [sharding_end(problem.sharding(size_of(drawn))), sharding_end(problem.kv_sharding(size_of(drawn)))]
+    queries = (0, *sorted(chance.randint(0, ends[0]) for _ in range(count)), ends[0])
+    if drawn["kv_sharding"] == "own":
+        return queries, queries
+    return queries, (0, *sorted(chance.randint(0, ends[1]) for _ in range(count)), ends[1])
+
+
+def sharding_end(sharding: sp.Sharding) -> int:
+    """One more than the greatest position."""
+    return max(ascending(sharding), default=-1) + 1
+
+
+def documents() -> Parts:
+    """Numbers of packed documents."""
+    named = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64), "65 to 200": (65, 200)}
+    return {"none": lambda c, v: None} | {
+        name: partial(boundaries, number=number) for name, number in named.items()
+    }
+
+
+def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
+    """A window of so many quarters of a shard."""
+    return max(2, max(1, drawn["q.seq_len"] // size_of(drawn)) * chance.randint(*shards) // 4)
+
+
+COMMON: dict[str, Parts] = {
+    "q.seq_len": lengths(),
+    "q.batch": spans((1, 1), (2, 3)),
+    "q.head_dim": spans((2, 16), (1, 1), (17, 64), (65, 128), (129, 256), (257, 300)),
+    "q.dtype": values(*DTYPES),
+    "q.memory": values(*STORAGES),
+    "q.magnitude": values(*MAGNITUDES),
+    "q.group": spans((1, 1), (2, 3), (7, 9)),
+    "k.heads": spans((2, 4), (1, 1), (5, 9)),
+    "k.gradients": {
+        "all": lambda c, v: (True, True, True),
+        "some": lambda c, v: c.choice([(True, False, False), (False, True, False), (False, True, True)]),
+        "none": lambda c, v: (False, False, False),
+    },
+    "v.values": values("normal", "constant", "cancelling"),
+    "v.upstream": values("normal", "one token", "expanded", "transposed", "zero"),
+    "sharding.layout": values(*EVERY_LAYOUT),
+    "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
+    "kv_sharding": values("own", "other"),
+    "kv_sharding.layout": values(*EVERY_LAYOUT),
+    "kv_sharding.start": spans((0, 0), (1, 9)),
+    "kv_sharding.kv_len": {"uneven": lambda c, v: c.randint(1, 33), "0": lambda c, v: 0},
+    "mask.causal": values(False, True),
+    "mask.window": {
+        "none": lambda c, v: None,
+        "1": lambda c, v: 1,
+        "within a shard": partial(window, shards=(1, 3)),
+        "a shard and more": partial(window, shards=(4, 8)),
+        "wider than the sequence": lambda c, v: v["q.seq_len"] + c.randint(1, 99),
+    },
+    "mask.documents": documents(),
+    "softmax_scale": {"default": lambda c, v: None, "given": lambda c, v: 0.25, "0": lambda c, v: 0.0, "below 0": lambda c, v: -0.5},
+    "return_lse": {"with gradient": lambda c, v: "with gradient", "without": lambda c, v: "without", "not asked": lambda c, v: "no"},
+}
+
+
+def problem_of(drawn: Values) -> AttentionProblem:
+    """The attention problem that drawn values stand for."""
+    own = drawn["kv_sharding"] == "own"
+    pair = drawn["mask.documents"] or (None, None)
+    return AttentionProblem(
+        batch=drawn["q.batch"],
+        seq_len=drawn["q.seq_len"],
+        kv_len=drawn["q.seq_len"] if own else drawn["kv_sharding.kv_len"],
+        kv_heads=drawn["k.heads"],
+        group=drawn["q.group"],
+        head_dim=drawn["q.head_dim"],
+        dtype=drawn["q.dtype"],
+        layout=drawn["sharding.layout"],
+        kv_layout=drawn["sharding.layout"] if own else drawn["kv_sharding.layout"],
+        mask=sp.Mask(drawn["mask.causal"], drawn["mask.window"], pair[0], None if own else pair[1]),
+        softmax_scale=drawn.get("softmax_scale"),
+        magnitude=drawn["q.magnitude"],
+        values=drawn["v.values"],
+        upstream=drawn["v.upstream"],
+        needs_grad=drawn["k.gradients"],
+        storage=drawn["q.memory"],
+        seed=drawn["seed"] - drawn["seed"] % 3 + (drawn.get("return_lse") != "with gradient"),
+        late=drawn.get("(lateness)") == "a rank",
+        start=drawn["sharding.start"],
+        kv_start=drawn["sharding.start"] if own else drawn["kv_sharding.start"],
+    )
+
+
+def arguments_of(shards: Shards, drawn: Values) -> Values:
+    """What every scheme takes."""
+    q, k, v = shards.local
+    own = drawn["kv_sharding"] == "own"
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "sharding": shards.sharding,
+        "kv_sharding": None if own else shards.kv_sharding,
+        "mask": shards.problem.mask,
+        "softmax_scale": shards.problem.softmax_scale,
+        "return_lse": drawn["return_lse"] != "no",
+    }
+
+
+def judge(name: str, shards: Shards, drawn: Values, result: Any) -> None:
+    """Compare one rank's results, and its gradients, with the reference."""
+    asked = drawn["return_lse"] != "no"
+    assert isinstance(result, tuple) == asked
+    out, lse = result if asked else (result, None)
+    found = {"out": out, **shards.gradients(out, out if lse is None else lse)}
+    compare(name, shards, found if lse is None else {**found, "lse": lse})
+
+
+@contextmanager
+def on_a_communicator(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
+    """A scheme along one axis of a mesh; every other group of ranks has a problem of its own."""
+    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
+        group = situations.group_of(mesh, drawn)
+        problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)})
+        shards = Shards(problem, group.rank, group.size, group.device)
+        inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
+        yield Call(SCHEMES[name], {**arguments_of(shards, drawn), "comm": group, **inner}, partial(judge, name, shards, drawn))
+
+
+@contextmanager
+def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
+    """Hybrid attention on two axes of a mesh; along a third one every group has a problem of its own."""
+    third = {"third": 2} if drawn["mesh.axes"] == "three" else {}
+    lengths = {"ring": drawn["mesh.ring"], "ulysses": drawn["mesh.ulysses"], **third}
+    named = sorted(lengths, reverse=drawn["mesh.order"] == "reversed")
+    with situations.opened(comm, drawn, {axis: lengths[axis] for axis in named}) as mesh:
+        axes = tuple(axis for axis in named if axis != "third")
+        axes = axes[::-1] if drawn["axes"] == "not the mesh's order" else axes
+        tokens = mesh[axes]
+        problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * (mesh.coordinate("third") if third else 0)})
+        shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
+        own = {"mesh": mesh, "axes": axes, "ulysses": drawn["ulysses"]}
+        yield Call(sp.hybrid_attention, {**arguments_of(shards, drawn), **own}, partial(judge, "hybrid", shards, drawn))
+
+
+def grid_ranks(drawn: Values) -> int:
+    """How many ranks the whole mesh of a hybrid has."""
+    return int(drawn["mesh.ring"] * drawn["mesh.ulysses"] * (2 if drawn["mesh.axes"] == "three" else 1))
+
+
+def by_hand(*given: Any, **named: Any) -> Any:
+    """An attention of the user's own: what one device computes, called through a function."""
+    return sp.local_attention(*given, **named)
+
+
+INNER: Parts = {"default": lambda c, v: sp.local_attention, "the user's own": lambda c, v: by_hand}
+GRID: dict[str, Parts] = {
+    "mesh.ring": spans((2, 2), (1, 1), (3, 3)),
+    "mesh.ulysses": spans((2, 2), (1, 1), (3, 3)),
+    "mesh.axes": values("two", "three"),
+    "mesh.order": values("sorted", "reversed"),
+    "axes": values("the mesh's order", "not the mesh's order"),
+    "ulysses": values("ulysses", "ring"),
+}
+SUBJECTS = [
+    Subject(f"{name}_attention", COMMUNICATOR | COMMON | more | SITUATIONS, partial(on_a_communicator, name), situations.ranks)
+    for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
+]
+SUBJECTS.append(Subject("hybrid_attention", GRID | COMMON | SITUATIONS, on_a_grid, grid_ranks))

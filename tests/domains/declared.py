@@ -1,0 +1,125 @@
+"""Domains as data: factors cut into named parts, rows that combine parts, and the values that a row stands for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
+
+Values = dict[str, Any]
+Draw = Callable[[random.Random, Values], Any]
+Parts = Mapping[str, Draw]
+Row = dict[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+@dataclass
+class Call:
+    """One call of a public function on one rank.
+
+    Attributes:
+        function: what is called.
+        arguments: of this rank, by parameter.
+        judge: compares the result, and gradients where there are any, with a reference that does not communicate.
+        positional: parameters that cannot be passed by name.
+    """
+
+    function: Callable[..., Any]
+    arguments: Values
+    judge: Callable[[Any], None]
+    positional: tuple[str, ...] = ()
+
+    def __call__(self) -> Any:
+        named = {name: value for name, value in self.arguments.items() if name not in self.positional}
+        return self.function(*(self.arguments[name] for name in self.positional), **named)
+
+
+Prepare = Callable[[Any, Values], AbstractContextManager[Call]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A public call and its domain.
+
+    Attributes:
+        name: of the function, as `public` finds it.
+        factors: by "parameter" or "parameter.aspect", or "(situation)" for what is no parameter; each has its parts, and the
+            first part of every factor together make a row that is valid.
+        prepare: opens a mesh on a communicator of `ranks(values)` ranks and yields the call.
+        ranks: how many ranks a row needs.
+        covers: further public names whose parameters are among these factors, such as methods of what the call makes.
+        outside: parameters that have no domain, each with the reason.
+    """
+
+    name: str
+    factors: Mapping[str, Parts]
+    prepare: Prepare
+    ranks: Callable[[Values], int]
+    covers: tuple[str, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Row:
+        """The row of the first parts."""
+        return {factor: next(iter(parts)) for factor, parts in self.factors.items()}
+
+    def singles(self) -> set[tuple[str, str]]:
+        """Every part of every factor."""
+        return {(factor, part) for factor, parts in self.factors.items() for part in parts}
+
+    def pairs(self) -> set[Pair]:
+        """Every pair of parts of two factors."""
+        named = [[(factor, part) for part in parts] for factor, parts in sorted(self.factors.items())]
+        return {pair for one, two in combinations(named, 2) for pair in product(one, two)}
+
+    def draw(self, row: Row, seed: int) -> Values:
+        """The values that a row stands for; those of earlier factors are known to later ones."""
+        chance = random.Random(f"{seed} {sorted(row.items())}")
+        values: Values = {"seed": chance.randrange(2**16)}
+        for factor, parts in self.factors.items():
+            values[factor] = parts[row[factor]](chance, values)
+        return values
+
+    def each_part(self, seed: int) -> Iterator[Row]:
+        """As few rows as have every part at least once; a slow part has a row of its own."""
+        chance = random.Random(seed)
+        orders = {factor: chance.sample(parts, len(parts)) for factor, parts in self._quick.items()}
+        for place in range(max(map(len, orders.values()))):
+            yield {factor: order[place % len(order)] for factor, order in orders.items()}
+        yield from (self.base | {factor: part} for factor, part in sorted(self._slow))
+
+    def each_pair(self, seed: int) -> Iterator[Row]:
+        """A covering array: rows that have every pair of parts at least once."""
+        from covertable import make
+
+        yield from make(self._quick, strength=2, salt=str(seed))
+        for (factor, part), (other, its) in product(sorted(self._slow), sorted(self.singles())):
+            if factor != other:
+                yield self.base | {factor: part, other: its}
+
+    @property
+    def _slow(self) -> set[tuple[str, str]]:
+        return self.singles() & SLOW
+
+    @property
+    def _quick(self) -> dict[str, list[str]]:
+        return {factor: [part for part in parts if (factor, part) not in SLOW] for factor, parts in self.factors.items()}
+
+
+SLOW = {("(call)", "100th")}
+
+
+def values(*items: Any) -> Parts:
+    """A part for each value, named as it prints."""
+    return {str(item): (lambda _, __, item=item: item) for item in items}
+
+
+def spans(*bounds: tuple[int, int]) -> Parts:
+    """Parts that are ranges of whole numbers, bounds included."""
+    return {
+        str(low) if low == high else f"{low} to {high}": (lambda chance, _, b=(low, high): chance.randint(*b))
+        for low, high in bounds
+    }

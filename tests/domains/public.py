@@ -1,0 +1,64 @@
+"""What is public: every function and class that users are told of, with its parameters, found by introspection."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from domains.declared import Subject
+
+MODULES = ("sp_core", "sp_core.llama", "sp_core.loss", "sp_core.gradients", "sp_core.scheduling", "sp_core.cost")
+
+OUTSIDE = {
+    "Communicator": "`Mesh` makes it",
+    "Pending": "the started collectives make it",
+    "Plan": "`plan` makes it",
+}
+"""Public names without a domain of their own, each with the reason; methods are named by their class."""
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Return public functions, classes, and public methods of classes by name, such as "Rope" and "Rope.apply".
+
+    Names outside `sp_core` itself have that of their module in front, such as "llama.generate".
+    """
+    return {name: function for module in MODULES for name, function in _members(module)}
+
+
+def without_domain(subjects: Iterable[Subject]) -> list[str]:
+    """Return every public parameter that no subject has a factor for, as "function(parameter)"."""
+    declared: dict[str, set[str]] = defaultdict(set)
+    for subject in subjects:
+        for name in (subject.name, *subject.covers):
+            declared[name] |= {factor.split(".")[0] for factor in subject.factors} | set(subject.outside)
+    wanted = {name: parameters(function) for name, function in functions().items() if name.split(".")[0] not in OUTSIDE}
+    undeclared = [f"{name}(): no subject" for name in wanted if name not in declared]
+    return undeclared + [f"{name}({p})" for name in declared for p in sorted(wanted.get(name, set()) - declared[name])]
+
+
+def parameters(function: Callable[..., Any]) -> set[str]:
+    """Return the names of a function's parameters."""
+    return {name for name in inspect.signature(function).parameters if name != "self"}
+
+
+def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    found = importlib.import_module(module)
+    front = module.removeprefix("sp_core").removeprefix(".")
+    for name in getattr(found, "__all__", [name for name in vars(found) if not name.startswith("_")]):
+        member = getattr(found, name)
+        is_class = inspect.isclass(member)
+        if not (is_class or inspect.isfunction(member)) or not member.__module__.startswith("sp_core"):
+            continue
+        if (front and not hasattr(found, "__all__") and member.__module__ != module) or (is_class and issubclass(member, Exception)):
+            continue
+        full = f"{front}.{name}".removeprefix(".")
+        yield full, member
+        if is_class:
+            yield from ((f"{full}.{method}", getattr(member, method)) for method in vars(member) if _is_method(member, method))
+
+
+def _is_method(owner: type, name: str) -> bool:
+    return not name.startswith("_") and (inspect.isfunction(getattr(owner, name)) or inspect.ismethod(getattr(owner, name)))

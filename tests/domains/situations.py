@@ -1,0 +1,85 @@
+"""What is no parameter of a call and can change its result all the same: the mesh around it, transports, algorithms, lateness."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kit.carriers import carriers
+
+import sp_core as sp
+from domains.declared import Parts, Values, spans, values
+from sp_core.testing import device
+from sp_core.testing.ways import CHOICES
+
+LATE_SECONDS = 0.002
+CARRIERS = carriers(part=3000)
+CALLS = {"first": 1, "second": 2, "100th": 100}
+
+AXES = {
+    "one": ("own",),
+    "slower of two": ("own", "other"),
+    "faster of two": ("other", "own"),
+    "middle of three": ("other", "own", "third"),
+    "product of two": ("half", "own"),
+    "product of two, reversed": ("half", "own"),
+}
+"""The axes of the mesh by part; the call communicates along "own", or along the product of "half" and "own"."""
+
+
+def situations(*carried: str) -> dict[str, Parts]:
+    """Return the domain of what surrounds a call; its messages may be carried by transports of that name."""
+    return {
+        "(transport)": values("window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)),
+        "(algorithm)": values(*sorted(CHOICES, key=lambda name: name != "auto")),
+        "(check)": values("agree", "off"),
+        "(call)": values(*CALLS),
+        "(lateness)": values("no rank", "a rank"),
+    }
+
+
+SITUATIONS = situations("host in parts", "staged", "pipelined")
+COMMUNICATOR: dict[str, Parts] = {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8)), "comm.axes": values(*AXES)}
+
+
+def lengths(drawn: Values) -> dict[str, int]:
+    """The axes of the mesh and how many ranks each has."""
+    size, axes = drawn["comm.ranks"], AXES[drawn["comm.axes"]]
+    if "half" in axes:
+        half = 2 if size % 2 == 0 else 1
+        return {"half": half, "own": size // half}
+    return {axis: size if axis == "own" else 2 if size < 5 else 1 for axis in axes}
+
+
+def ranks(drawn: Values) -> int:
+    """How many ranks the whole mesh has."""
+    return math.prod(lengths(drawn).values())
+
+
+@contextmanager
+def opened(comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
+    """Open a mesh in the situation that was drawn; one rank may come late to the call."""
+    named, _, carried = drawn["(transport)"].partition("carried ")
+    way = {"transport": named or "auto", "algorithm": drawn["(algorithm)"], "check": drawn["(check)"]}
+    with sp.Mesh(comm, device=device(), **way, **axes) as mesh:
+        if carried:
+            for group in mesh._made.values():
+                group.transport = CARRIERS[carried](group)
+        time.sleep(LATE_SECONDS if drawn["(lateness)"] == "a rank" and comm.rank == drawn["seed"] % comm.size else 0)
+        yield mesh
+
+
+def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
+    """Return the communicator of the call."""
+    axes = AXES[drawn["comm.axes"]]
+    if "half" not in axes:
+        return mesh["own"]
+    return mesh[axes if drawn["comm.axes"] == "product of two" else axes[::-1]]
+
+
+def number_of(mesh: sp.Mesh, group: sp.Communicator) -> int:
+    """Return a number that differs between the groups of a mesh that call at the same time."""
+    return 0 if group.size == mesh.size else mesh.coordinate("other")

@@ -1,0 +1,89 @@
+"""Rows of a subject carried out on ranks: each is judged, or refused by the library on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import sp_core as sp
+from domains.declared import Pair, Row, Subject, Values
+from domains.situations import CALLS
+from sp_core.errors import RankError
+from sp_core.testing import run_threads
+from sp_core.testing.run import ThreadsHung
+
+REFUSALS = (ValueError, TypeError, RankError)
+Runner = Callable[[int, Callable[[Any], str]], list[str]]
+
+
+def attempt(subject: Subject, drawn: Values, comm: Any) -> str:
+    """Carry out one row on one rank.
+
+    Returns:
+        Nothing, or how the library refused it.
+    """
+    with subject.prepare(comm, drawn) as call:
+        try:
+            for _ in range(CALLS[drawn.get("(call)", "first")] - 1):
+                finished(call())
+            result = call()
+        except REFUSALS as error:
+            return f"{type(error).__name__}: {error}"
+        call.judge(result)
+    return ""
+
+
+def finished(result: Any) -> Any:
+    """Wait for a collective that was only started."""
+    return result.wait() if isinstance(result, sp.Pending) else result
+
+
+@dataclass
+class Tried:
+    """What rows of a subject have drawn.
+
+    Attributes:
+        singles, pairs: parts, and pairs of parts, of rows whose results were judged.
+        refused: the reason by pair of parts, in the library's words.
+    """
+
+    singles: set[tuple[str, str]] = field(default_factory=set)
+    pairs: set[Pair] = field(default_factory=set)
+    refused: dict[Pair, str] = field(default_factory=dict)
+
+    def row(self, subject: Subject, row: Row, seed: int) -> str:
+        """Carry out a row, and count its parts where it is judged.
+
+        Raises:
+            AssertionError: a wrong result, a hang, or an error on some ranks only; with the row.
+        """
+        drawn = subject.draw(row, seed)
+        try:
+            answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=20)
+        except (ThreadsHung, Exception) as error:
+            raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}") from None
+        if len({bool(answer) for answer in answers}) > 1:
+            raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {answers}")
+        if not answers[0]:
+            self.singles |= set(row.items())
+            self.pairs |= set(combinations(sorted(row.items()), 2))
+        return answers[0]
+
+
+def told(subject: Subject, row: Row) -> str:
+    """The parts of a row that are not those of the base row."""
+    return ", ".join(f"{factor}={part}" for factor, part in row.items() if part != subject.base[factor])
+
+
+def draw_singles(subject: Subject, seed: int) -> Tried:
+    """Draw every part at least once in a row that is judged; a part that only refused rows had is tried in the base row."""
+    tried = Tried()
+    for row in subject.each_part(seed):
+        tried.row(subject, row, seed)
+    for factor, part in sorted(subject.singles() - tried.singles):
+        if reason := tried.row(subject, subject.base | {factor: part}, seed):
+            raise AssertionError(f"{subject.name} refuses {factor}={part} in the base row: {reason}")
+    return tried

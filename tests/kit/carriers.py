@@ -1,0 +1,56 @@
+"""Transports that carry the messages of one collective, some of them on purpose late or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kit.narrow import narrow_transport
+
+import sp_core as sp
+from sp_core.testing.fake_device import DelayedStreams
+from sp_core.transport import Handle
+from sp_core.transport.host import HostTransport
+from sp_core.transport.link import LinkModel
+from sp_core.transport.staged import PipelinedTransport, StagedTransport
+
+
+class LateSends(HostTransport):
+    """Reads what is sent as late as a library may: after being asked for the third time whether it has left."""
+
+    def post(self, sends: Any, recvs: Any, tag: int) -> Any:
+        begin = partial(super().post, sends, (), tag)
+        return LateSend(super().post((), recvs, tag), begin) if sends else super().post((), recvs, tag)
+
+
+class LateSend:
+    """Receives that are under way, and sends that will be."""
+
+    def __init__(self, received: Handle, begin: Callable[[], Handle]) -> None:
+        self._received, self._begin = received, begin
+        self._asked, self._sent = 0, None
+
+    def test(self) -> bool:
+        self._asked += 1
+        if self._asked == 3:
+            self._sent = self._begin()
+        received = self._received.test()
+        return received and self._sent is not None and self._sent.test()
+
+
+def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
+    """Return the transports by name; some cut messages into parts of so many elements or so."""
+    return {
+        "host": lambda comm: HostTransport(comm._comm),
+        "host in parts": lambda comm: narrow_transport(comm._comm, part),
+        "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
+        "late sends": lambda comm: LateSends(comm._comm),
+        "link": lambda comm: LinkModel(2e-5, 1e8).over(HostTransport(comm._comm)),
+        "pipelined": lambda comm: PipelinedTransport(
+            HostTransport(comm._comm), DelayedStreams(), comm.size, chunk_bytes=part * 21 + 1
+        ),
+    }
+
+
+CARRIERS = carriers()
