@@ -65,7 +65,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """Schemes and collectives on 32,000 problems: ranks as threads, then 8 of each MPI. `--examples N --seed N --mpi openmpi`."""
+    """Draw 32,000 problems on threads and on 8 ranks of each MPI, then every pair of parts. `--examples N --seed N --mpi openmpi`."""
     mpi, arguments = _choose_mpi(session)
     mpis = (mpi,) if "--mpi" in session.posargs else MPIS
     if "--seed" not in arguments:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from domains import attention, collectives
 from domains.declared import Subject
 from domains.public import without_domain
+from domains.subjects import SUBJECTS
 from domains.trial import draw_singles
 
-SUBJECTS = [*attention.SUBJECTS, *collectives.SUBJECTS]
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 
 

@@ -63,9 +63,7 @@ def sharding_end(sharding: sp.Sharding) -> int:
 def documents() -> Parts:
     """Numbers of packed documents."""
     named = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64), "65 to 200": (65, 200)}
-    return {"none": lambda c, v: None} | {
-        name: partial(boundaries, number=number) for name, number in named.items()
-    }
+    return {"none": lambda c, v: None} | {name: partial(boundaries, number=number) for name, number in named.items()}
 
 
 def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
@@ -104,8 +102,13 @@ COMMON: dict[str, Parts] = {
         "wider than the sequence": lambda c, v: v["q.seq_len"] + c.randint(1, 99),
     },
     "mask.documents": documents(),
-    "softmax_scale": {"default": lambda c, v: None, "given": lambda c, v: 0.25, "0": lambda c, v: 0.0, "below 0": lambda c, v: -0.5},
-    "return_lse": {"with gradient": lambda c, v: "with gradient", "without": lambda c, v: "without", "not asked": lambda c, v: "no"},
+    "softmax_scale": {
+        "default": lambda c, v: None,
+        "given": lambda c, v: 0.25,
+        "0": lambda c, v: 0.0,
+        "below 0": lambda c, v: -0.5,
+    },
+    "return_lse": values("without gradient", "with gradient", "not asked"),
 }
 
 
@@ -149,15 +152,14 @@ def arguments_of(shards: Shards, drawn: Values) -> Values:
         "kv_sharding": None if own else shards.kv_sharding,
         "mask": shards.problem.mask,
         "softmax_scale": shards.problem.softmax_scale,
-        "return_lse": drawn["return_lse"] != "no",
+        "return_lse": drawn["return_lse"] != "not asked",
     }
 
 
-def judge(name: str, shards: Shards, drawn: Values, result: Any) -> None:
+def judge(name: str, shards: Shards, arguments: Values, result: Any) -> None:
     """Compare one rank's results, and its gradients, with the reference."""
-    asked = drawn["return_lse"] != "no"
-    assert isinstance(result, tuple) == asked
-    out, lse = result if asked else (result, None)
+    assert isinstance(result, tuple) == arguments["return_lse"]
+    out, lse = result if arguments["return_lse"] else (result, None)
     found = {"out": out, **shards.gradients(out, out if lse is None else lse)}
     compare(name, shards, found if lse is None else {**found, "lse": lse})
 
@@ -170,7 +172,8 @@ def on_a_communicator(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
         problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)})
         shards = Shards(problem, group.rank, group.size, group.device)
         inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
-        yield Call(SCHEMES[name], {**arguments_of(shards, drawn), "comm": group, **inner}, partial(judge, name, shards, drawn))
+        arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
+        yield Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments))
 
 
 @contextmanager
@@ -185,8 +188,8 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
         tokens = mesh[axes]
         problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * (mesh.coordinate("third") if third else 0)})
         shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
-        own = {"mesh": mesh, "axes": axes, "ulysses": drawn["ulysses"]}
-        yield Call(sp.hybrid_attention, {**arguments_of(shards, drawn), **own}, partial(judge, "hybrid", shards, drawn))
+        arguments = {**arguments_of(shards, drawn), "mesh": mesh, "axes": axes, "ulysses": drawn["ulysses"]}
+        yield Call(sp.hybrid_attention, arguments, partial(judge, "hybrid", shards, arguments))
 
 
 def grid_ranks(drawn: Values) -> int:

@@ -52,7 +52,9 @@ def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         is_class = inspect.isclass(member)
         if not (is_class or inspect.isfunction(member)) or not member.__module__.startswith("sp_core"):
             continue
-        if (front and not hasattr(found, "__all__") and member.__module__ != module) or (is_class and issubclass(member, Exception)):
+        if (front and not hasattr(found, "__all__") and member.__module__ != module) or (
+            is_class and issubclass(member, Exception)
+        ):
             continue
         full = f"{front}.{name}".removeprefix(".")
         yield full, member

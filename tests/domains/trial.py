@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -48,11 +48,13 @@ class Tried:
     Attributes:
         singles, pairs: parts, and pairs of parts, of rows whose results were judged.
         refused: the reason by pair of parts, in the library's words.
+        rows: how many were carried out.
     """
 
     singles: set[tuple[str, str]] = field(default_factory=set)
     pairs: set[Pair] = field(default_factory=set)
     refused: dict[Pair, str] = field(default_factory=dict)
+    rows: int = 0
 
     def row(self, subject: Subject, row: Row, seed: int) -> str:
         """Carry out a row, and count its parts where it is judged.
@@ -61,6 +63,7 @@ class Tried:
             AssertionError: a wrong result, a hang, or an error on some ranks only; with the row.
         """
         drawn = subject.draw(row, seed)
+        self.rows += 1
         try:
             answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=20)
         except (ThreadsHung, Exception) as error:
@@ -87,3 +90,12 @@ def draw_singles(subject: Subject, seed: int) -> Tried:
         if reason := tried.row(subject, subject.base | {factor: part}, seed):
             raise AssertionError(f"{subject.name} refuses {factor}={part} in the base row: {reason}")
     return tried
+
+
+def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
+    """Draw every pair of parts in a row that is judged; a pair that only refused rows had is tried in the base row."""
+    for row in subject.each_pair(seed):
+        tried.row(subject, row, seed)
+    for pair in sorted(subject.pairs() - tried.pairs):
+        if pair not in tried.pairs and (reason := tried.row(subject, subject.base | dict(pair), seed)):
+            tried.refused[pair] = reason

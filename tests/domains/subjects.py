@@ -1,0 +1,11 @@
+"""Every subject: the public calls that have a declared domain."""
+
+from __future__ import annotations
+
+from domains import attention, collectives
+
+SUBJECTS = [
+    *attention.SUBJECTS,
+    *collectives.SUBJECTS,
+]
+BY_NAME = {subject.name: subject for subject in SUBJECTS}
