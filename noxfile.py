@@ -78,6 +78,8 @@ def explore(session: nox.Session) -> None:
         share = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
         session.run(*command, "draw", *arguments, *share, env=_environment(chosen))
     session.run(*command, "judge", *arguments)
+    seed = arguments[arguments.index("--seed") + 1]
+    session.run("python", "-m", "domains", "--seed", seed, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
 
 
 @nox.session

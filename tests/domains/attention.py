@@ -102,12 +102,7 @@ COMMON: dict[str, Parts] = {
         "wider than the sequence": lambda c, v: v["q.seq_len"] + c.randint(1, 99),
     },
     "mask.documents": documents(),
-    "softmax_scale": {
-        "default": lambda c, v: None,
-        "given": lambda c, v: 0.25,
-        "0": lambda c, v: 0.0,
-        "below 0": lambda c, v: -0.5,
-    },
+    "softmax_scale": values(None, 0.25, 0.0, -0.5),
     "return_lse": values("without gradient", "with gradient", "not asked"),
 }
 

@@ -1,4 +1,4 @@
-"""The domain of collectives: each against its definition on the tensors of all ranks, and its gradient against that definition's."""
+"""The domain of collectives: each and its gradient against their definition on the tensors of all ranks."""
 
 from __future__ import annotations
 

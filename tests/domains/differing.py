@@ -16,6 +16,7 @@ import sp_core as sp
 from domains.declared import Subject, Values
 from domains.trial import REFUSALS, finished
 from sp_core.testing import run_threads
+from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
 
 Change = Callable[[Any], Any]
@@ -88,7 +89,7 @@ GIVEN_INSTEAD_OF_NONE = {
 """What a parameter that is None by default would be, to know its type."""
 
 UNCLEAR = re.compile(
-    r"has no attribute|object is not|not subscriptable|unsupported operand|not supported between|'NoneType' object|takes \d+ pos"
+    r"has no attribute|object is not|not subscriptable|unsupported operand|not supported between|'NoneType' object"
 )
 """Words of Python that speak of the code and not of what the caller has to do."""
 
@@ -164,7 +165,7 @@ def fault(subject: Subject, drawn: Values, difference: Difference) -> str:
     """Say what is wrong with how the library takes a difference between ranks; nothing where all is well."""
     try:
         answers = run_threads(subject.ranks(drawn), functools.partial(answer, subject, drawn, difference), timeout=5)
-    except (ThreadsHung, Exception) as error:
+    except (ThreadsHung, RankFailure) as error:
         return f"{difference}: {str(error).splitlines()[0]}"
     if len(set(answers)) > 1:
         return f"{difference}: ranks are told different things: {answers}"

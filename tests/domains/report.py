@@ -49,7 +49,7 @@ def markdown(records: Sequence[Record], seed: int) -> str:
         "# Domains: the parts of every parameter, drawn alone and in pairs",
         "",
         f"Seed {seed}: {done} of {possible} possible pairs drawn and judged; {sum(r['rows'] for r in records)} calls.",
-        "A pair is impossible where the library refuses it while everything else is as in the base row; the reason is the library's.",
+        "A pair is impossible where the library refuses it in the base row; the reason is the library's.",
         "",
         "| call | parts | possible pairs | drawn | impossible | calls |",
         "| --- | --- | --- | --- | --- | --- |",

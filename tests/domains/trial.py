@@ -13,6 +13,7 @@ from domains.declared import Pair, Row, Subject, Values
 from domains.situations import CALLS
 from sp_core.errors import RankError
 from sp_core.testing import run_threads
+from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
 
 REFUSALS = (ValueError, TypeError, RankError)
@@ -66,7 +67,7 @@ class Tried:
         self.rows += 1
         try:
             answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=20)
-        except (ThreadsHung, Exception) as error:
+        except (ThreadsHung, RankFailure) as error:
             raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}") from None
         if len({bool(answer) for answer in answers}) > 1:
             raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {answers}")
