@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sp_core import agreement
+from sp_core.counters import Count, Counters
 from sp_core.errors import DeviceError, RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
@@ -25,67 +26,6 @@ if TYPE_CHECKING:
 Check = Literal["agree", "off"]
 MAX_TAG = 32767
 """The largest tag that every MPI library must offer."""
-
-
-@dataclass
-class Count:
-    """What one operation has sent from this rank.
-
-    `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
-    payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
-    by one. In the memory that the ranks of a node share nothing is sent: there `messages` are the regions that this rank has read
-    from others' memory, and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has used, outside
-    the MPI library.
-    """
-
-    calls: int = 0
-    messages: int = 0
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    scratch: int = 0
-
-    def add(self, *, messages: int = 0, bytes_sent: int = 0, scratch: int = 0) -> None:
-        """Count one more call."""
-        self.calls += 1
-        self.messages += messages
-        self.bytes_sent += bytes_sent
-        self.scratch = max(self.scratch, scratch)
-
-    def __add__(self, other: Count) -> Count:
-        return Count(
-            self.calls + other.calls,
-            self.messages + other.messages,
-            self.bytes_sent + other.bytes_sent,
-            self.seconds + other.seconds,
-            max(self.scratch, other.scratch),
-        )
-
-
-class Counters:
-    """What a communicator has sent, by operation; `control` is what agreement between the ranks has cost."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Count] = {}
-
-    def __getitem__(self, operation: str) -> Count:
-        """The count of one operation, created at zero."""
-        count = self._counts.get(operation)  # asked in every call: `setdefault` would make a Count each time
-        if count is None:
-            count = self._counts[operation] = Count()
-        return count
-
-    def snapshot(self) -> dict[str, dict[str, float]]:
-        """All counts as plain numbers."""
-        return {name: {f.name: getattr(count, f.name) for f in fields(count)} for name, count in self._counts.items()}
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self._counts.clear()
-
-    def total(self, *, control: bool = False) -> Count:
-        """The sum over all operations, without those of `control` unless asked for."""
-        chosen = [count for name, count in self._counts.items() if control or name != "control"]
-        return sum(chosen, Count())
 
 
 class Communicator:
@@ -128,7 +68,7 @@ class Communicator:
         self.name = name
         self.counters = Counters()
         self.scratch = Scratch(self.device)
-        self._tags = 0
+        self._tags = self._calls = 0
         self.transport = self._make_transport(transport)
         self.window, why_not = make_window(self.transport.name, comm, self.device)
         self.no_window = why_not or ("" if self.window else f"it was made with transport={transport!r}")
@@ -246,6 +186,17 @@ class Communicator:
         if error is not None:
             raise error
         return ()
+
+    def backward_of(self, name: str) -> Callable[[], object]:
+        """Number a differentiable call of this communicator; all ranks make these calls in the same order.
+
+        Returns:
+            A function that the backward of the call must call first. Unless the communicator was made with `check="off"`, the
+            ranks then compare which backward each of them is about to run.
+        """
+        self._calls += 1
+        text = f"the backward of {name}, call {self._calls} on {self.name}"
+        return partial(self.agree_on, lambda: text, lambda: 0, always=False)
 
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed."""

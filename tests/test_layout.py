@@ -17,7 +17,7 @@ ROOMS = (
     ("sharding", "mask", "schedules"),
     ("attention", "rope", "counter_dropout", "scheduling", "tuning"),
     ("transport",),
-    ("agreement", "scratch"),
+    ("agreement", "counters", "scratch"),
     ("communicator",),
     ("mesh",),
     ("collectives", "shared_tensors"),

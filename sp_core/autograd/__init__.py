@@ -15,7 +15,8 @@ ends; a self-adjoint all_reduce there would multiply gradients by the number of 
 
 Each function compares its arguments over the ranks before it sends anything, unless the mesh was made with `check="off"`. The
 backward of a collective is a collective: it runs on a rank only if that rank's result is used, so use it on all ranks or on
-none.
+none. Before a backward the ranks compare which backward each is about to run, unless the mesh was made with `check="off"`.
+The collectives of one backward run in the reverse order of their calls; a started one counts where it was started.
 """
 
 from sp_core.autograd.apply import Pending

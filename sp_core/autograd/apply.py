@@ -1,4 +1,9 @@
-"""A linear map and its transpose as one autograd function: all that a differentiable collective is."""
+"""A linear map and its transpose as one autograd function: all that a differentiable collective is.
+
+torch runs the backward of the functions of a graph in the reverse order of their creation. A started collective gets its
+function when it is started, which every rank does in the same order. So the collectives of a backward run in one order on all
+ranks, whatever the order in which each rank waits.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.collectives.maps import Map, Started
+from sp_core.collectives.maps import FlatMap, Map, Started
 
 
 class _Apply(torch.autograd.Function):
-    """Run a map; the backward runs its transpose."""
+    """Run a map, or start it; the backward runs its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mapping: Map) -> Tensor:
-        ctx.mapping = mapping
-        return mapping.run(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return apply(grads[0], ctx.mapping.transpose), None
-
-
-class _Finish(torch.autograd.Function):
-    """Place the result of a map that was started earlier into the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, result: Tensor, mapping: Map) -> Tensor:
-        ctx.mapping = mapping
-        return result
+    def forward(ctx: Any, x: Tensor, mapping: Map, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.transpose = mapping.transpose
+        if isinstance(ctx.transpose, FlatMap):
+            ctx.agree = mapping.comm.backward_of(mapping.name)
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return apply(grads[0], ctx.mapping.transpose), None, None
+        if isinstance(ctx.transpose, FlatMap):
+            ctx.agree()
+        return apply(grads[0], ctx.transpose), None, None
 
 
-apply: Callable[[Tensor, Map], Tensor] = _Apply.apply
-_place: Callable[[Tensor, Tensor, Map], Tensor] = _Finish.apply
+_apply: Callable[[Tensor, Map, Callable[[Tensor], Tensor]], Tensor] = _Apply.apply
+
+
+def apply(x: Tensor, mapping: Map) -> Tensor:
+    """Run a map; the result is a differentiable function of x."""
+    return _apply(x, mapping, mapping.run)
 
 
 class Pending:
@@ -48,19 +48,18 @@ class Pending:
     """
 
     def __init__(self, x: Tensor, mapping: Map) -> None:
-        self._x: Tensor | None = x
         self._mapping = mapping
-        self._grad = torch.is_grad_enabled()  # what the ranks have agreed on
-        self._started: Started | None = mapping.start(x.detach())
-        self._result: Tensor | None = None
+        self._started: Started | None = None
+        self._result = _apply(x, mapping, self._start)  # nobody can read it before `wait` has returned
+
+    def _start(self, x: Tensor) -> Tensor:
+        self._started = self._mapping.start(x.detach())
+        return self._started.result.out.detach()  # the same memory; writing into a view of it would change the graph
 
     def wait(self) -> Tensor:
         """The result, a differentiable function of the input; a second call returns the same tensor."""
-        if self._result is None:
-            assert self._started is not None
-            assert self._x is not None
+        if self._started is not None:
             self._mapping.comm.wait(self._started.handle, self._mapping.name)
-            with torch.set_grad_enabled(self._grad):
-                self._result = _place(self._x, self._started.result(), self._mapping)
-            self._x = self._started = None
+            self._started.result()
+            self._started = None
         return self._result

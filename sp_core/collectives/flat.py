@@ -39,9 +39,9 @@ def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Refresh]:
     return vector, refresh
 
 
-def unmarked(marked: Tensor) -> Tensor:
-    """Numbers that travelled with marks beside them: NaN where a mark is set."""
-    return marked[0].masked_fill(marked[1] != 0, torch.nan)
+def unmark(marked: Tensor, out: Tensor) -> None:
+    """Copy numbers that travelled with marks beside them; NaN where a mark is set."""
+    out.copy_(marked[0]).masked_fill_(marked[1] != 0, torch.nan)
 
 
 def back(rows: Tensor, dim: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_core.collectives import choice
-from sp_core.collectives.flat import back, elements, flattened, packed, unmarked
+from sp_core.collectives.flat import back, elements, flattened, packed, unmark
 from sp_core.communicator import Communicator
 from sp_core.transport import Handle
 from sp_core.transport import transfer as tr
@@ -28,8 +28,27 @@ from sp_core.transport.transfer import Transfer
 
 
 @dataclass(frozen=True)
+class Result:
+    """The result of a collective. Call it once the transfer is complete.
+
+    Args:
+        out: the tensor. Its memory is there from the beginning, its values are not.
+        finish: brings what was received into `out`, where that is not the memory that receives.
+    """
+
+    out: Tensor
+    finish: Callable[[], object] | None = None
+
+    def __call__(self) -> Tensor:
+        """Return the tensor with its values."""
+        if self.finish is not None:
+            self.finish()
+        return self.out
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A collective ready to run: what moves, the flat buffers, and how the result is seen in them.
+    """A collective ready to run: what moves, the flat buffers, and the result.
 
     `refresh` brings the input into `send` again, where that is not the memory of the input itself.
     """
@@ -37,7 +56,7 @@ class Prepared:
     transfer: Transfer
     send: Tensor | None
     recv: Tensor | None
-    result: Callable[[], Tensor]
+    result: Result
     refresh: Callable[[], object] | None = None
 
 
@@ -46,7 +65,7 @@ class Started:
     """A collective under way."""
 
     handle: Handle
-    result: Callable[[], Tensor]
+    result: Result
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ class AllGather(FlatMap):
         transfer = tr.all_gather(elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((sum(self.sizes), *rows.shape[1:]))
         send, refresh = flattened(rows)
-        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
+        return Prepared(transfer, send, recv.view(-1), Result(back(recv, self.dim)), refresh)
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,7 @@ class ReduceScatter(FlatMap):
         transfer = tr.reduce_scatter(elements(self.sizes, rows), self.comm.rank)
         recv = x.new_empty((self.sizes[self.comm.rank], *rows.shape[1:]))
         send, refresh = flattened(rows)
-        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
+        return Prepared(transfer, send, recv.view(-1), Result(back(recv, self.dim)), refresh)
 
 
 @dataclass(frozen=True)
@@ -151,14 +170,14 @@ class AllReduce(FlatMap):
             return self._prepare_extremum(x)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
-        return Prepared(tr.all_reduce(x.numel(), self.reduction), send, recv.view(-1), lambda: recv, refresh)
+        return Prepared(tr.all_reduce(x.numel(), self.reduction), send, recv.view(-1), Result(recv), refresh)
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
         send = self._marked(x)
-        recv = torch.empty_like(send)
+        recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         transfer = tr.all_reduce(send.numel(), self.reduction)
-        result = partial(unmarked, recv)
+        result = Result(out, partial(unmark, recv, out))
         return Prepared(transfer, send.view(-1), recv.view(-1), result, lambda: send.copy_(self._marked(x)))
 
     def _marked(self, x: Tensor) -> Tensor:
@@ -199,7 +218,7 @@ class AllToAll(FlatMap):
         pieces = rows.detach().split(list(self.split_sizes), 1)
         send, refresh = flattened(rows) if mine == 1 else packed(pieces)  # of a single row the pieces lie one after the other
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
-        return Prepared(transfer, send, recv.view(-1), lambda: recv.movedim((0, 1), (self.concat_dim, self.split_dim)), refresh)
+        return Prepared(transfer, send, recv.view(-1), Result(recv.movedim((0, 1), (self.concat_dim, self.split_dim))), refresh)
 
 
 @dataclass(frozen=True)
@@ -217,9 +236,10 @@ class Broadcast(FlatMap):
         transfer = tr.broadcast(x.numel(), self.comm.rank, self.root)
         if self.comm.rank == self.root:
             send, refresh = flattened(x)
-            return Prepared(transfer, send, None, x.clone, refresh)
+            out = torch.empty_like(x)
+            return Prepared(transfer, send, None, Result(out, partial(out.copy_, x)), refresh)
         recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return Prepared(transfer, None, recv.view(-1), lambda: recv)
+        return Prepared(transfer, None, recv.view(-1), Result(recv))
 
 
 @dataclass(frozen=True)
@@ -237,7 +257,7 @@ class Reduce(FlatMap):
         transfer = tr.reduce(x.numel(), self.comm.rank, self.root)
         recv = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
-        return Prepared(transfer, send, recv.view(-1) if self.comm.rank == self.root else None, lambda: recv, refresh)
+        return Prepared(transfer, send, recv.view(-1) if self.comm.rank == self.root else None, Result(recv), refresh)
 
 
 @dataclass(frozen=True)
@@ -259,4 +279,4 @@ class Shift(FlatMap):
         transfer = tr.shift(elements(self.sizes, rows), self.comm.rank, self.offset)
         recv = x.new_empty((self.sizes[(self.comm.rank - self.offset) % self.comm.size], *rows.shape[1:]))
         send, refresh = flattened(rows)
-        return Prepared(transfer, send, recv.view(-1), lambda: back(recv, self.dim), refresh)
+        return Prepared(transfer, send, recv.view(-1), Result(back(recv, self.dim)), refresh)

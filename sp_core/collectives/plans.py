@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sp_core.collectives import build, choice
 from sp_core.collectives.execution import Ready
-from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared, Shift
+from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared, Result, Shift
 from sp_core.communicator import Communicator
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, Op
@@ -143,14 +143,9 @@ class _InPlace(AllReduce):
     def prepare(self, x: Tensor) -> Prepared:
         if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
             flat = x.detach().view(-1)
-            return Prepared(tr.all_reduce(x.numel(), self.reduction), flat, flat, lambda: x)
+            return Prepared(tr.all_reduce(x.numel(), self.reduction), flat, flat, Result(x))
         prepared = super().prepare(x.detach())
-        return replace(prepared, result=partial(_put_back, x, prepared.result))
-
-
-def _put_back(x: Tensor, result: Callable[[], Tensor]) -> Tensor:
-    x.detach().copy_(result())
-    return x
+        return replace(prepared, result=Result(x, lambda: x.detach().copy_(prepared.result())))
 
 
 def _in_place(name: str, x: Tensor, comm: Communicator, *arguments: Any, **named: Any) -> _InPlace:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sp_core.collectives.execution import combination
-from sp_core.communicator import Communicator, Count
+from sp_core.communicator import Communicator
+from sp_core.counters import Count
 from sp_core.schedules import SLOTS, Buffer, Gather, InWindow, Place, WindowTask, in_window, widest_sum
 from sp_core.scratch import Scratch
 from sp_core.transport import Operation, Transfer

@@ -84,7 +84,7 @@ def allgather_kv_attention(
 class _AllGatherKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        ctx.problem = problem
+        ctx.problem, ctx.agree = problem, problem.comm.backward_of("allgather_kv_attention")
         ctx.set_materialize_grads(False)
         among = problem.against(problem.kv_sharding.sorted_positions)
         with exact(q):
@@ -97,6 +97,7 @@ class _AllGatherKV(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.agree()
         q, k, v, out, lse = saved
         problem: Problem = ctx.problem
         among = problem.against(problem.kv_sharding.sorted_positions)

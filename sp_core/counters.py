@@ -1,0 +1,66 @@
+"""Count what each operation of a communicator has sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class Count:
+    """What one operation has sent from this rank.
+
+    `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
+    payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
+    by one. In the memory that the ranks of a node share nothing is sent: there `messages` are the regions that this rank has read
+    from others' memory, and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has used, outside
+    the MPI library.
+    """
+
+    calls: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    scratch: int = 0
+
+    def add(self, *, messages: int = 0, bytes_sent: int = 0, scratch: int = 0) -> None:
+        """Count one more call."""
+        self.calls += 1
+        self.messages += messages
+        self.bytes_sent += bytes_sent
+        self.scratch = max(self.scratch, scratch)
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.calls + other.calls,
+            self.messages + other.messages,
+            self.bytes_sent + other.bytes_sent,
+            self.seconds + other.seconds,
+            max(self.scratch, other.scratch),
+        )
+
+
+class Counters:
+    """What a communicator has sent, by operation; `control` is what agreement between the ranks has cost."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Count] = {}
+
+    def __getitem__(self, operation: str) -> Count:
+        """The count of one operation, created at zero."""
+        count = self._counts.get(operation)  # asked in every call: `setdefault` would make a Count each time
+        if count is None:
+            count = self._counts[operation] = Count()
+        return count
+
+    def snapshot(self) -> dict[str, dict[str, float]]:
+        """All counts as plain numbers."""
+        return {name: {f.name: getattr(count, f.name) for f in fields(count)} for name, count in self._counts.items()}
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._counts.clear()
+
+    def total(self, *, control: bool = False) -> Count:
+        """The sum over all operations, without those of `control` unless asked for."""
+        chosen = [count for name, count in self._counts.items() if control or name != "control"]
+        return sum(chosen, Count())

@@ -1,0 +1,125 @@
+"""Ranks that wait or go backward in different orders get the right result, or all of them get the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES
+from sp_core.testing import given, spmd
+from sp_core.testing.collective_cases import Case, cases
+
+STARTED = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast"]
+
+
+def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """First derivatives of a weighted sum of the results, then the derivatives of their squares."""
+    loss = sum(((place + 1) * y.square().sum() for place, y in enumerate(results)), torch.zeros(()))
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+
+
+@pytest.mark.parametrize("check", ["agree", "off"])
+@given(
+    max_examples=20,
+    drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
+    order=st.integers(0, 99),
+)
+def test_each_rank_waits_in_an_order_of_its_own(comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int) -> None:
+    """Also where it waits without gradients; some inputs need no gradient."""
+    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
+        leaves = [
+            case.inputs(comm.size)[comm.rank].clone().requires_grad_(needs or place == 0)
+            for place, (case, needs) in enumerate(drawn)
+        ]
+
+        def called(suffix: str) -> list[Any]:
+            """The collectives on the squares of the leaves."""
+            pairs = zip([case for case, _ in drawn], leaves, strict=True)
+            return [getattr(sp, case.op + suffix)(x * x, comm=mesh["sp"], **case.arguments(comm.size)) for case, x in pairs]
+
+        wanted, pending = called(""), called("_start")
+        for place in Random(order * 31 + comm.rank).sample(range(len(pending)), len(pending)):
+            with torch.set_grad_enabled(order % 2 == 0):
+                pending[place].wait()
+        results = [waiting.wait() for waiting in pending]
+        assert [y.requires_grad for y in results] == [x.requires_grad for x in leaves]
+        assert all(torch.equal(*both) for both in zip(results, wanted, strict=True))
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        found = gradients(results, needed)
+        assert all(torch.equal(*both) for both in zip(found, gradients(wanted, needed), strict=True))
+
+
+@spmd(2, 3)
+def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for algorithm in ("mpi", "ring"):
+            x = torch.arange(40.0)
+            pending = sp.all_reduce_start(x, comm=mesh["sp"], algorithm=algorithm)
+            if comm.rank:
+                assert torch.equal(pending.wait(), x * comm.size)
+            del pending
+
+
+def attention(scheme: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
+    sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+    out: Tensor = scheme(*[x.view(1, 2, 1, 4)] * 3, comm=comm, sharding=sharding)
+    return out
+
+
+def parallel(kind: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
+    sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+    layer = kind.from_linear(torch.nn.Linear(4, 4), comm=comm, sharding=sharding)
+    tokens, features = (2, 4) if kind is sp.ColumnParallelLinear else (2 * comm.size, layer.weight.shape[1])
+    out: Tensor = layer(x[:1].expand(1, tokens, 4)[..., :features])
+    return out
+
+
+DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
+    "all_reduce": lambda x, comm: sp.all_reduce(x, comm=comm),
+    "all_gather_start": lambda x, comm: sp.all_gather_start(x, comm=comm).wait(),
+    "copy_to_group": lambda x, comm: sp.copy_to_group(x, comm=comm),
+    "copy_all_to_group": lambda x, comm: sp.copy_all_to_group([x], comm=comm)[0],
+    "a norm": lambda x, comm: sp.RMSNorm(4, comm=comm)(x),
+    "column parallel": lambda x, comm: parallel(sp.ColumnParallelLinear, x, comm),
+    "row parallel": lambda x, comm: parallel(sp.RowParallelLinear, x, comm),
+    **{name: lambda x, comm, scheme=scheme: attention(scheme, x, comm) for name, scheme in SCHEMES.items()},
+}
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
+@spmd(2, 3)
+def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, name: str) -> None:
+    """Without the comparison each rank would get the gradient of the other call."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        x = torch.ones(2, 4, requires_grad=True)
+        first, second = (DIFFERENTIABLE[name](x, mesh["sp"]) for _ in range(2))
+        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"):
+            (first if comm.rank else second).sum().backward()
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
+
+
+@spmd(2)
+def test_a_backward_on_one_rank_alone_is_an_error_on_all(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        result = sp.all_reduce(torch.ones(2, requires_grad=True), comm=mesh["sp"]).sum()
+        with pytest.raises(sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("):
+            result.backward() if comm.rank == 0 else sp.all_reduce(torch.ones(2), comm=mesh["sp"])
+
+
+@spmd(1, 2)
+def test_a_backward_without_messages_needs_no_other_rank(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        x = torch.ones(2, requires_grad=True)
+        whole = sp.reduce_from_group(x, comm=mesh["sp"])
+        parts = sp.gather_replicated(x, comm=mesh["sp"])
+        if comm.rank == 0:
+            (whole.sum() + parts.sum()).backward()
+            assert torch.equal(x.grad, torch.full((2,), 2.0)) if x.grad is not None else False
