@@ -68,18 +68,22 @@ def explore(session: nox.Session) -> None:
     """Draw 32,000 problems on threads and on 8 ranks of each MPI, then every pair of parts. `--examples N --seed N --mpi openmpi`."""
     mpi, arguments = _choose_mpi(session)
     mpis = (mpi,) if "--mpi" in session.posargs else MPIS
-    if "--seed" not in arguments:
-        arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
+    arguments += [] if "--seed" in arguments else ["--seed", str(random.SystemRandom().randrange(2**31))]
     command = ("python", "-m", "sp_core.testing.explore")
     for part, chosen in enumerate(mpis, 1):
         _install(session, chosen, "-e", ".[test,bench]")
         if part == 1:
             session.run(*command, "draw", *arguments, "--share", "0.85", env=_environment(chosen))
-        share = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
-        session.run(*command, "draw", *arguments, *share, env=_environment(chosen))
+        ranks = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
+        session.run(*command, "draw", *arguments, *ranks, env=_environment(chosen))
     session.run(*command, "judge", *arguments)
-    seed = arguments[arguments.index("--seed") + 1]
-    session.run("python", "-m", "domains", "--seed", seed, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+    session.run(
+        "python",
+        "-m",
+        "domains",
+        *arguments[(place := arguments.index("--seed")) : place + 2],
+        env={**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")},
+    )
 
 
 @nox.session
