@@ -65,7 +65,7 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """Draw 32,000 problems on threads and on 8 ranks of each MPI, then every pair of parts. `--examples N --seed N --mpi openmpi`."""
+    """Draw 32,000 problems on threads and on 8 ranks of each MPI. `--examples N --seed N --mpi openmpi`."""
     mpi, arguments = _choose_mpi(session)
     mpis = (mpi,) if "--mpi" in session.posargs else MPIS
     arguments += [] if "--seed" in arguments else ["--seed", str(random.SystemRandom().randrange(2**31))]
@@ -77,13 +77,13 @@ def explore(session: nox.Session) -> None:
         ranks = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
         session.run(*command, "draw", *arguments, *ranks, env=_environment(chosen))
     session.run(*command, "judge", *arguments)
-    session.run(
-        "python",
-        "-m",
-        "domains",
-        *arguments[(place := arguments.index("--seed")) : place + 2],
-        env={**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")},
-    )
+    session.notify("domains")
+
+
+@nox.session
+def domains(session: nox.Session) -> None:
+    """Draw every pair of parts of every declared domain; `nox -s explore` runs it too. `-- --help` lists the arguments."""
+    _from_tests(session, "domains")
 
 
 @nox.session

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parser = argparse.ArgumentParser(prog="python -m domains", description=__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="of the rows")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of the rows")
     parser.add_argument("--only", nargs="+", default=list(BY_NAME), metavar="CALL", help="names of public calls")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time (default: one per core)")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report (default: reports)")
