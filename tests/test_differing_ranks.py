@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from domains.declared import Subject
-from domains.differing import fault, listed
+from domains.differing import faults
 from domains.subjects import SUBJECTS
 
-ON_RANKS = [subject for subject in SUBJECTS if any(factor.startswith(("comm.", "mesh.")) for factor in subject.factors)]
+from sp_core.testing import spmd
+
+BY_RANKS = {
+    size: [s for s in SUBJECTS if any(f.startswith(("comm.", "mesh.")) for f in s.factors) and s.ranks(s.draw(s.base, 1)) == size]
+    for size in (2, 4)
+}
 
 
-@pytest.mark.parametrize("subject", ON_RANKS, ids=lambda subject: subject.name)
-def test_an_argument_that_differs_is_refused_on_every_rank_or_harmless(subject: Subject) -> None:
-    drawn = subject.draw(subject.base, 1)
-    faults = [fault(subject, drawn, difference) for difference in listed(subject, drawn)]
-    assert not any(faults), "\n".join(filter(None, faults))
-    assert len(faults) > 5
+@pytest.mark.parametrize("subject", BY_RANKS[2], ids=lambda subject: subject.name)
+@spmd(2)
+def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+    found = list(faults(subject, subject.draw(subject.base, 1), comm))
+    assert len(found) > 5
+    assert not any(found), "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("subject", BY_RANKS[4], ids=lambda subject: subject.name)
+@spmd(4)
+def test_four_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+    found = list(faults(subject, subject.draw(subject.base, 1), comm))
+    assert len(found) > 5
+    assert not any(found), "\n".join(filter(None, found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 import sp_core as sp
 from domains.declared import Subject, Values
 from domains.trial import REFUSALS, finished
+from sp_core.agreement import _gather_texts
 from sp_core.testing import run_threads
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
@@ -133,16 +134,6 @@ def _changed(change: Change, sample: Any, value: Any) -> Any:
     return change(sample if value is None else value)
 
 
-def listed(subject: Subject, drawn: Values) -> list[Difference]:
-    """Return the changes that a subject's arguments allow."""
-
-    def body(comm: Any) -> list[Difference]:
-        with subject.prepare(comm, drawn) as call:
-            return list(differences(call.arguments))
-
-    return run_threads(subject.ranks(drawn), body)[0]
-
-
 def answer(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
     """Make the call with the difference on this rank.
 
@@ -161,12 +152,8 @@ def answer(subject: Subject, drawn: Values, difference: Difference, comm: Any) -
     return ""
 
 
-def fault(subject: Subject, drawn: Values, difference: Difference) -> str:
-    """Say what is wrong with how the library takes a difference between ranks; nothing where all is well."""
-    try:
-        answers = run_threads(subject.ranks(drawn), functools.partial(answer, subject, drawn, difference), timeout=5)
-    except (ThreadsHung, RankFailure) as error:
-        return f"{difference}: {str(error).splitlines()[0]}"
+def fault(difference: Difference, answers: Sequence[str]) -> str:
+    """Say what is wrong with the answers of all ranks; nothing where all is well."""
     if len(set(answers)) > 1:
         return f"{difference}: ranks are told different things: {answers}"
     if not answers[0] and not difference.is_valid:
@@ -174,3 +161,27 @@ def fault(subject: Subject, drawn: Values, difference: Difference) -> str:
     if UNCLEAR.search(answers[0]):
         return f"{difference}: unclear: {answers[0]}"
     return ""
+
+
+def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
+    """Make the call once for each difference; every rank of a communicator calls this."""
+    with subject.prepare(comm, drawn) as call:
+        known = list(differences(call.arguments))
+    for difference in known:
+        yield fault(difference, _gather_texts(comm, answer(subject, drawn, difference, comm)))
+
+
+def isolated(subject: Subject, drawn: Values) -> Iterator[str]:
+    """Make the call once for each difference, each on new threads, so that a hang or a rank left alone spoils no other."""
+
+    def known(comm: Any) -> list[Difference]:
+        with subject.prepare(comm, drawn) as call:
+            return list(differences(call.arguments))
+
+    for difference in run_threads(subject.ranks(drawn), known)[0]:
+        try:
+            answers = run_threads(subject.ranks(drawn), functools.partial(answer, subject, drawn, difference), timeout=5)
+        except (ThreadsHung, RankFailure) as error:
+            yield f"{difference}: {str(error).splitlines()[0]}"
+        else:
+            yield fault(difference, answers)

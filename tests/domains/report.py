@@ -1,7 +1,6 @@
 """What drawing every pair of parts has found, by call, and the report of it.
 
-`REPORT.json` is also the inventory of parts: a part that is declared and was never explored, or that lost its generator since, makes
-the suite red.
+`REPORT.json` is also the inventory of parts: one that was never explored, or lost its generator since, makes the suite red.
 """
 
 from __future__ import annotations
