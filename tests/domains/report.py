@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from domains import subjects
-from domains.declared import Subject
+from domains.declared import Pair, Subject
 from domains.trial import Tried, every_pair
 
 COMMITTED = Path(__file__).with_name("REPORT.json")
@@ -43,6 +43,13 @@ def committed() -> list[Record]:
     return list(json.loads(COMMITTED.read_text()))
 
 
+def impossible_pairs(name: str, records: Iterable[Record]) -> set[Pair]:
+    """Return the pairs of a subject that a report calls impossible."""
+    texts = [text for record in records if record["subject"] == name for pairs in record["impossible"].values() for text in pairs]
+    split = [[tuple(one.split("=", 1)) for one in text.split(" & ", 1)] for text in texts]
+    return {((a, b), (c, d)) for (a, b), (c, d) in split}
+
+
 def explored(name: str, seed: int) -> Record:
     """Draw the pairs of one subject.
 
@@ -57,12 +64,12 @@ def explored(name: str, seed: int) -> Record:
     except AssertionError as error:
         fault = str(error)
     impossible = defaultdict(list)
-    for pair, reason in sorted(tried.refused.items()):
+    for pair, reason in sorted(tried.impossible.items()):
         impossible[re.sub(r"^(\w+: )rank \d+: ", r"\1", reason)[:300]].append(" & ".join("=".join(one) for one in pair))
     return {
         "subject": name,
         "parts": parts_of(subject),
-        "possible": len(subject.pairs()) - len(tried.refused),
+        "possible": len(subject.pairs()) - len(tried.impossible),
         "drawn": len(subject.pairs() & tried.pairs),
         "calls": tried.rows,
         "impossible": impossible,

@@ -73,11 +73,14 @@ def opened(comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
 
 
 def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
-    """Return the communicator of the call."""
-    axes = AXES[drawn["comm.axes"]]
-    if "half" not in axes:
-        return mesh["own"]
-    return mesh[axes if drawn["comm.axes"] == "product of two" else axes[::-1]]
+    """Return the communicator of the call; the last axis that is named numbers its ranks fastest."""
+    axes = [axis for axis in AXES[drawn["comm.axes"]] if axis in ("half", "own")]
+    axes = axes[::-1] if drawn["comm.axes"] == "product of two, reversed" else axes
+    group, place = mesh[tuple(axes)], 0
+    for axis in axes:
+        place = place * mesh.axes[axis] + mesh.coordinate(axis)
+    assert (group.rank, group.size) == (place, math.prod(mesh.axes[axis] for axis in axes))
+    return group
 
 
 def number_of(mesh: sp.Mesh, group: sp.Communicator) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -48,13 +48,15 @@ class Tried:
 
     Attributes:
         singles, pairs: parts, and pairs of parts, of rows whose results were judged.
-        refused: the reason by pair of parts, in the library's words.
+        impossible: the reason by pair of parts, in the library's words.
+        refused: rows that the library refused, each with its reason.
         rows: how many were carried out.
     """
 
     singles: set[tuple[str, str]] = field(default_factory=set)
     pairs: set[Pair] = field(default_factory=set)
-    refused: dict[Pair, str] = field(default_factory=dict)
+    impossible: dict[Pair, str] = field(default_factory=dict)
+    refused: list[tuple[Row, str]] = field(default_factory=list)
     rows: int = 0
 
     def row(self, subject: Subject, row: Row, seed: int) -> str:
@@ -66,15 +68,28 @@ class Tried:
         drawn = subject.draw(row, seed)
         self.rows += 1
         try:
-            answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=20)
+            answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=60)
         except (ThreadsHung, RankFailure) as error:
             raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}") from None
         if len({bool(answer) for answer in answers}) > 1:
             raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {answers}")
-        if not answers[0]:
+        if answers[0]:
+            self.refused.append((row, answers[0]))
+        else:
             self.singles |= set(row.items())
-            self.pairs |= set(combinations(sorted(row.items()), 2))
+            self.pairs |= pairs_of(row)
         return answers[0]
+
+    def check_refusals(self, subject: Subject, impossible: Collection[Pair]) -> None:
+        """Raise `AssertionError` for a row that was refused although each two of its parts go together."""
+        for row, reason in self.refused:
+            if not pairs_of(row) & set(impossible):
+                raise AssertionError(f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}")
+
+
+def pairs_of(row: Row) -> set[Pair]:
+    """Return every pair of parts of a row."""
+    return set(combinations(sorted(row.items()), 2))
 
 
 def told(subject: Subject, row: Row) -> str:
@@ -82,21 +97,35 @@ def told(subject: Subject, row: Row) -> str:
     return ", ".join(f"{factor}={part}" for factor, part in row.items() if part != subject.base[factor])
 
 
-def draw_singles(subject: Subject, seed: int) -> Tried:
-    """Draw every part at least once in a row that is judged; a part that only refused rows had is tried in the base row."""
+def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ()) -> Tried:
+    """Draw every part at least once in a row that is judged; a part that only refused rows had is tried in the base row.
+
+    Args:
+        subject: whose parts.
+        seed: of the rows.
+        impossible: the only pairs of parts that may make the library refuse a row.
+
+    Raises:
+        AssertionError: a wrong result, a hang, a refusal without reason, or a part that only refused rows had.
+    """
     tried = Tried()
     for row in subject.each_part(seed):
         tried.row(subject, row, seed)
     for factor, part in sorted(subject.singles() - tried.singles):
-        if reason := tried.row(subject, subject.base | {factor: part}, seed):
-            raise AssertionError(f"{subject.name} refuses {factor}={part} in the base row: {reason}")
+        tried.row(subject, subject.base | {factor: part}, seed)
+    tried.check_refusals(subject, impossible)
     return tried
 
 
 def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
-    """Draw every pair of parts in a row that is judged; a pair that only refused rows had is tried in the base row."""
+    """Draw every pair of parts in a row that is judged; a pair that only refused rows had is tried in the base row.
+
+    Raises:
+        AssertionError: a wrong result, a hang, or a refusal without reason.
+    """
     for row in subject.each_pair(seed):
         tried.row(subject, row, seed)
     for pair in sorted(subject.pairs() - tried.pairs):
         if pair not in tried.pairs and (reason := tried.row(subject, subject.base | dict(pair), seed)):
-            tried.refused[pair] = reason
+            tried.impossible[pair] = reason
+    tried.check_refusals(subject, tried.impossible)
