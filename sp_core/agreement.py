@@ -26,6 +26,7 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.DeviceError,
     errors.CheckpointError,
     ValueError,  # after those above that are kinds of it
+    TypeError,
     errors.RankError,
 )
 """What a check may find wrong; these travel to the other ranks by their place in this tuple."""

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.errors import ShapeError
 from sp_core.segments import Segment, arithmetic_segments, concatenated, first, moved, split_ranges, split_sizes
 
@@ -122,11 +123,11 @@ class Sharding:
 
     def local_len(self, rank: int) -> int:
         """Number of tokens of `rank`."""
-        return self.lengths[rank]
+        return self.lengths[self._checked(rank)]
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
-        return concatenated(self.segments[rank])
+        return concatenated(self.segments[self._checked(rank)])
 
     @cached_property
     def gathered_segments(self) -> tuple[Segment, ...]:
@@ -162,7 +163,7 @@ class Sharding:
         """Where `sort_segments` puts each segment of `rank`."""
         order, lengths = self._segment_order, [len(segment) for segment in self.gathered_segments]
         stops = dict(zip(order, accumulate(lengths[place] for place in order), strict=True))
-        first_place = sum(map(len, self.segments[:rank]))
+        first_place = sum(map(len, self.segments[: self._checked(rank)]))
         places = range(first_place, first_place + len(self.segments[rank]))
         return [range(stops[place] - lengths[place], stops[place]) for place in places]
 
@@ -180,8 +181,7 @@ class Sharding:
         Raises:
             ShapeError: `x` has another length along `dim`.
         """
-        if not 0 <= rank < self.size:
-            raise ShapeError(f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}.")
+        self._checked(rank)
         if x.shape[dim] != self.seq_len:
             raise ShapeError(
                 f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with shape {tuple(x.shape)} has "
@@ -232,6 +232,13 @@ class Sharding:
         places = torch.searchsorted(order, self.positions(rank))
         return int((places + 1).sum())
 
+    def _checked(self, rank: int) -> int:
+        """A rank of this sharding."""
+        arguments.check(rank=rank)
+        if not 0 <= rank < self.size:
+            raise ShapeError(f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}.")
+        return rank
+
     @cached_property
     def fingerprint(self) -> str:
         """A short text that differs between shardings: for ranks to compare, and for people to tell apart."""
@@ -273,5 +280,6 @@ class Sharding:
 
 
 def _check(seq_len: int, size: int, start: int) -> None:
+    arguments.check(seq_len=seq_len, size=size, start=start)
     if seq_len < 0 or size < 1 or start < 0:
         raise ShapeError(f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}.")

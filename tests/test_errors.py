@@ -103,13 +103,13 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
         lambda c: (sp.all_gather_start if c.rank else sp.all_gather)(torch.ones(2), comm=c),
     ),
     "no sharding": (
-        sp.RankError,
-        "AttributeError",
+        TypeError,
+        "a Sharding is needed",
         lambda c: attention(c, sharding=None if c.rank else sp.Sharding.contiguous(S, c.size)),
     ),
     "sizes that are no list": (
-        sp.RankError,
-        "TypeError",
+        TypeError,
+        "sizes=2 was given",
         lambda c: sp.all_gather(torch.ones(2), comm=c, sizes=2 if c.rank else None),
     ),  # type: ignore[arg-type]
     "hidden size of a layer": (

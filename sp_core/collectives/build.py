@@ -6,12 +6,13 @@ and MPI does not match a blocking collective with a non-blocking one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.collectives import maps
 from sp_core.communicator import Communicator
 from sp_core.errors import DeviceError, DtypeError, ShapeError
@@ -43,11 +44,12 @@ def all_gather(
     call = partial(_call, name, x, comm, free_dims=(dim,), dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
+        arguments.check(dim=dim, sizes=sizes)
         _check(x, comm, MOVABLE, (dim,), "all_gather", algorithm)
         _check_sizes("sizes", sizes, comm, own=x.shape[dim])
         return x.shape[dim]
 
-    lengths = comm.agree_on(call, check, always=sizes is None)
+    lengths = _agree(comm, call, check, always=sizes is None)
     return maps.AllGather(comm, dim, tuple(lengths if sizes is None else sizes), algorithm=algorithm)
 
 
@@ -65,12 +67,13 @@ def reduce_scatter(
     call = partial(_call, name, x, comm, dim=dim, sizes=sizes, algorithm=algorithm, deterministic=deterministic)
 
     def check() -> int:
+        arguments.check(dim=dim, sizes=sizes)
         _check(x, comm, SUMMABLE, (dim,), "reduce_scatter", algorithm)
         _check_deterministic(algorithm, deterministic)
         _check_sizes("sizes", sizes, comm, total=x.shape[dim])
         return 0
 
-    comm.agree_on(call, check, always=False)
+    _agree(comm, call, check)
     chosen = _in_rank_order(algorithm, comm) if deterministic else algorithm
     return maps.ReduceScatter(comm, dim, _or_even(sizes, x.shape[dim], comm), algorithm=chosen)
 
@@ -94,21 +97,21 @@ def all_reduce(
             _check_writable(x)
         return _check_reduction(x, comm, op, algorithm)
 
-    comm.agree_on(call, check, always=False)
+    _agree(comm, call, check)
     return maps.AllReduce(comm, op, algorithm=_in_rank_order(algorithm, comm) if deterministic else algorithm)
 
 
 def reduce(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Reduce:
     """The map of a reduction to one rank."""
     call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
-    comm.agree_on(call, lambda: _check_root(x, comm, SUMMABLE, root, "reduce", algorithm), always=False)
+    _agree(comm, call, lambda: _check_root(x, comm, SUMMABLE, root, "reduce", algorithm))
     return maps.Reduce(comm, root, algorithm=algorithm)
 
 
 def broadcast(name: str, x: Tensor, comm: Communicator, root: int = 0, algorithm: str = "auto") -> maps.Broadcast:
     """The map of a broadcast."""
     call = partial(_call, name, x, comm, root=root, algorithm=algorithm)
-    comm.agree_on(call, lambda: _check_root(x, comm, MOVABLE, root, "broadcast", algorithm), always=False)
+    _agree(comm, call, lambda: _check_root(x, comm, MOVABLE, root, "broadcast", algorithm))
     return maps.Broadcast(comm, root, algorithm=algorithm)
 
 
@@ -137,6 +140,7 @@ def all_to_all(
     )
 
     def check() -> int:
+        arguments.check(split_dim=split, concat_dim=concat, split_sizes=split_sizes, concat_sizes=concat_sizes)
         _check(x, comm, MOVABLE, (split, concat), "all_to_all", algorithm)
         if split == concat:
             raise ShapeError(f"all_to_all was asked to split and concatenate dim {split}. Pass two different dims.")
@@ -144,7 +148,7 @@ def all_to_all(
         _check_sizes("concat_sizes", concat_sizes, comm, own=x.shape[concat])
         return x.shape[concat]
 
-    lengths = comm.agree_on(call, check, always=concat_sizes is None)
+    lengths = _agree(comm, call, check, always=concat_sizes is None)
     parts = _or_even(split_sizes, x.shape[split], comm)
     whole = tuple(lengths if concat_sizes is None else concat_sizes)
     return maps.AllToAll(comm, split, concat, parts, whole, algorithm=algorithm)
@@ -156,23 +160,29 @@ def shift(name: str, x: Tensor, comm: Communicator, offset: int, dim: int, sizes
     call = partial(_call, name, x, comm, free_dims=(dim,), offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
     def check() -> int:
+        arguments.check(dim=dim, sizes=sizes, offset=offset)
         _check(x, comm, MOVABLE, (dim,), "shift", algorithm)
         _check_sizes("sizes", sizes, comm, own=x.shape[dim])
         return x.shape[dim]
 
-    lengths = comm.agree_on(call, check, always=sizes is None)
+    lengths = _agree(comm, call, check, always=sizes is None)
     return maps.Shift(comm, offset, dim, tuple(lengths if sizes is None else sizes), algorithm=algorithm)
+
+
+def _agree(comm: Communicator, call: Callable[[], str], check: Callable[[], int], *, always: bool = False) -> tuple[int, ...]:
+    arguments.check_communicator(comm)
+    return comm.agree_on(call, check, always=always)
 
 
 def _normal(x: Tensor, dim: int) -> int:
     """`dim` counted from the front, where that makes sense; `_check` refuses the rest on every rank."""
-    return dim + x.dim() if isinstance(x, Tensor) and -x.dim() <= dim < 0 else dim
+    return dim + x.dim() if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0 else dim
 
 
-def _call(operation: str, x: Tensor, comm: Communicator, free_dims: tuple[int, ...] = (), **arguments: object) -> str:
+def _call(operation: str, x: Tensor, comm: Communicator, free_dims: tuple[int, ...] = (), **given: object) -> str:
     """What all ranks must be about to do; along `free_dims` their tensors may differ."""
     shown = ", ".join(
-        f"{name}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for name, v in arguments.items()
+        f"{name}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for name, v in given.items()
     )
     if not isinstance(x, Tensor):
         return f"{operation}({type(x).__name__}, {shown})"
@@ -196,9 +206,12 @@ def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims:
     if not isinstance(x, Tensor):
         raise DtypeError(f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
     check_device(x, comm)
+    if x.layout is not torch.strided:
+        raise ShapeError(f"a tensor of layout {x.layout} was given; a dense one is needed. Pass x.to_dense().")
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first.")
+    arguments.check(algorithm=algorithm)
     for dim in dims:
         if not 0 <= dim < x.dim():
             raise ShapeError(
@@ -226,6 +239,7 @@ def _check_writable(x: Tensor) -> None:
 
 
 def _check_deterministic(algorithm: str, deterministic: bool) -> None:
+    arguments.check(deterministic=deterministic)
     if deterministic and algorithm not in ("auto", *IN_RANK_ORDER):
         raise ValueError(
             f"algorithm={algorithm!r} was given with deterministic=True, which only {IN_RANK_ORDER} can do: these add in the order "
@@ -261,6 +275,7 @@ def _check_sizes(name: str, sizes: Sizes, comm: Communicator, *, own: int | None
 
 def _check_reduction(x: Tensor, comm: Communicator, op: str, algorithm: str) -> int:
     _check(x, comm, SUMMABLE, (), "all_reduce", algorithm)
+    arguments.check(op=op)
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {REDUCTIONS}. Pass one of them.")
     if op != "sum" and x.requires_grad and torch.is_grad_enabled():
@@ -270,6 +285,7 @@ def _check_reduction(x: Tensor, comm: Communicator, op: str, algorithm: str) -> 
 
 def _check_root(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], root: int, op: str, algorithm: str) -> int:
     _check(x, comm, dtypes, (), op, algorithm)
+    arguments.check(root=root)
     if not 0 <= root < comm.size:
         raise ShapeError(f"root={root} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}.")
     return 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from sp_core import autograd
+from sp_core.arguments import check_communicator
 from sp_core.collectives import build, choice
 from sp_core.collectives.execution import Ready
 from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared, Result, Shift
@@ -111,8 +114,9 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     Raises:
         As the function of that name; ValueError for another `op`.
     """
-    if op not in _BUILDERS:
-        comm.agree_on(lambda: f"plan of {op}", lambda: _refuse(op))
+    check_communicator(comm)
+    if problem := _problem(op, arguments):
+        comm.agree_on(lambda: f"plan of {op}", lambda: _refuse(problem))
     mapping = _BUILDERS[op](f"plan of {op}", x, comm, **arguments)
     return Plan(mapping, x, mapping.prepare(x if op == "all_reduce_" else x.detach()))
 
@@ -178,5 +182,16 @@ _BUILDERS: dict[str, Callable[..., FlatMap]] = {
 }
 
 
-def _refuse(op: str) -> int:
-    raise ValueError(f"a plan of {op!r} was asked for; there are {tuple(_BUILDERS)}. Pass one of them.")
+def _problem(op: str, given: Mapping[str, Any]) -> str:
+    """Say what is wrong with the names of a plan's arguments; nothing if all is well."""
+    if op not in _BUILDERS:
+        return f"a plan of {op!r} was asked for; there are {tuple(_BUILDERS)}. Pass one of them."
+    taken = {**inspect.signature(getattr(autograd, op, all_reduce_)).parameters}
+    needed = {name for name, parameter in taken.items() if parameter.default is parameter.empty} - {"x", "comm"}
+    if set(given) <= set(taken) - {"x", "comm"} and needed <= set(given):
+        return ""
+    return f"a plan of {op} was given {sorted(given)}; it takes {sorted(set(taken) - {'x', 'comm'})} and needs {sorted(needed)}."
+
+
+def _refuse(problem: str) -> int:
+    raise ValueError(problem)

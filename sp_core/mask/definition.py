@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.errors import ShapeError
 
 Positions = range | Sequence[int] | Tensor
@@ -32,7 +33,7 @@ class Mask:
         kv_documents: boundaries of the keys' documents where they differ (cross attention); the same number of documents.
 
     Raises:
-        TypeError: window or a boundary is not an integer.
+        TypeError: causal is not a bool, window or a boundary is not an integer.
         ValueError: window is below 1.
         ShapeError: boundaries that do not start at 0, decrease, or number differently for queries and keys.
     """
@@ -44,7 +45,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         """Normalise to hashable ints, because plans are cached on the mask."""
-        object.__setattr__(self, "causal", bool(self.causal))
+        arguments.check(causal=self.causal)
         object.__setattr__(self, "window", _window(self.window))
         object.__setattr__(self, "documents", _boundaries("documents", self.documents))
         object.__setattr__(self, "kv_documents", _boundaries("kv_documents", self.kv_documents))

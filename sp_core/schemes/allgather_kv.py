@@ -75,6 +75,7 @@ def allgather_kv_attention(
         kv_sharding=kv_sharding,
         mask=mask,
         softmax_scale=softmax_scale,
+        return_lse=return_lse,
     )
     apply: Any = _AllGatherKV.apply
     out, lse = apply(q, k, v, problem)

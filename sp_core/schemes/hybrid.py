@@ -68,6 +68,7 @@ def hybrid_attention(
         kv_sharding=kv_sharding,
         mask=mask,
         softmax_scale=softmax_scale,
+        return_lse=return_lse,
     )
     ring = axes[0] if axes[1] == ulysses else axes[1]
     groups = groups_of(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.attention import check_qkv
 from sp_core.collectives.build import check_device
 from sp_core.communicator import Communicator
@@ -49,6 +51,8 @@ def agree(
     kv_sharding: Sharding | None,
     mask: Mask | None,
     softmax_scale: float | None,
+    return_lse: bool,
+    inner: Callable[..., Any] | None = None,
 ) -> Problem:
     """Check the arguments of a scheme and compare them over the ranks.
 
@@ -56,7 +60,7 @@ def agree(
         name: of the scheme.
         q: (B, S_local, H, D).
         k, v: (B, S_local, K, D).
-        comm, sharding, kv_sharding, mask, softmax_scale: as the scheme was given them.
+        comm, sharding, kv_sharding, mask, softmax_scale, return_lse, inner: as the scheme was given them.
 
     Returns:
         The arguments with their defaults filled in.
@@ -68,19 +72,25 @@ def agree(
         ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
     """
-    problem = Problem(comm, sharding, kv_sharding or sharding, mask or Mask(), 0.0)
+    arguments.check_communicator(comm)
+    kv_sharding, mask = sharding if kv_sharding is None else kv_sharding, Mask() if mask is None else mask
+    problem = Problem(comm, sharding, kv_sharding, mask, 0.0)
 
     def check() -> int:
+        arguments.check(softmax_scale=softmax_scale, return_lse=return_lse, inner=inner)
+        for what, given in (("sharding", sharding), ("kv_sharding", kv_sharding)):
+            arguments.check_type(what, given, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
+        arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), or None to see everything.")
         _check_tensors(q, k, v, comm)
         _check_lengths(q, k, problem)
         return _home(k, v, comm)
 
-    homes = comm.agree_on(partial(_signature, name, (q, k, v), problem, softmax_scale), check)
-    scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if softmax_scale is None else softmax_scale
+    homes = comm.agree_on(partial(_signature, name, (q, k, v), problem, softmax_scale, return_lse), check)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     return replace(problem, scale=scale, resident=homes[0] > 0 and len(set(homes)) == 1)
 
 
-def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax_scale: float | None) -> str:
+def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax_scale: float | None, return_lse: bool) -> str:
     """What all ranks must be about to do; the lengths of their shards may differ."""
 
     def shown(x: Tensor) -> str:
@@ -90,7 +100,7 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax
     q, k, v = (shown(x) for x in tensors)
     return (
         f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: {problem.kv_sharding.fingerprint}, "
-        f"{problem.mask}, softmax_scale={softmax_scale}) on {problem.comm.name}"
+        f"{problem.mask}, {softmax_scale=}, {return_lse=}) on {problem.comm.name}"
     )
 
 
@@ -106,6 +116,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, comm: Communicator) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise DtypeError(f"{name} must be a tensor, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
+        if x.layout is not torch.strided:
+            raise ShapeError(f"{name} has layout {x.layout}; a dense tensor is needed. Pass {name}.to_dense().")
         check_device(x, comm)
     check_qkv(q, k, v)
 

@@ -65,6 +65,7 @@ def ring_attention(
         kv_sharding=kv_sharding,
         mask=mask,
         softmax_scale=softmax_scale,
+        return_lse=return_lse,
     )
     out, lse = run_ring(q, k, v, problem)
     return (out, lse) if return_lse else out

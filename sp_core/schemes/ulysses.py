@@ -68,6 +68,8 @@ def ulysses_attention(
         kv_sharding=kv_sharding,
         mask=mask,
         softmax_scale=softmax_scale,
+        return_lse=return_lse,
+        inner=inner,
     )
     positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
 

@@ -248,7 +248,8 @@ def subjects() -> Iterator[Subject]:
             function = getattr(sp, name, None)
             if function is not None:
                 domain = COMMUNICATOR | factors(op) | SITUATIONS
-                yield Subject(name, domain, partial(prepared, op, function), situations.ranks)
+                allowed = ("x=longer at the end", "offset=far out") if op in UNEVEN else ()
+                yield Subject(name, domain, partial(prepared, op, function), situations.ranks, allowed=allowed)
 
 
 SUBJECTS = list(subjects())

@@ -52,6 +52,7 @@ class Subject:
         ranks: how many ranks a row needs.
         covers: further public names whose parameters are among these factors, such as methods of what the call makes.
         outside: parameters that have no domain, each with the reason.
+        allowed: differences between ranks that are valid and change the result, as `differing` names them.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Subject:
     ranks: Callable[[Values], int]
     covers: tuple[str, ...] = ()
     outside: Mapping[str, str] = field(default_factory=dict)
+    allowed: tuple[str, ...] = ()
 
     @property
     def base(self) -> Row:

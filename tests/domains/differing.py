@@ -117,14 +117,14 @@ class Difference:
         return f"{self.parameter}={self.name} on {'every rank' if self.everywhere else 'one rank'}"
 
 
-def differences(arguments: Values) -> Iterator[Difference]:
+def differences(subject: Subject, arguments: Values) -> Iterator[Difference]:
     """Return every change of every argument of a call, on one rank and on all."""
     for parameter, value in arguments.items():
         sample = GIVEN_INSTEAD_OF_NONE.get(parameter) if value is None else value
         kind = next((kind for kind in NEVER if isinstance(sample, kind)), None)  # bool stands before int
         for is_valid, table in ((False, NEVER), (True, SOMETIMES)) if kind else ():
             for name, change in table[kind].items():
-                if value is None and name == "None":
+                if (value is None and name == "None") or f"{parameter}={name}" in subject.allowed:
                     continue
                 for everywhere in (False, True) if not is_valid else (False,):
                     yield Difference(parameter, name, functools.partial(_changed, change, sample), is_valid, everywhere)
@@ -166,7 +166,7 @@ def fault(difference: Difference, answers: Sequence[str]) -> str:
 def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
     """Make the call once for each difference; every rank of a communicator calls this."""
     with subject.prepare(comm, drawn) as call:
-        known = list(differences(call.arguments))
+        known = list(differences(subject, call.arguments))
     for difference in known:
         yield fault(difference, _gather_texts(comm, answer(subject, drawn, difference, comm)))
 
@@ -176,7 +176,7 @@ def isolated(subject: Subject, drawn: Values) -> Iterator[str]:
 
     def known(comm: Any) -> list[Difference]:
         with subject.prepare(comm, drawn) as call:
-            return list(differences(call.arguments))
+            return list(differences(subject, call.arguments))
 
     for difference in run_threads(subject.ranks(drawn), known)[0]:
         try:

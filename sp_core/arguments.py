@@ -1,0 +1,79 @@
+"""Check the kinds of arguments by their names, so that a wrong one is refused before it is used.
+
+Collectives and schemes call `check` inside `Communicator.agree_on`: what one rank was given wrongly is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, (list, tuple, range)) and all(map(_is_whole, value))
+
+
+_WHOLE = (_is_whole, "a whole number")
+_SIZES = (lambda value: value is None or _are_whole(value), "a list or tuple of whole numbers, one per rank, or None")
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_NAME = (lambda value: isinstance(value, str), "a name")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"), _WHOLE),
+    **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
+    **dict.fromkeys(("deterministic", "return_lse", "causal"), _FLAG),
+    **dict.fromkeys(("algorithm", "op"), _NAME),
+    "softmax_scale": (lambda value: value is None or _is_number(value), "a finite number, or None for 1/sqrt(head_dim)"),
+    "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
+}
+
+
+def check(**given: Any) -> None:
+    """Refuse an argument of another kind than its name asks for.
+
+    Raises:
+        TypeError: naming the argument, what was given and what is needed.
+    """
+    for name, value in given.items():
+        fits, needed = _KINDS[name]
+        if not fits(value):
+            raise TypeError(f"{name}={_shown(value)} was given; pass {needed}.")
+
+
+def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Refuse a value that is no `kind`.
+
+    Raises:
+        TypeError: naming the argument, what was given, what is needed and how to get it.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={_shown(value)} was given; a {kind.__name__} is needed. {remedy}")
+
+
+def check_communicator(comm: Any, name: str = "comm") -> None:
+    """Refuse what is no communicator of this package. No rank can be asked then, so this is a local error.
+
+    Raises:
+        TypeError: naming what was given, and how to get a communicator.
+    """
+    if not hasattr(comm, "agree_on"):
+        raise TypeError(f"{name}={_shown(comm)} was given; a Communicator is needed. Pass one of a mesh, such as mesh['ring'].")
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message: whole where it is short."""
+    if isinstance(value, Tensor):
+        return f"tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
