@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sp_core import errors
+from sp_core import errors, progress
 from sp_core.errors import CollectiveMismatch
+from sp_core.progress import Progress
+from sp_core.transport.base import wait
+from sp_core.transport.host import Request
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -32,7 +35,9 @@ ERRORS: tuple[type[Exception], ...] = (
 """What a check may find wrong; these travel to the other ranks by their place in this tuple."""
 
 
-def agree(comm: Intracomm, call: str, value: int = 0, error: Exception | None = None) -> tuple[int, ...]:
+def agree(
+    comm: Intracomm, call: str, value: int = 0, error: Exception | None = None, under_way: Progress | None = None
+) -> tuple[int, ...]:
     """Compare `call` over the ranks of a communicator.
 
     Args:
@@ -40,6 +45,7 @@ def agree(comm: Intracomm, call: str, value: int = 0, error: Exception | None = 
         call: operation and arguments that must be the same on every rank.
         value: a number that may differ.
         error: what this rank found wrong with its own arguments.
+        under_way: makes progress while this rank waits; what the rank of this thread has under way if not given.
 
     Returns:
         The `value` of every rank.
@@ -54,10 +60,19 @@ def agree(comm: Intracomm, call: str, value: int = 0, error: Exception | None = 
     record = np.zeros(_FIELDS, np.int64)
     record[:3] = (error is not None, _hash(call), value)
     records = np.empty((comm.size, _FIELDS), np.int64)
-    comm.Allgather(record, records.reshape(-1))
+    request = comm.Iallgather(record, records.reshape(-1))
+    _finish(request, under_way or progress.of_this_rank())
     if records[:, 0].any() or (records[:, 1] != records[0, 1]).any():
         _raise(comm, call, error, records[:, 0].astype(bool).tolist())
     return tuple(int(v) for v in records[:, 2])
+
+
+def _finish(request: Any, under_way: Progress) -> None:
+    """Wait for a request of MPI. Inside a wait of MPI nothing else of ours could make progress."""
+    if under_way.idle:
+        request.Wait()
+    else:
+        wait(Request([request]), under_way.poll)
 
 
 def _hash(text: str) -> int:

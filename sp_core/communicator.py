@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from sp_core import agreement
+from sp_core import agreement, progress
 from sp_core.counters import Count, Counters
 from sp_core.errors import DeviceError, RankError
 from sp_core.schedules import defaults
@@ -60,6 +59,7 @@ class Communicator:
         self._comm = comm
         self._control = comm.Dup()  # apart from transfers under way, whose calls have an order of their own
         self._pending: list[Handle] = []
+        self._progress = progress.of_this_rank()
         self._freed = False
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -68,7 +68,7 @@ class Communicator:
         self.name = name
         self.counters = Counters()
         self.scratch = Scratch(self.device)
-        self._tags = self._calls = 0
+        self._tags = self._numbers = 0
         self.transport = self._make_transport(transport)
         self.window, why_not = make_window(self.transport.name, comm, self.device)
         self.no_window = why_not or ("" if self.window else f"it was made with transport={transport!r}")
@@ -121,12 +121,13 @@ class Communicator:
 
     def counter(self) -> SharedCounter:
         """Numbers that go to whichever rank asks next; every rank calls this, and `free` in the end."""
-        self.ensure_open()
+        self.agree_on(lambda: f"counter() on {self.name}", lambda: 0)
         return make_counter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
-        """Let `poll` and `wait` keep a handle going."""
+        """Let every `poll` and `wait` of this rank keep a handle going."""
         self._pending.append(handle)
+        self._progress.add(self)
         return handle
 
     def next_tag(self) -> int:
@@ -135,29 +136,35 @@ class Communicator:
         return self._tags
 
     def wait(self, handle: Handle, name: str) -> None:
-        """Wait for a handle of the operation `name`, and keep the others going meanwhile."""
+        """Wait for a handle of the operation `name`. Meanwhile everything that this rank has under way makes progress."""
         start = time.perf_counter()
         wait(handle, self.poll)
         self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 
     def poll(self) -> None:
-        """Let everything that was started make progress. Cheap; call it between pieces of a long computation."""
+        """Let everything make progress that this rank has under way, on any communicator.
+
+        Cheap; call it between pieces of a long computation.
+        """
+        self._progress.poll()
+
+    def advance(self) -> bool:
+        """Let everything under way on this communicator make progress; False once nothing is left."""
         self._pending = [handle for handle in self._pending if not handle.test()]
+        return bool(self._pending)
 
     def fence(self) -> None:
-        """Wait for all ranks, through the window where there is one."""
-        self.ensure_open()
-        self.counters["control"].add()
-        if self.window is None:
-            self._comm.Barrier()
-        else:
+        """Wait for all ranks. The ranks compare their calls, unless there is a window and `check="off"`."""
+        self.agree_on(lambda: f"fence() on {self.name}", lambda: 0, always=self.window is None)
+        if self.window is not None:
+            self.counters["control"].add()
             self.window.make(((), ()), "fence", self.poll)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start = time.perf_counter()
         try:
-            return agreement.agree(self._control, call, value, error)
+            return agreement.agree(self._control, call, value, error, self._progress)
         finally:
             control = self.counters["control"]
             control.add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
@@ -187,16 +194,20 @@ class Communicator:
             raise error
         return ()
 
-    def backward_of(self, name: str) -> Callable[[], object]:
-        """Number a differentiable call of this communicator; all ranks make these calls in the same order.
+    def numbered(self) -> Callable[[str], object]:
+        """Number something that the ranks set up in one order and use later, such as a plan or a call that has a backward.
 
         Returns:
-            A function that the backward of the call must call first. Unless the communicator was made with `check="off"`, the
-            ranks then compare which backward each of them is about to run.
+            A function to call with what is about to be done, such as "the backward of all_reduce". Unless the communicator was
+            made with `check="off"`, the ranks compare this and the number.
         """
-        self._calls += 1
-        text = f"the backward of {name}, call {self._calls} on {self.name}"
-        return partial(self.agree_on, lambda: text, lambda: 0, always=False)
+        self._numbers += 1
+        number = self._numbers
+
+        def compare(what: str) -> None:
+            self.agree_on(lambda: f"{what}, number {number} on {self.name}", lambda: 0, always=False)
+
+        return compare
 
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed."""
@@ -205,12 +216,18 @@ class Communicator:
 
     def free(self) -> None:
         """Free the MPI communicator, on every rank; a second call does nothing."""
-        if not self._freed:
+        if self._freed:
+            return
+        try:
+            self._agree(f"free() of {self.name}", 0, None)
             for handle in self._pending:
-                wait(handle)
-            self._leave(together=True)
-            self._control.Free()
-            self._comm.Free()
+                wait(handle, self.poll)
+        except RankError:
+            self.abandon()
+            raise
+        self._leave(together=True)
+        self._control.Free()
+        self._comm.Free()
 
     def abandon(self) -> None:
         """Stop using this communicator without a word to the other ranks: what an error leaves behind is never waited for."""

@@ -125,11 +125,22 @@ class Mesh:
 
     def free(self) -> None:
         """Free every communicator of the mesh, on every rank; a second call does nothing."""
-        if not self._freed:
+        if self._freed:
+            return
+        try:
             for communicator in self._made.values():
                 communicator.free()
-            self._freed = True
-            self._comm.Free()
+        except RankError:
+            self._abandon()
+            raise
+        self._freed = True
+        self._comm.Free()
+
+    def _abandon(self) -> None:
+        """Stop using every communicator. The other ranks may be anywhere: waiting for them would hide the error."""
+        for communicator in self._made.values():
+            communicator.abandon()
+        self._freed = True
 
     def __enter__(self) -> Mesh:
         return self
@@ -137,10 +148,8 @@ class Mesh:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None:
             self.free()
-            return
-        for communicator in self._made.values():  # the other ranks may be anywhere: waiting for them would hide the error
-            communicator.abandon()
-        self._freed = True
+        else:
+            self._abandon()
 
     def _add(self, names: tuple[str, ...]) -> None:
         """Make a communicator. A transport that is refused to some ranks of the mesh is refused to all: others would go on."""

@@ -45,6 +45,9 @@ class _ParallelLinear(nn.Module):
         call = f"{kind}.from_linear({shape}, {linear.weight.dtype}, bias={linear.bias is not None}, sizes={self.sizes}, "
         self.comm.agree_on(lambda: f"{call}{self.sharding.fingerprint}) on {self.comm.name}", check)
 
+    def _whole_bias(self) -> Tensor | None:
+        raise NotImplementedError
+
     def _check(self, x: Tensor, tokens: int, features: int) -> None:
         """Compare a call over the ranks."""
         kind = type(self).__name__
@@ -59,11 +62,15 @@ class _ParallelLinear(nn.Module):
         grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
         self.comm.agree_on(lambda: f"{kind}(batch {x.shape[0]}, {x.dtype}, requires_grad={grad}) on {self.comm.name}", check)
 
-    def _whole_weight(self) -> Tensor:
-        return AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
+    def to_linear(self) -> nn.Linear:
+        """The whole layer again, on every rank.
 
-    def _as_linear(self, bias: Tensor | None) -> nn.Linear:
-        weight = self._whole_weight()
+        Communication:
+            One agreement, one all-gather of the weight, and one of the bias if each rank has a part of it.
+        """
+        self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}", lambda: 0)
+        weight = AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
+        bias = self._whole_bias()
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
         linear.weight.data.copy_(weight)
         if bias is not None:
@@ -112,14 +119,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self._check(x, self.sharding.local_len(self.comm.rank), self.weight.shape[1])
         return gather_linear(x, self.weight, self.bias, comm=self.comm, lengths=self.sharding.lengths)
 
-    def to_linear(self) -> nn.Linear:
-        """The whole layer again, on every rank.
-
-        Communication:
-            One all-gather of the weight, one of the bias.
-        """
-        bias = None if self.bias is None else AllGather(self.comm, 0, self.sizes).run(self.bias.detach())
-        return self._as_linear(bias)
+    def _whole_bias(self) -> Tensor | None:
+        return None if self.bias is None else AllGather(self.comm, 0, self.sizes).run(self.bias.detach())
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -155,10 +156,5 @@ class RowParallelLinear(_ParallelLinear):
         out = linear_scatter(x, self.weight, comm=self.comm, lengths=self.sharding.lengths)
         return out if self.bias is None else out + copy_to_group(self.bias, comm=self.comm)
 
-    def to_linear(self) -> nn.Linear:
-        """The whole layer again, on every rank.
-
-        Communication:
-            One all-gather of the weight.
-        """
-        return self._as_linear(self.bias)
+    def _whole_bias(self) -> Tensor | None:
+        return self.bias

@@ -75,7 +75,7 @@ def fence(*, comm: Communicator) -> None:
         comm: the ranks. Every rank calls this.
 
     Communication:
-        Two flags in shared memory; a barrier of the MPI library where there is none.
+        One agreement; with a window two flags in shared memory, and the agreement only unless `check="off"`.
     """
     comm.fence()
 

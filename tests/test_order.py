@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.collectives import choice
+from sp_core.schedules import ALGORITHMS
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
 from sp_core.testing.collective_cases import Case, cases
@@ -66,6 +68,58 @@ def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) ->
             if comm.rank:
                 assert torch.equal(pending.wait(), x * comm.size)
             del pending
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"][1:], ids="by {}".format)
+@pytest.mark.usefixtures("short_slots")
+@spmd(2, 4)
+def test_ranks_wait_on_two_communicators_in_different_orders(comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one mesh, then of two; for calls and for runs of plans. The tensor fills several segments and slots."""
+    monkeypatch.setattr(choice, "SEGMENT_BYTES", (256, 256))
+    options: Any = {"transport": "window", "nodes": [rank // 2 for rank in range(comm.size)]}
+    with sp.Mesh(comm, one=comm.size, two=1, **options) as mesh, sp.Mesh(comm, sp=comm.size, **options) as other:
+        for groups in ((mesh["one"], mesh["one", "two"]), (mesh["one"], other["sp"])):
+            inputs = [torch.arange(2000.0), -torch.arange(1000.0)]
+            calls = [sp.all_reduce_start(x, comm=group, algorithm=algorithm) for x, group in zip(inputs, groups, strict=True)]
+            plans = [sp.plan("all_reduce", x, comm=group, algorithm=algorithm) for x, group in zip(inputs, groups, strict=True)]
+            handles = [plan.start() for plan in plans]
+            finish = [call.wait for call in calls]
+            finish += [lambda plan=p, handle=h: plan.finish(handle) for p, h in zip(plans, handles, strict=True)]
+            results = [end() for end in finish[:: 1 if comm.rank else -1]][:: 1 if comm.rank else -1]
+            assert all(torch.equal(y, x * comm.size) for y, x in zip(results, inputs * 2, strict=True))
+
+
+def first_mesh(comm: Any) -> None:
+    with sp.Mesh(comm, a=comm.size):
+        pass
+
+
+MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[[], object]]] = {
+    "a call": lambda comm, one, two: lambda: sp.all_gather(torch.ones(2), comm=two),
+    "a call there": lambda comm, one, two: lambda: sp.all_gather(torch.ones(2), comm=one),
+    "a mesh": lambda comm, one, two: lambda: first_mesh(comm),
+    "the end": lambda comm, one, two: lambda: two.free(),
+    "a fence": lambda comm, one, two: lambda: sp.fence(comm=two),
+    "a plan": lambda comm, one, two: sp.plan("all_gather", torch.ones(2), comm=two).run,
+    "a backward": lambda comm, one, two: sp.all_reduce(torch.ones(2, requires_grad=True), comm=two).sum().backward,
+    "a weight": lambda comm, one, two: (
+        sp.ColumnParallelLinear.from_linear(
+            torch.nn.Linear(4, 4), comm=two, sharding=sp.Sharding.contiguous(comm.size, comm.size)
+        ).to_linear
+    ),
+}
+
+
+@pytest.mark.parametrize("meanwhile", sorted(MEANWHILE))
+@spmd(3)
+def test_one_rank_waits_before_a_call_and_the_others_after_it(comm: Any, meanwhile: str) -> None:
+    """The first rank can only end its wait if the others make progress in their call."""
+    with sp.Mesh(comm, sp=comm.size) as mesh, sp.Mesh(comm, sp=comm.size) as other:
+        call = MEANWHILE[meanwhile](comm, mesh["sp"], other["sp"])
+        pending = sp.all_reduce_start(torch.ones(40), comm=mesh["sp"], algorithm="ring")
+        for step in (pending.wait, call) if comm.rank == 0 else (call, pending.wait):
+            step()
+        assert torch.equal(pending.wait(), torch.full((40,), 3.0))
 
 
 def attention(scheme: Any, x: Tensor, comm: sp.Communicator) -> Tensor:

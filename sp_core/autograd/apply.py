@@ -23,13 +23,13 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mapping: Map, run: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.transpose = mapping.transpose
         if isinstance(ctx.transpose, FlatMap):
-            ctx.agree = mapping.comm.backward_of(mapping.name)
+            ctx.agree, ctx.name = mapping.comm.numbered(), mapping.name
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if isinstance(ctx.transpose, FlatMap):
-            ctx.agree()
+            ctx.agree(f"the backward of {ctx.name}")
         return apply(grads[0], ctx.transpose), None, None
 
 

@@ -140,13 +140,13 @@ class _CopyAllToGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.agree = comm, comm.backward_of("copy_all_to_group")
+        ctx.comm, ctx.agree = comm, comm.numbered()
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.agree()
+        ctx.agree("the backward of copy_all_to_group")
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in sorted({grad.dtype for grad in grads}, key=str):
             places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]

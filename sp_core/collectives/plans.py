@@ -39,6 +39,7 @@ class Plan:
         else:
             self.algorithm = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
+        self._agree = comm.numbered()
         self._bound: Ready | None = None
         if self.algorithm != "mpi":
             own = Scratch(comm.device)
@@ -55,6 +56,7 @@ class Plan:
         Returns:
             As the function that the plan is for, without a gradient. The next run overwrites it.
         """
+        self._agree(f"a run of the plan of {self._name}")
         if self._prepared.refresh is not None:
             self._prepared.refresh()
         self._call()
@@ -62,12 +64,12 @@ class Plan:
 
     def start(self) -> Handle:
         """Begin a run; `finish` waits for it. Until then the input must not be changed, nor another run begun."""
+        self._agree(f"a started run of the plan of {self._name}")
         prepared = self._prepared
         if prepared.refresh is not None:
             prepared.refresh()
         if self._bound is None:
             return choice.start(self._comm, prepared.transfer, prepared.send, prepared.recv, "mpi")
-        self._comm.ensure_open()
         return self._comm.track(self._bound.start())
 
     def finish(self, handle: Handle) -> Tensor:
@@ -77,7 +79,6 @@ class Plan:
 
     def _run(self) -> None:
         assert self._bound is not None
-        self._comm.ensure_open()
         start = time.perf_counter()
         self._bound.run()
         self._comm.counters[self._name].seconds += time.perf_counter() - start
@@ -106,10 +107,10 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         arguments: those of the function of that name. "auto" takes the window for a tensor that lives there and is not small.
 
     Returns:
-        A plan; its `run` makes no tensor and agrees on nothing, because that is done here.
+        A plan; its `run` makes no tensor. With `check="off"` it agrees on nothing, because that is done here.
 
     Communication:
-        One agreement, in a window two. Each run: as the function of that name.
+        One agreement, in a window two. Each run: as the function of that name; its agreement compares which plan is run.
 
     Raises:
         As the function of that name; ValueError for another `op`.

@@ -85,7 +85,7 @@ def allgather_kv_attention(
 class _AllGatherKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        ctx.problem, ctx.agree = problem, problem.comm.backward_of("allgather_kv_attention")
+        ctx.problem, ctx.agree = problem, problem.comm.numbered()
         ctx.set_materialize_grads(False)
         among = problem.against(problem.kv_sharding.sorted_positions)
         with exact(q):
@@ -98,7 +98,7 @@ class _AllGatherKV(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.agree()
+        ctx.agree("the backward of allgather_kv_attention")
         q, k, v, out, lse = saved
         problem: Problem = ctx.problem
         among = problem.against(problem.kv_sharding.sorted_positions)

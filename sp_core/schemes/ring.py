@@ -81,7 +81,7 @@ def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        ctx.problem, ctx.agree = problem, problem.comm.backward_of("ring_attention")
+        ctx.problem, ctx.agree = problem, problem.comm.numbered()
         ctx.set_materialize_grads(False)
         with exact(q):
             out, lse = _attend_ring(q.transpose(1, 2), k, v, problem)
@@ -92,7 +92,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.agree()
+        ctx.agree("the backward of ring_attention")
         q, k, v, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)

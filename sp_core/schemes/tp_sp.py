@@ -79,7 +79,7 @@ class _GatherLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tokens, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.tokens, ctx.agree = tokens, tokens.comm.backward_of("gather_linear")
+        ctx.tokens, ctx.agree = tokens, tokens.comm.numbered()
         weights: Any = layers[::2]
         ctx.save_for_backward(x, *weights)
         out = tuple(x.new_empty(x.shape[0], sum(tokens.lengths), weight.shape[0]) for weight in weights)
@@ -91,7 +91,7 @@ class _GatherLinears(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.agree()
+        ctx.agree("the backward of gather_linear")
         x, *weights = saved
         needs = ctx.needs_input_grad
         dx = _scattered(list(zip(grads, weights, strict=True)), ctx.tokens, x.shape[2]) if needs[1] else None
@@ -109,14 +109,14 @@ class _GatherLinears(torch.autograd.Function):
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens, ctx.agree = tokens, tokens.comm.backward_of("linear_scatter")
+        ctx.tokens, ctx.agree = tokens, tokens.comm.numbered()
         ctx.save_for_backward(y, weight)
         return _scattered([(y, weight.T)], tokens, weight.shape[0])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.agree()
+        ctx.agree("the backward of linear_scatter")
         y, weight = saved
         tokens = ctx.tokens
         dy, dw = torch.empty_like(y), _zeros(weight)

@@ -9,14 +9,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.testing import watchdog
+from sp_core.testing.beginning import Beginning
 from sp_core.testing.family import Family
 from sp_core.testing.lockstep import Call, Lockstep, Request
 from sp_core.testing.places import here
-from sp_core.testing.signatures import array, call, op_name
+from sp_core.testing.signatures import array, call, listed, op_name
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
 
@@ -109,8 +110,10 @@ class LockstepComm(ABC):
         return self._start("Bcast", buf, root)
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """mpi4py's `Iallgather`."""
-        return self._start("Allgather", sendbuf, recvbuf)
+        """mpi4py's `Iallgather`. It does not wait for the other ranks: they may wait for something else from this one."""
+        what = call("Allgather", self.rank, self.size, sendbuf, recvbuf, blocking=False)
+        self._prepare(what)
+        return Beginning(self, what, lambda: self._begin("Allgather", sendbuf, recvbuf))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
         """mpi4py's `Iallgatherv`."""
@@ -181,8 +184,7 @@ class LockstepComm(ABC):
 
     def watch(self, what: str) -> None:
         """Notice that a peer has left the example, while this rank waits for something that is no call of MPI."""
-        for member in self.family.members:
-            member._release()
+        self.progress()
         self.lockstep.waiting(what)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
@@ -219,7 +221,7 @@ class LockstepComm(ABC):
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
         """Raise `CollectiveMismatch` where a message was announced and not posted (`later`: or begun and not found complete)."""
         if missing := self._announced + (self._announced_for_later if later else Counter()):
-            raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
+            raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {listed(missing)}")
         if later and (left := [request for request in self._requests if not request.done]):
             raise CollectiveMismatch(f"{before} before these were found complete by Test or Wait: {', '.join(map(str, left))}")
 
@@ -228,22 +230,30 @@ class LockstepComm(ABC):
         watchdog.note(f"left {op}")
 
     def _start(self, op: str, *args: Any) -> Request:
-        begun: Request = self._enter(call(op, self.rank, self.size, *args, blocking=False), lambda: self._begin(op, *args))
-        return begun
+        return cast("Request", self._enter(call(op, self.rank, self.size, *args, blocking=False), lambda: self._begin(op, *args)))
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
+        self._prepare(what)
+        return self.lockstep.call(what, then)
+
+    def _prepare(self, what: Call) -> None:
         if self._freed:
             raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
         self.ensure_posted(what.op)
         watchdog.note(f"in {what.op}({what.text}) at {here()}")
+        self.progress()
+        if self.lockstep.beginning is not None:
+            self.lockstep.beginning.settle()
+
+    def progress(self) -> None:
+        """Let the other ranks complete what this one has started."""
         for member in self.family.members:
             member._release()
-        return self.lockstep.call(what, then)
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
         announced = self._announced if self._announced[op, peer, nbytes] else self._announced_for_later
         if not announced[op, peer, nbytes]:
-            left = _listed(self._announced + self._announced_for_later) or "nothing"
+            left = listed(self._announced + self._announced_for_later) or "nothing"
             raise CollectiveMismatch(
                 f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; announced and not yet posted: {left}"
             )
@@ -288,7 +298,3 @@ class LockstepComm(ABC):
     @abstractmethod
     def _free(self) -> None:
         """Give back what this communicator holds."""
-
-
-def _listed(messages: Counter[tuple[str, int, int]]) -> str:
-    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)

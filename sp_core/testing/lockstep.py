@@ -164,19 +164,34 @@ class Lockstep:
         self._sharing: Ticket | None = None
         self._then: Callable[[], Any] = _nothing
         self._promised: Callable[[], Any] = _nothing  # to all peers, and not yet done
+        self.beginning: Any = None  # a `Beginning` that not all ranks have announced yet
 
     def call(self, call: Call, then: Callable[[], Any] = lambda: None) -> Any:
         """Do what is announced as soon as every rank is about to do it; raise `PeerFailed` or `CollectiveMismatch` when one is not.
 
         A rank that is interrupted in between (a signal, no memory) does it when it finishes: its peers may have begun.
         """
-        what = f"{call.op}({call.text}) on {self.name} at {here()}"
-        self._then = then
-        self.carrier.drive(self._calling(call, what), what)
+        what = self.told(call)
+        return self.carrier.drive(self.begin(call, what, then), what)
+
+    def told(self, call: Call) -> str:
+        """What to say about a call that this rank is about to make."""
+        return f"{call.op}({call.text}) on {self.name} at {here()}"
+
+    def begin(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
+        """`call` in steps, between which this rank can do other work; nothing else is called here before the last one."""
+        self._then, decision = then, Decision.AGAIN
+        yield from self._settle()
+        while decision is Decision.AGAIN:
+            self._open = (self.carrier.post(call.record()), (call, what))
+            decision = yield from self._settle()
         return self._keep_word()
 
     def waiting(self, what: str) -> None:
         """Look, without waiting, whether a peer has left the example while this rank waits for its message."""
+        if self.beginning is not None:
+            self.beginning.step()
+            return
         if self._open is None:
             self._open = (self.carrier.post(Record(Kind.WAIT)), what)
         ticket, _ = self._open
@@ -203,13 +218,6 @@ class Lockstep:
     def _keep_word(self) -> Any:
         promised, self._promised = self._promised, _nothing
         return promised()
-
-    def _calling(self, call: Call, what: str) -> Steps[None]:
-        decision = Decision.AGAIN
-        yield from self._settle()
-        while decision is Decision.AGAIN:
-            self._open = (self.carrier.post(call.record()), (call, what))
-            decision = yield from self._settle()
 
     def _settle(self) -> Steps[Decision]:
         if self._open is None:

@@ -223,3 +223,8 @@ def call(op: str, rank: int, size: int, *args: Any, blocking: bool = True) -> Ca
         return _RULES[op](name, rank, size, *args)
     except (ValueError, TypeError) as problem:
         raise ValueError(f"{name} on rank {rank} of {size}: {problem}") from problem
+
+
+def listed(messages: Counter[tuple[str, int, int]]) -> str:
+    """Messages (method, peer, bytes) as text."""
+    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)

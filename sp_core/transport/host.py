@@ -42,10 +42,10 @@ def as_numpy(x: Tensor | None) -> np.ndarray[Any, Any]:
     return x.numpy()
 
 
-class _Request:
+class Request:
     """An MPI request, with what must happen after it (such as rounding a float32 sum into a bfloat16 result)."""
 
-    def __init__(self, requests: Sequence[Any], keep: tuple[object, ...], after: Callable[[], object] | None = None) -> None:
+    def __init__(self, requests: Sequence[Any], keep: tuple[object, ...] = (), after: Callable[[], object] | None = None) -> None:
         self._requests = list(requests)
         self._keep = keep  # MPI holds only the address of these buffers
         self._after = after
@@ -114,7 +114,7 @@ class HostTransport:
         self._settle()
         requests = [self._comm.Irecv(x, peer, tag) for peer, x in recvs]
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
-        return _Request(requests, (sends, recvs))
+        return Request(requests, (sends, recvs))
 
     def close(self, *, together: bool) -> None:
         """Nothing to give back."""
@@ -156,7 +156,7 @@ class HostTransport:
         arguments = _arguments(transfer, self._comm.rank, self._memory(send), self._memory(recv))
         self._settle()
         request = call(*arguments, **_keywords(transfer))
-        handle = _Request([] if request is None else [request], (send, recv), after)
+        handle = Request([] if request is None else [request], (send, recv), after)
         if blocking:
             handle.test()
         return handle

@@ -1,0 +1,59 @@
+"""Progress of everything that a rank has under way, whatever the rank waits for.
+
+An algorithm that sends in several steps makes progress only while its rank polls it. A rank that waits on one communicator must
+therefore poll all of them. Otherwise ranks that wait in different orders would wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+
+class Source(Protocol):
+    """A communicator that may have something under way."""
+
+    def advance(self) -> bool:
+        """Let everything under way make progress; False once nothing is left."""
+        ...
+
+
+class Progress:
+    """The communicators of one rank that have something under way. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._busy: WeakKeyDictionary[Source, None] = WeakKeyDictionary()
+
+    def add(self, source: Source) -> None:
+        """Poll a communicator from now on, until it has nothing under way."""
+        self._busy[source] = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._busy
+
+    def poll(self) -> None:
+        """Let everything under way make progress. Cheap; call it between pieces of a long computation."""
+        for source in list(self._busy):
+            if not source.advance():
+                self._busy.pop(source, None)
+
+
+class _Rank(threading.local):
+    """The progress of the rank that runs in this thread: tests run several ranks in one process."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+
+
+_RANK = _Rank()
+
+
+def of_this_rank() -> Progress:
+    """Return the progress of the rank whose thread calls this.
+
+    A communicator asks once, when it is made. Threads in which torch runs a backward then poll the same communicators.
+    """
+    return _RANK.progress
