@@ -30,6 +30,7 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.CheckpointError,
     ValueError,  # after those above that are kinds of it
     TypeError,
+    errors.CollectiveMismatch,
     errors.RankError,
 )
 """What a check may find wrong; these travel to the other ranks by their place in this tuple."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +16,7 @@ from sp_core.counters import Count, Counters
 from sp_core.errors import DeviceError, RankError
 from sp_core.schedules import defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, LinkModel, Messages, Transfer, Transport, make_transport, make_window, wait
+from sp_core.transport import Handle, LinkModel, Messages, Transfer, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 Check = Literal["agree", "off"]
 MAX_TAG = 32767
 """The largest tag that every MPI library must offer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the communicators of a mesh have in common; as in `Communicator`."""
+
+    device: torch.device
+    transport: str | LinkModel
+    check: Check
+    algorithm: str | Mapping[str, str]
+    tuning: Tuning | None
 
 
 class Communicator:
@@ -41,6 +53,9 @@ class Communicator:
         tuning: constants by which "auto" decides where `algorithm` says so too, the same on every rank; None: the library decides.
     """
 
+    rank: int
+    size: int
+
     def __init__(
         self,
         comm: Intracomm,
@@ -53,36 +68,42 @@ class Communicator:
         nodes: Sequence[int] = (),
         tuning: Tuning | None = None,
     ) -> None:
-        self.algorithms = defaults(algorithm)
-        self.nodes = tuple(nodes) or (0,) * comm.size
-        self.tuning = tuning
-        self._comm = comm
+        options = Options(torch.device(device), transport, check, algorithm, tuning)
+        self._describe(comm.rank, comm.size, name, tuple(nodes) or (0,) * comm.size, options)
         self._control = comm.Dup()  # apart from transfers under way, whose calls have an order of their own
-        self._pending: list[Handle] = []
-        self._progress = progress.of_this_rank()
-        self._freed = False
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.device = torch.device(device)
-        self.check = check
-        self.name = name
+        self._open(comm, (self._control, comm))
+
+    def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int], options: Options) -> None:
+        """Set everything that needs no other rank."""
+        self.rank, self.size, self.name, self.nodes, self.options = rank, size, name, tuple(nodes), options
+        self.device, self.check, self.tuning = options.device, options.check, options.tuning
+        self.algorithms = defaults(options.algorithm)
         self.counters = Counters()
         self.scratch = Scratch(self.device)
+        self._pending: list[Handle] = []
+        self._progress = progress.of_this_rank()
         self._tags = self._numbers = 0
-        self.transport = self._make_transport(transport)
-        self.window, why_not = make_window(self.transport.name, comm, self.device)
-        self.no_window = why_not or ("" if self.window else f"it was made with transport={transport!r}")
+        self._freed = False
 
-    def _make_transport(self, name: str | LinkModel) -> Transport:
+    def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
+        """Set what the ranks make together, over a communicator that nobody else sends on; `owned` are freed in the end."""
+        self._comm, self._owned = comm, owned
         try:
-            return make_transport(name, self._comm, self.device, self.poll)
+            self.transport = make_transport(self.options.transport, comm, self.device, self.poll)
         except DeviceError:  # on every rank
-            self._control.Free()
-            self._comm.Free()
+            for each in owned:
+                each.Free()
             raise
+        self.window, why_not = make_window(self.transport.name, comm, self.device)
+        self.no_window = why_not or ("" if self.window else f"it was made with transport={self.options.transport!r}")
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the ranks have made it together. All have from the beginning, but products of axes in another order."""
+        return "transport" in vars(self)
 
     def __repr__(self) -> str:
-        state = "freed" if self._freed else self.transport.name
+        state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
     def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
@@ -226,17 +247,17 @@ class Communicator:
             self.abandon()
             raise
         self._leave(together=True)
-        self._control.Free()
-        self._comm.Free()
+        for comm in self._owned:
+            comm.Free()
 
     def abandon(self) -> None:
         """Stop using this communicator without a word to the other ranks: what an error leaves behind is never waited for."""
         self._leave(together=False)
 
     def _leave(self, *, together: bool) -> None:
-        if self._freed:
+        made, self._freed = self.is_made and not self._freed, True
+        if not made:
             return
-        self._freed = True
         self._pending.clear()
         self.scratch.clear()
         self.transport.close(together=together)

@@ -8,13 +8,14 @@ and so is the gradient of a parameter that all ranks use alike. What several ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
@@ -60,7 +61,8 @@ class Placement:
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """What a rank holds, from the whole parameter."""
-        return torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.held[rank]], self.dim)
+        parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.held[rank]]
+        return torch.cat([whole.narrow(self.dim, 0, 0), *parts], self.dim)  # a rank may hold nothing
 
     def spread(self, part: Tensor, rank: int) -> Tensor:
         """The whole parameter with what a rank holds in its place, and zeros elsewhere."""
@@ -118,12 +120,22 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
         tensor: the ranks along the tensor axis, which share their tokens.
 
     Communication:
-        One all-reduce over `data` per dtype, of all gradients; one over `tensor` per dtype, of the partial ones, whole.
+        One agreement over `tensor`, one over `data`. One all-reduce over `data` per dtype, of all gradients; one over `tensor` per
+        dtype, of the partial ones, whole.
 
     Raises:
-        ShapeError: a parameter without a placement; CollectiveMismatch: ranks with different parameters.
+        ShapeError: a parameter without a placement, or with one that does not fit.
+        CollectiveMismatch: ranks with different parameters.
+
+    All of these on every rank of both groups.
     """
-    wanted = [(parameter, placement_of(parameter)) for parameter in parameters if parameter.requires_grad]
+    wanted: list[tuple[nn.Parameter, Placement]] = []
+
+    def check() -> int:
+        wanted.extend((p, _fitting(p, tensor)) for p in parameters if p.requires_grad)
+        return 0
+
+    _agree_in_turn((tensor, data), lambda: f"reduce_gradients({', '.join(_shown(*each) for each in wanted)})", check)
     for parameter, _ in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -152,14 +164,25 @@ def clip_gradient_norm(
         The norm before, in float64: each slice of each whole parameter counted once.
 
     Communication:
-        One all-reduce of one number over `tensor`, one over `stages`.
+        One agreement and one all-reduce of one number over `tensor`, the same over `stages`.
 
     Raises:
-        ValueError: max_norm is not above 0, or the norm is not finite. On every rank.
+        ValueError: max_norm is not above 0, or the norm is not finite.
+        ShapeError: a parameter without a placement, or with one that does not fit.
+        CollectiveMismatch: ranks with another max_norm.
+
+    All of these on every rank.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} was given; pass a number above 0, or infinity to only measure.")
-    wanted = [(p.grad, placement_of(p)) for p in parameters if p.grad is not None]
+    wanted: list[tuple[Tensor, Placement]] = []
+
+    def check() -> int:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm!r} was given; pass a number above 0, or infinity to only measure.")
+        wanted.extend((p.grad, _fitting(p, tensor)) for p in parameters if p.grad is not None)
+        return 0
+
+    groups = (tensor,) if stages is None else (tensor, stages)
+    _agree_in_turn(groups, lambda: f"clip_gradient_norm({max_norm=})", check)
     own = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in wanted:
         own += torch.linalg.vector_norm(placement.counted(x, tensor.rank), dtype=torch.float64).square()
@@ -171,6 +194,45 @@ def clip_gradient_norm(
         for x, _ in wanted:
             x.mul_(max_norm / norm)
     return norm
+
+
+def _agree_in_turn(comms: Sequence[Communicator], call: Callable[[], str], check: Callable[[], int]) -> None:
+    """Agree on communicators that are axes of one grid.
+
+    What is wrong on one rank reaches its ranks along the first axis, and with each of them all ranks along the next.
+    """
+    found: Exception | None = None
+
+    def text() -> str:
+        return f"{call()} on {comm.name}"
+
+    def told() -> int:
+        if found is not None:
+            raise found
+        return check() if comm is comms[0] else 0
+
+    for comm in comms:
+        try:
+            comm.agree_on(text, told)
+        except ERRORS as error:
+            found = error
+    if found is not None:
+        raise found
+
+
+def _fitting(parameter: nn.Parameter, tensor: Communicator) -> Placement:
+    """The placement of a parameter, which must be that of what this rank holds."""
+    placement = placement_of(parameter)
+    if len(placement.held) != tensor.size or placement.local_shape(tensor.rank) != parameter.shape:
+        raise ShapeError(
+            f"a parameter of shape {tuple(parameter.shape)} carries a placement for {len(placement.held)} ranks, of which rank "
+            f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut over {tensor.name}."
+        )
+    return placement
+
+
+def _shown(parameter: nn.Parameter, placement: Placement) -> str:
+    return f"{placement.shape} {parameter.dtype}" + " partial" * placement.partial
 
 
 def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:

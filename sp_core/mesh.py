@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sp_core import agreement
+from sp_core import agreement, axes
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cores, cpu_model, node_name, node_number
+from sp_core.reordered import Reordered
 from sp_core.schedules import defaults
 from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel
 from sp_core.tuning import FileError, Tuning, find
@@ -101,8 +102,8 @@ class Mesh:
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
         """The communicator along one axis, or along the product of several with the last one fastest; of none, this rank alone.
 
-        Products in the order of the mesh are there from the beginning. The first use of another one makes it, so every rank of
-        the mesh has to ask for it then.
+        Nothing is sent. Products in the order of the mesh are there from the beginning. One in another order is made in its first
+        use, which is a call of all its ranks like any other.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.
@@ -115,8 +116,7 @@ class Mesh:
         if unknown or len(set(names)) != len(names):
             raise ShapeError(f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once.")
         if names not in self._made:
-            agreement.agree(self._comm, f"mesh[{names}] for the first time")
-            self._add(names)
+            self._made[names] = self._reordered(names) if names else self._make(names, self._alone())
         return self._made[names]
 
     def coordinate(self, axis: str) -> int:
@@ -128,8 +128,8 @@ class Mesh:
         if self._freed:
             return
         try:
-            for communicator in self._made.values():
-                communicator.free()
+            for names in sorted(self._made, key=lambda names: (names == axes.in_order(self.axes, names), names)):
+                self._made[names].free()
         except RankError:
             self._abandon()
             raise
@@ -155,7 +155,8 @@ class Mesh:
         """Make a communicator. A transport that is refused to some ranks of the mesh is refused to all: others would go on."""
         made = error = None
         try:
-            made = self._make(names)
+            color, key = axes.place(self.axes, self.rank, names)
+            made = self._make(names, cast("Intracomm", self._comm.Split(color, key)))
             self._made[names] = made
         except DeviceError as found:
             error = found
@@ -168,28 +169,37 @@ class Mesh:
                 self._made.pop(names).free()
             raise
 
-    def _make(self, names: tuple[str, ...]) -> Communicator:
-        places = [self._coordinates(rank) for rank in range(self.size)]
-        colors = [_index({axis: place[axis] for axis in self.axes if axis not in names}, self.axes) for place in places]
-        keys = [_index({axis: place[axis] for axis in names}, self.axes) for place in places]
-        color, key = colors[self.rank], keys[self.rank]
-        members = sorted((rank for rank in range(self.size) if colors[rank] == color), key=keys.__getitem__)
+    def _make(self, names: tuple[str, ...], comm: Intracomm) -> Communicator:
         return Communicator(
-            cast("Intracomm", self._comm.Split(color, key)),
+            comm,
             device=self.device,
             transport=self._transport,
             check=self._check,
-            name="mesh[" + ", ".join(map(repr, names)) + "]",
+            name=axes.title(names),
             algorithm=self._algorithm,
-            nodes=_numbered([self._nodes[rank] for rank in members]),
+            nodes=self._nodes_of(self._members(names)),
             tuning=self.tuning,
         )
 
-    def _coordinates(self, rank: int) -> dict[str, int]:
-        rest, coordinates = rank, {}
-        for axis, length in reversed(self.axes.items()):
-            rest, coordinates[axis] = divmod(rest, length)
-        return coordinates
+    def _reordered(self, names: tuple[str, ...]) -> Communicator:
+        usual = axes.in_order(self.axes, names)
+        ranks, mine = self._members(usual), self._members(names)
+        return Reordered(self._made[usual], [ranks.index(rank) for rank in mine], axes.title(names), self._nodes_of(mine))
+
+    def _alone(self) -> Intracomm:
+        """A communicator of this rank; a checked one makes its own."""
+        own = getattr(self._comm, "alone", None)
+        if own is not None:
+            return cast("Intracomm", own())
+        from mpi4py import MPI
+
+        return MPI.COMM_SELF.Dup()
+
+    def _members(self, names: tuple[str, ...]) -> list[int]:
+        return axes.members(self.axes, self.size, self.rank, names)
+
+    def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return axes.numbered([self._nodes[rank] for rank in ranks])
 
     def _problem(self) -> Exception | None:
         """What is wrong with the arguments on this rank."""
@@ -270,17 +280,3 @@ def _constants(tuning: Tuning | str | Path | None) -> tuple[Tuning | None, Excep
         return find(fingerprint, tuning), None
     except FileError as error:
         return None, error
-
-
-def _numbered(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Nodes numbered from 0 in the order of their lowest ranks."""
-    order = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    return tuple(order[node] for node in nodes)
-
-
-def _index(place: dict[str, int], lengths: dict[str, int]) -> int:
-    """Row-major place in the grid of the given axes, in their order."""
-    index = 0
-    for axis, coordinate in place.items():
-        index = index * lengths[axis] + coordinate
-    return index

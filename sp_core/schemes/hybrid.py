@@ -8,11 +8,13 @@ groups. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, U a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
+from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
@@ -58,12 +60,10 @@ def hybrid_attention(
 
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719, section 4.
     """
-    if len(set(axes)) != 2 or ulysses not in axes or not set(axes) <= set(mesh.axes):
-        raise _axes_error(mesh, axes, ulysses)
     problem = agree(
         f"hybrid_attention[{axes}, {ulysses}]",
         *(q, k, v),
-        comm=mesh[axes],
+        comm=_product(mesh, axes, ulysses),
         sharding=sharding,
         kv_sharding=kv_sharding,
         mask=mask,
@@ -91,9 +91,19 @@ def hybrid_attention(
     return (out, lse) if return_lse else out
 
 
-def _axes_error(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> ShapeError:
-    return ShapeError(
-        f"axes={axes} and ulysses={ulysses!r} were given for a mesh with {mesh.axes}. "
+def _product(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> Communicator:
+    """The communicator of both axes; all ranks of the mesh are told of wrong ones, because they may be wrong on this one only."""
+    known = isinstance(axes, Sequence) and len(axes) == 2 and axes[0] != axes[1] and all(axis in mesh.axes for axis in axes)
+    if known and ulysses in axes:
+        return mesh[axes]
+    everyone = mesh[tuple(mesh.axes)]
+    everyone.agree_on(lambda: "", partial(_refuse, mesh, axes, ulysses))
+    raise AssertionError("unreachable: the check of this rank has failed")
+
+
+def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> int:
+    raise ShapeError(
+        f"axes={axes!r} and ulysses={ulysses!r} were given for a mesh with {mesh.axes}. "
         "Name two axes of the mesh, and one of them as ulysses."
     )
 

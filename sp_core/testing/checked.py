@@ -151,6 +151,12 @@ class CheckedComm(LockstepComm):
         made = self._raw.Split(color if color >= 0 else MPI.UNDEFINED, key)
         return CheckedComm(cast("Intracomm", made), self.family, f"{name}[{color}]") if made != MPI.COMM_NULL else made
 
+    def alone(self) -> CheckedComm:
+        """A communicator of this rank alone, which needs no other rank."""
+        from mpi4py import MPI
+
+        return CheckedComm(MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]")
+
     def make_counter(self) -> SharedCounter:
         """A counter that these ranks share."""
         from sp_core.transport.counter import MpiCounter  # with it comes torch, which other projects may do without

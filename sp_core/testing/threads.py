@@ -261,6 +261,11 @@ class ThreadComm(LockstepComm):
         name = f"{name}[{color}]"
         return ThreadComm(self._world, name, mine, len(ranks), world_rank=self._world_rank, family=self.family)
 
+    def alone(self) -> ThreadComm:
+        """A communicator of this rank alone, which needs no other rank."""
+        name = f"{self._name}.alone[{self._world_rank}]"
+        return ThreadComm(self._world, name, 0, 1, world_rank=self._world_rank, family=self.family)
+
     def make_counter(self) -> SharedCounter:
         """A counter that these ranks share."""
         self._enter(call("make_counter", self.rank, self.size))

@@ -1,0 +1,54 @@
+"""The ranks of a communicator in another order, without a message before they are used in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from sp_core.communicator import Communicator
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+MADE_LATER = ("_comm", "_owned", "transport", "window", "no_window")
+
+
+class Reordered(Communicator):
+    """The ranks of another communicator, numbered in another order.
+
+    It is made when it is first used, which all its ranks do in the same call. Its agreements go through the other
+    communicator, so that ranks which use different orders are told so. Their errors number the ranks as that one does.
+
+    Args:
+        other: the communicator, which must be freed after this one.
+        order: for each rank its number in `other`.
+        name, nodes: as in `Communicator`.
+    """
+
+    def __init__(self, other: Communicator, order: Sequence[int], name: str, nodes: Sequence[int]) -> None:
+        self._describe(order.index(other.rank), other.size, name, nodes, other.options)
+        self._control, self._other, self._order = other._control, other, tuple(order)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in MADE_LATER:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._other._agree(f"first use of {self.name}", 0, None)
+        comm = cast("Intracomm", self._other._comm.Split(0, self.rank))
+        self._open(comm, (comm,))
+        return vars(self)[name]
+
+    def ensure_open(self) -> None:
+        """As in the base class; the first call makes it, before the check of the call can fail on some ranks."""
+        super().ensure_open()
+        if not self.is_made:
+            self.__getattr__("transport")
+
+    def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
+        told = super()._agree(call, value, error)
+        return tuple(told[place] for place in self._order)
+
+    def free(self) -> None:
+        """As in the base class; nothing is sent if it was never used."""
+        if self.is_made:
+            super().free()
+        self._freed = True
