@@ -46,6 +46,8 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Call]] = {
     "an unknown axis": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", "tp"))),
     "an axis twice": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", "ring"))),
     "no axes": (sp.ShapeError, "axes=None", hybrid(axes=None)),
+    "an axis that is no name": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", ["ulysses"]))),
+    "three axes": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", "ulysses", 1))),
     "axes in another order": (sp.CollectiveMismatch, "mesh['ulysses', 'ring']", hybrid(axes=("ulysses", "ring"))),
     "another axis of the exchange": (sp.CollectiveMismatch, "'ulysses'), ring]", hybrid(ulysses="ring")),
     "an unknown axis of the exchange": (sp.ShapeError, "ulysses='tp'", hybrid(ulysses="tp")),

@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
+from sp_core.arguments import check_type
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
@@ -92,9 +93,10 @@ def hybrid_attention(
 
 
 def _product(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> Communicator:
-    """The communicator of both axes; all ranks of the mesh are told of wrong ones, because they may be wrong on this one only."""
-    known = isinstance(axes, Sequence) and len(axes) == 2 and axes[0] != axes[1] and all(axis in mesh.axes for axis in axes)
-    if known and ulysses in axes:
+    """Return the communicator of both axes. Wrong axes are an error on all ranks of the mesh."""
+    check_type("mesh", mesh, Mesh, "Pass the mesh itself, which has both axes.")
+    names = list(axes) if isinstance(axes, Sequence) else []
+    if len(names) == 2 and names[0] != names[1] and all(axis in list(mesh.axes) for axis in names) and ulysses in names:
         return mesh[axes]
     everyone = mesh[tuple(mesh.axes)]
     everyone.agree_on(lambda: "", partial(_refuse, mesh, axes, ulysses))
