@@ -1,4 +1,4 @@
-"""`nox -s conformance`: other libraries' attention under the laws of our schemes.
+"""`nox -s conformance`: other libraries' attention and parallel layers under the laws of our own.
 
 Exits with 1 where our own schemes do not pass, a library is missing, a cell was not tried, or a wrong result is not shown by its
 script.
@@ -12,22 +12,21 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.machine import environment
-from conformance.capabilities import CAPABILITIES
 from conformance.launching import CONDEMNED, ROOT, Found, installed, put_on_trial
-from conformance.libraries import LIBRARIES, NOT_OFFERED, Library, named
+from conformance.libraries import LIBRARIES, NOT_OFFERED, OURS, Library, named
 from conformance.picture import draw
-from conformance.report import document, joined, known_cells, read, table, write
+from conformance.report import document, joined, known_cells, read, tables, write
 from conformance.script import last_words, script, shows
 
 EXAMPLES = 20
 RANKS = (2, 3, 4)
-OURS = LIBRARIES[0].name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         faults.append("interrupted: what is missing was not tried")
     verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
     faults += _show_alone(libraries, verdicts, versions, options.out) + _faults(verdicts)
-    setting = {"examples": options.examples, "seconds": round(time.monotonic() - began)}
-    report = document(libraries, versions, verdicts, {**environment(), "mpi": _mpi()}, setting)
+    run = {"date": str(date.today()), "seconds": round(time.monotonic() - began), "mpi": _mpi(), **environment()}
+    report = document(libraries, versions, verdicts, run, options.examples)
     report = joined(old, report, [one.name for one in LIBRARIES]) if old else report
     write(options.out, report)
     draw(report, options.out / "REPORT.png")
-    Console(width=max(200, Console().width)).print(table(report))
-    print("\n".join([*faults, f"{setting['seconds']:.0f} s; {options.out}/REPORT.md"]), flush=True)
+    Console(width=max(200, Console().width)).print(*tables(report), sep="\n")
+    print("\n".join([*faults, f"{run['seconds']} s; {options.out}/REPORT.md"]), flush=True)
     return int(bool(faults))
 
 
@@ -89,7 +88,7 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
     """Every verdict of a library, with those that its documentation gives."""
     said = library.excluded()
     column: dict[str, Any] = {}
-    for capability in CAPABILITIES:
+    for capability in library.subject.CAPABILITIES:
         if capability in said:
             column[capability] = asdict(said[capability])
         elif not version:
@@ -106,7 +105,7 @@ def _show_alone(libraries: Sequence[Library], verdicts: dict[str, Any], versions
     faults = []
     for library in libraries:
         for capability, verdict in verdicts[library.name].items():
-            if verdict["verdict"] not in CONDEMNED or {"problem", "alone"} & set(verdict) != {"problem"} or library.name == OURS:
+            if verdict["verdict"] not in CONDEMNED or {"problem", "alone"} & set(verdict) != {"problem"} or library.name in OURS:
                 continue
             path = out / f"{library.name} {capability}.py".replace(" ", "_")
             path.write_text(script(library, verdict, versions[library.name]))
@@ -121,8 +120,8 @@ def _faults(verdicts: dict[str, Any]) -> list[str]:
     missing = (name for name, column in verdicts.items() if any(v["verdict"] == "not installed" for v in column.values()))
     faults = [f"{name} is not installed" for name in missing]
     faults += [f"{name}, {cell}: not tried" for name, column in verdicts.items() for cell in column if _untried(column[cell])]
-    ours = verdicts.get(OURS, {}).items()
-    return faults + [f"{OURS}, {name}: {v['verdict']}" for name, v in ours if v["verdict"] not in ("pass", NOT_OFFERED)]
+    ours = ((name, cell, v["verdict"]) for name in OURS for cell, v in verdicts.get(name, {}).items())
+    return faults + [f"{name}, {cell}: {verdict}" for name, cell, verdict in ours if verdict not in ("pass", NOT_OFFERED)]
 
 
 def _untried(verdict: dict[str, Any]) -> bool:

@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from conformance.capabilities import CAPABILITIES
 from conformance.libraries import Library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,9 +38,10 @@ ALONE = re.compile(r"^rank \d+ waits for nobody.*", re.MULTILINE)
 
 
 def installed(library: Library) -> str:
-    """The version of a library; nothing where it is not there."""
+    """The version of a library, and of what it comes with; nothing where one of them is not there."""
+    first, *others = library.package.split()
     try:
-        return version(library.package)
+        return ", ".join([version(first), *(f"{name} {version(name)}" for name in others)])
     except PackageNotFoundError:
         return ""
 
@@ -65,7 +65,7 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: i
 
 def _in_order(names: Sequence[str]) -> list[str]:
     """Backward first: whether gradients are asked for elsewhere depends on the plain ones."""
-    return sorted(names, key=lambda name: (name != "backward", list(CAPABILITIES).index(name)))
+    return sorted(names, key=lambda name: name != "backward")
 
 
 def merged(before: Found, now: Found) -> Found:

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import flash_standin
+from conformance import flash_standin, pair
 from conformance.libraries import Library
 
-DRIVER = Path(__file__).with_name("driver.txt")
+DRIVER, ATTENTION = (Path(__file__).with_name(f"{name}.txt") for name in ("driver", "driver_attention"))
 SECONDS = 120.0
 IMPORTS = "\n".join(
     (
@@ -44,10 +44,10 @@ def script(library: Library, verdict: dict[str, Any], version: str) -> str:
         parts += ["\n# ---- a stand-in for flash-attn's kernels, exact, for the CPU", _source(flash_standin), "install()"]
     parts += [f"\n# ---- the call: {library.name}", _source(library.module())]
     problem = pprint.pformat(verdict["problem"], width=120, sort_dicts=False)
-    parts += [
-        f"\n# ---- the smallest problem that was found\nVARIANT = {library.variant!r}\nLEAST = {least!r}\nPROBLEM = {problem}\n\n"
-    ]
-    return "\n".join([*parts, DRIVER.read_text()])
+    constants = f"CALL = {library.subject.CALL}\nVARIANT = {library.variant!r}\nLEAST = {least!r}\nPROBLEM = {problem}\n\n"
+    parts += [f"\n# ---- the smallest problem that was found\n{constants}"]
+    parts += [_source(pair) if library.about == "layers" else ATTENTION.read_text()]
+    return "\n".join([*parts, "", DRIVER.read_text()])
 
 
 def _source(module: Any) -> str:
