@@ -16,7 +16,8 @@ import torch
 
 from conformance.gloo import Gloo
 from conformance.libraries import named
-from conformance.trial import Trial, judged
+from conformance.planted import FAULTS
+from conformance.trial import CELL_SECONDS, Trial, judged
 
 SETTING: dict[str, Any] = json.loads(Path(os.environ["SP_CONFORMANCE"]).read_text())
 FOLDER = Path(SETTING["folder"])
@@ -29,7 +30,8 @@ def gloo() -> Gloo:
     from mpi4py import MPI
 
     torch.set_num_threads(1)
-    return Gloo(FOLDER, MPI.COMM_WORLD, max(named(name).patience for name, _ in SETTING["cells"]))
+    longest = max(named(name).patience for name, _ in SETTING["cells"])
+    return Gloo(FOLDER, MPI.COMM_WORLD, longest * SETTING["patience"])
 
 
 def note(comm: Any, line: dict[str, Any]) -> None:
@@ -57,9 +59,11 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
     cell = {"library": name, "capability": capability, "ranks": world.size, "gradients": gradients}
     note(world, {"begins": True, **cell})
     adapter = library.module()
+    for number in SETTING["planted"]:
+        FAULTS[number].plant()
     gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
     strategy = subject.problems(capability, world.size, library.needs, gradients, library.full)
-    trial = Trial(subject, adapter, library.variant, gloo.renew, announce)
+    trial = Trial(subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"])
     found = judged(trial, strategy, world.size, SETTING["examples"])
     if capability == "backward" and found["verdict"] == "pass":
         RIGHT_GRADIENTS.add(name)

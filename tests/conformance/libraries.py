@@ -220,8 +220,8 @@ MEGATRON = {
 }
 
 
-def _alst(variant: str, says: Mapping[str, Says], needs: Needs = Needs(), **rest: Any) -> Library:  # noqa: B008
-    return Library(f"ALST Ulysses {variant}", "alst_ulysses", "deepspeed transformers", variant, needs, says, **rest)
+def _alst(variant: str, says: Mapping[str, Says], **rest: Any) -> Library:
+    return Library(f"ALST Ulysses {variant}", "alst_ulysses", "deepspeed transformers", variant, says=says, **rest)
 
 
 def _flash(variant: str, needs: Needs, says: Mapping[str, Says]) -> Library:
@@ -251,7 +251,13 @@ LIBRARIES = (
         known={"uneven length": "github.com/deepspeedai/DeepSpeed/issues/7384"},
     ),
     _alst("sdpa", ALST_SDPA),
-    _alst("flash_attention_2", {**ALST, "float64": FLASH_DTYPES}, Needs(dtype="bfloat16"), flash=True),
+    _alst(
+        "flash_attention_2",
+        {**ALST, "float64": FLASH_DTYPES},
+        needs=Needs(dtype="bfloat16", one_sequence=True),  # transformers knows packed documents in a batch of one only
+        known={"documents": "github.com/huggingface/transformers/pull/40002"},
+        flash=True,
+    ),
     _alst("flex_attention", ALST_FLEX, patience=60.0),  # each rank compiles for itself
     *(
         Library(

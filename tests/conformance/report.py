@@ -32,7 +32,12 @@ Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def document(
-    libraries: Sequence[Library], versions: Mapping[str, str], verdicts: Verdicts, run: Mapping[str, Any], examples: int
+    libraries: Sequence[Library],
+    versions: Mapping[str, str],
+    verdicts: Verdicts,
+    planted: Sequence[Mapping[str, Any]],
+    run: Mapping[str, Any],
+    examples: int,
 ) -> dict[str, Any]:
     """Everything as plain data; each column says which run it is of."""
     columns = [
@@ -43,6 +48,7 @@ def document(
         "schema_version": SCHEMA,
         "libraries": [{**column, "run": dict(run)} for column in columns],
         "verdicts": dict(verdicts),
+        "planted": list(planted),
     }
 
 
@@ -64,7 +70,13 @@ def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str])
     columns = {column["name"]: column for part in (old, new) for column in part["libraries"]}
     here = [name for name in order if name in columns]
     verdicts = {**old["verdicts"], **new["verdicts"]}
-    return {**new, "libraries": [columns[name] for name in here], "verdicts": {name: verdicts[name] for name in here}}
+    planted = [one for one in old["planted"] if one["library"] not in new["verdicts"]] + new["planted"]
+    return {
+        **new,
+        "libraries": [columns[name] for name in here],
+        "verdicts": {name: verdicts[name] for name in here},
+        "planted": sorted(planted, key=lambda one: order.index(one["library"])),
+    }
 
 
 def short(verdict: Mapping[str, Any]) -> str:
@@ -124,7 +136,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         "gradients are not right or not there `forward`.",
         "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`:",
         "which result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
-        f"`slow`: no rank waits, but after {EXAMPLE_SECONDS} s on this machine all still compute one small problem.",
+        f"`slow`: no rank waits, but after {EXAMPLE_SECONDS} s times the run's patience all still compute one small problem.",
         "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
         "One that calls flash-attn gets an exact stand-in (`flash_standin.py`), so what is judged is the library alone.",
         "Two libraries refuse on a CPU before they compute. Each has a second column, `CPU stand-in`, without that one check;",
@@ -132,9 +144,12 @@ def markdown(document: Mapping[str, Any]) -> str:
         "",
         "![The same as a picture](REPORT.png)",
         "",
-        "| run | date | seconds | machine |",
-        "| --- | --- | --- | --- |",
-        *(f"| {number} | {run['date']} | {run['seconds']} | {_machine(run)} |" for number, run in enumerate(runs, 1)),
+        "| run | date | seconds | patience | machine |",
+        "| --- | --- | --- | --- | --- |",
+        *(
+            f"| {number} | {run['date']} | {run['seconds']} | {run['patience']:g} | {_machine(run)} |"
+            for number, run in enumerate(runs, 1)
+        ),
     ]
     for about, subject in SUBJECTS.items():
         columns = _columns(document, about)
@@ -152,6 +167,11 @@ def markdown(document: Mapping[str, Any]) -> str:
         ("Refused", ("refused", "not offered")),
     ):
         lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
+    lines += ["", "## Planted faults", "", "A function of the library was replaced by a wrong one; the column must see it.", ""]
+    lines += ["| library | capability | fault | verdict |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |" for one in document["planted"]
+    ]
     return "\n".join(lines) + "\n"
 
 
