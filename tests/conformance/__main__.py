@@ -79,7 +79,8 @@ def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, A
         if fault.library in libraries:
             said = {name: getattr(fault, name) for name in ("library", "capability", "what")}
             verdict = try_planted(number, size, limits)
-            found.append({**said, "ranks": size, **{name: verdict.get(name) for name in ("verdict", "examples", "result", "relative")}})
+            kept = {name: verdict.get(name) for name in ("verdict", "examples", "result", "relative")}
+            found.append({**said, "ranks": size, **kept})
     return found
 
 
@@ -118,9 +119,7 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
     return column
 
 
-def _show_alone(
-    libraries: Sequence[Library], verdicts: dict[str, Any], versions: dict[str, str], limits: Limits
-) -> list[str]:
+def _show_alone(libraries: Sequence[Library], verdicts: dict[str, Any], versions: dict[str, str], limits: Limits) -> list[str]:
     """Write and run the script of everything that is wrong, hangs or crashes; what it does not show is a fault of ours."""
     faults = []
     for library in libraries:

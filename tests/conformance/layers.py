@@ -1,7 +1,8 @@
-"""What a library's tensor-parallel layers with sequence parallelism may be able to do, and the problems that find out.
+"""What tensor-parallel layers with sequence parallelism may be able to do, and the problems for it.
 
-A problem is one pair of layers: a column-parallel one, which gathers the tokens, and a row-parallel one, which sums over the
-ranks and gives each its tokens. Sizes that a capability is not about suit every library.
+A problem is one pair of layers. The column-parallel one gathers the tokens; the row-parallel one
+sums over the ranks and gives each its tokens. Sizes that a capability is not about suit every
+library.
 """
 
 from __future__ import annotations
@@ -85,18 +86,29 @@ class Case:
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return every result of this rank as it should be, and by how much it may be off.
 
-        Each pass through the pair forward or backward has one sum over the ranks, of which each rank rounds a part.
+        Each pass through the pair, forward or backward, has one sum over the ranks. Every rank
+        rounds its part of that sum.
         """
         p = self._problem
         growth = 2 * p["times"] * (p["hidden"] + p["inner"]) + p["batch"] * p["seq_len"]
         options = (getattr(torch, p["dtype"]), growth, 2 * p["times"] * len(p["shards"]))
         value, scale = (pair.alone(p, of) for of in (torch.clone, torch.abs))
-        mine = {name: [pair.part(p, name, x[name], self._rank) for x in (value, scale)] for name in value}
-        return {name: (expected, bound(terms, *options)) for name, (expected, terms) in mine.items()}
+        found = {}
+        for name in value:
+            expected, terms = (pair.part(p, name, x[name], self._rank) for x in (value, scale))
+            found[name] = (expected, bound(terms, *options))
+        return found
 
 
 @st.composite
-def problems(draw: st.DrawFn, capability: str, size: int, needs: Any, gradients: bool, full: bool = True) -> Layers:
+def problems(
+    draw: st.DrawFn,
+    capability: str,
+    size: int,
+    needs: Any,
+    gradients: bool,
+    full: bool = True,
+) -> Layers:
     """Problems of one capability on `size` ranks.
 
     Args:
@@ -107,17 +119,17 @@ def problems(draw: st.DrawFn, capability: str, size: int, needs: Any, gradients:
         gradients: whether they are asked for.
         full: not used, because there is no mask.
     """
-    odd = capability == "odd sizes"
-    tokens, hidden, inner = (2 * draw(st.integers(0, most)) + (1 if odd else 2) for most in (3, 3, 3))
-    seq_len = tokens * size + draw(st.integers(1, size - 1)) * (capability == "uneven length")
-    frozen = st.sampled_from(["up.weight", "down.weight"]) if capability == "frozen" else st.just("")
+    least, beyond = 1 if capability == "odd sizes" else 2, st.integers(1, size - 1)
+    tokens, hidden, inner = (2 * draw(st.integers(0, 3)) + least for _ in range(3))
+    seq_len = tokens * size + draw(beyond) * (capability == "uneven length")
+    weights = ["up.weight", "down.weight"] if capability == "frozen" else [""]
     return Layers(
         batch=draw(st.integers(1, 3)),
         seq_len=seq_len,
         hidden=hidden,
-        inner=inner * size + draw(st.integers(1, size - 1)) * (capability == "uneven features"),
+        inner=inner * size + draw(beyond) * (capability == "uneven features"),
         bias=capability == "bias",
-        frozen=draw(frozen),
+        frozen=draw(st.sampled_from(weights)),
         times=1 + (capability == "twice"),
         dtype=capability if capability in ("float64", "bfloat16") else needs.dtype,
         gradients=gradients,
@@ -138,6 +150,7 @@ def posed(data: dict[str, Any]) -> Layers:
 
 def smallest(problem: Layers) -> str:
     """A problem in one line, for a table."""
-    sizes = f"P {len(problem.shards)}, B {problem.batch}, S {problem.seq_len}, E {problem.hidden}, F {problem.inner}"
-    rest = ["bias"] * problem.bias + [f"{problem.frozen} frozen"] * bool(problem.frozen) + ["twice"] * (problem.times > 1)
-    return ", ".join([sizes, problem.dtype, *rest])
+    parts = [f"P {len(problem.shards)}", f"B {problem.batch}", f"S {problem.seq_len}"]
+    parts += [f"E {problem.hidden}", f"F {problem.inner}", problem.dtype]
+    parts += ["bias"] * problem.bias + [f"{problem.frozen} frozen"] * bool(problem.frozen)
+    return ", ".join([*parts, *["twice"] * (problem.times > 1)])

@@ -199,9 +199,7 @@ ALST_FLEX = {
         "models with sliding window would need the mask_mod extracted from the original BlockMask",
         "deepspeed/runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.forward",
     ),
-    "documents": Says(
-        REFUSED, "currently hardcodes a causal mask_mod", "deepspeed/runtime/sequence_parallel/ulysses_sp.py"
-    ),
+    "documents": Says(REFUSED, "currently hardcodes a causal mask_mod", "deepspeed/runtime/sequence_parallel/ulysses_sp.py"),
 }
 ACCELERATE = {
     **TORCH,
@@ -280,9 +278,7 @@ LIBRARIES = (
     _flash("llama3", Needs(dtype="bfloat16", one_sequence=True), {name: VARLEN[name] for name in ("window", "float64")}),
     Library("sp_core layers", "our_layers", "sp-core", about="layers"),
     *(
-        Library(
-            *(f"megatron-core {variant}".strip(), "megatron_tp_sp", "megatron-core", variant), says=MEGATRON, about="layers"
-        )
+        Library(*(f"megatron-core {variant}".strip(), "megatron_tp_sp", "megatron-core", variant), says=MEGATRON, about="layers")
         for variant in ("", "CPU stand-in")
     ),
 )

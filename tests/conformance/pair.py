@@ -17,13 +17,14 @@ from torch import Tensor
 
 def tensors(p: dict[str, Any]) -> dict[str, Tensor]:
     """Draw the input and the upstream gradient (B, S, E), and the parameters of both layers."""
-    tokens, hidden, inner = (p["batch"], p["seq_len"], p["hidden"]), p["hidden"], p["inner"]
-    shapes = {"x": tokens, "grad": tokens, "up.weight": (inner, hidden), "down.weight": (hidden, inner)}
+    hidden, inner = p["hidden"], p["inner"]
+    shapes = dict.fromkeys(("x", "grad"), (p["batch"], p["seq_len"], hidden))
+    shapes |= {"up.weight": (inner, hidden), "down.weight": (hidden, inner)}
     if p["bias"]:
         shapes |= {"up.bias": (inner,), "down.bias": (hidden,)}
-    random = torch.Generator().manual_seed(p["seed"])
-    drawn = {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
-    return {name: x.to(getattr(torch, p["dtype"])) for name, x in drawn.items()}
+    random, dtype = torch.Generator().manual_seed(p["seed"]), getattr(torch, p["dtype"])
+    options = {"generator": random, "dtype": torch.float64}
+    return {name: torch.randn(shape, **options).to(dtype) for name, shape in shapes.items()}
 
 
 def trained(p: dict[str, Any], name: str) -> bool:
@@ -57,27 +58,35 @@ def part(p: dict[str, Any], name: str, whole: Tensor, rank: int) -> Tensor:
     return whole[:, mine] if name == "d down.weight" else whole
 
 
-def results(p: dict[str, Any], rank: int, make: Callable[..., Any], variant: str, comm: Any = None) -> dict[str, Tensor]:
+def results(
+    p: dict[str, Any],
+    rank: int,
+    make: Callable[..., Any],
+    variant: str,
+    comm: Any = None,
+) -> dict[str, Tensor]:
     """Run a library's layers; return what this rank has. A gradient that is missing is empty.
 
     Args:
         p: the problem.
         rank: this one.
-        make: gets the whole parameters; returns a module with `up` and `down`, and `finish` for after backward.
+        make: gets the whole parameters; returns a module with layers `up` and `down`.
         variant, comm: for it.
     """
     whole = tensors(p)
     x, grad = (part(p, "out", whole.pop(name), rank).clone() for name in ("x", "grad"))
     pair = make(whole, variant=variant, comm=comm, shards=p["shards"])
-    parameters = {name: y.requires_grad_() for name, y in pair.named_parameters() if trained(p, name)}
-    for name, y in pair.named_parameters():
-        y.requires_grad_(name in parameters)
-    out = x.requires_grad_()
+    leaves = {"x": x.requires_grad_()}
+    for name, parameter in pair.named_parameters():
+        parameter.requires_grad_(trained(p, name))
+        leaves |= {name: parameter} if trained(p, name) else {}
+    out = x
     for _ in range(p["times"]):
         out = pair(out)
     if not p["gradients"]:
         return {"out": out.detach()}
     out.backward(grad)
     pair.finish()
-    found = {name: y.grad for name, y in {"x": x, **parameters}.items()}
-    return {"out": out.detach(), **{f"d {name}": torch.empty(0) if y is None else y for name, y in found.items()}}
+    missing = torch.empty(0)
+    grads = {f"d {name}": missing if x.grad is None else x.grad for name, x in leaves.items()}
+    return {"out": out.detach(), **grads}

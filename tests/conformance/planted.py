@@ -1,6 +1,7 @@
-"""Faults planted in the libraries themselves: a column must notice that its library has been broken.
+"""Faults planted in the libraries themselves: the column must notice that its library is broken.
 
-Each replaces one function of an installed library on every rank, for one capability that the library passes otherwise.
+Each replaces one function of an installed library on every rank, for one capability that the
+library passes otherwise.
 """
 
 from __future__ import annotations
@@ -89,9 +90,13 @@ def _nothing(real: Function) -> Function:
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 MEGATRON, MEGATRON_LAYERS = "megatron-core CPU stand-in", "megatron.core.tensor_parallel.layers"
+MEGATRON_SUMS = "megatron.core.distributed.finalize_model_grads"
 FAULTS = (
     Fault("torch ring", "causal", "the mask is lost", RING, "_templated_ring_attention", _no_mask),
-    Fault("ALST Ulysses sdpa", "causal", "nothing is exchanged", ALST, "_dim_zero_all_to_all", _no_exchange),
+    Fault(
+        *("ALST Ulysses sdpa", "causal", "nothing is exchanged", ALST),
+        *("_dim_zero_all_to_all", _no_exchange),
+    ),
     Fault(
         *("ALST Ulysses flash_attention_2", "backward", "k gets half its gradient", ALST),
         *("UlyssesSPAttentionHF._combine_local_sequences", _half_a_gradient),
@@ -105,12 +110,12 @@ FAULTS = (
         *("reduce_scatter_to_sequence_parallel_region", _own_part),
     ),
     Fault(
-        *(MEGATRON, "backward", "gradients of the input are not summed over ranks", MEGATRON_LAYERS),
+        *(MEGATRON, "backward", "input gradients are not summed over ranks", MEGATRON_LAYERS),
         *("dist_reduce_scatter_func", _own_part_into),
     ),
     Fault(
-        *(MEGATRON, "bias", "the gradient of the second bias is not summed over ranks"),
-        *("megatron.core.distributed.finalize_model_grads", "_allreduce_non_tensor_model_parallel_grads", _nothing),
+        *(MEGATRON, "bias", "bias gradients are not summed over ranks", MEGATRON_SUMS),
+        *("_allreduce_non_tensor_model_parallel_grads", _nothing),
     ),
 )
 """Every fault. Columns that refuse everything on a CPU have none."""

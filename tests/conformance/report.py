@@ -169,9 +169,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
     lines += ["", "## Planted faults", "", "A function of the library was replaced by a wrong one; the column must see it.", ""]
     lines += ["| library | capability | fault | verdict |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |" for one in document["planted"]
-    ]
+    for one in document["planted"]:
+        lines.append(f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |")
     return "\n".join(lines) + "\n"
 
 

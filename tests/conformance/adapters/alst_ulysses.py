@@ -1,9 +1,12 @@
-"""Ulysses attention of ALST: DeepSpeed's UlyssesSPAttentionHF, which takes the place of an attention of transformers.
+"""Ulysses attention of ALST: DeepSpeed's UlyssesSPAttentionHF around an attention of transformers.
 
-Called as its tutorial says (DeepSpeed, docs/_tutorials/ulysses-alst-sequence-parallelism.md): `register_with_transformers`, after
-which a model calls `ALL_ATTENTION_FUNCTIONS[...]` as ever, with `position_ids` that begin again at each document. It replaces
-masks, so a window is the argument `sliding_window`, which transformers hands to flash-attn as the number of tokens to the left.
-A variant names the attention of transformers. Without a GPU transformers looks for no flash-attn, so the stand-in is put there.
+Called as its tutorial says (DeepSpeed, docs/_tutorials/ulysses-alst-sequence-parallelism.md): after
+`register_with_transformers` a model calls `ALL_ATTENTION_FUNCTIONS[...]` as ever, with
+`position_ids` that begin again at each document. The library discards masks, so a window is given
+as `sliding_window`. transformers 4.53 hands that to flash-attn as the number of tokens to the left.
+
+A variant names the attention of transformers. Without a GPU transformers looks for no flash-attn,
+so the stand-in is put in its place.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ def prepare(comm: Any, variant: str) -> None:
     wrapper = importlib.import_module("deepspeed.comm")
     # Else its all-reduce through shared memory, not used here, is compiled now.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    wrapper.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    options = {"auto_mpi_discovery": False, "verbose": False, "dist_init_required": False}
+    wrapper.init_distributed(dist_backend="gloo", **options)
     if variant == "flash_attention_2":
-        flash, kernels = (importlib.import_module(name) for name in ("transformers.modeling_flash_attention_utils", "flash_attn"))
-        flash.flash_attn_2_func, flash.flash_attn_2_varlen_func = kernels.flash_attn_func, kernels.flash_attn_varlen_func
-        flash._flash_supports_window_size = True
+        kernels = importlib.import_module("flash_attn")
+        caller = importlib.import_module("transformers.modeling_flash_attention_utils")
+        caller.flash_attn_2_func = kernels.flash_attn_func
+        caller.flash_attn_2_varlen_func = kernels.flash_attn_varlen_func
+        caller._flash_supports_window_size = True
 
 
 def attend(
@@ -56,7 +62,8 @@ def attend(
         attn_implementation=variant,
     )
     layer = torch.nn.Module()
-    layer.config, layer.is_causal, layer.num_key_value_groups = config, causal, q.shape[2] // k.shape[2]
+    layer.config, layer.is_causal = config, causal
+    layer.num_key_value_groups = q.shape[2] // k.shape[2]
     mine = shards[dist.get_rank()]
     starts = documents or (0,)
     positions = torch.tensor([token - starts[bisect_right(starts, token) - 1] for token in mine])
@@ -75,7 +82,8 @@ def attend(
 def _registered(config: Any, variant: str, batch: int) -> Any:
     """Register it anew, because it knows one batch size and one number of heads."""
     library = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
-    importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")._release_sequence_parallel_groups()
+    groups = importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    groups._release_sequence_parallel_groups()
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     with contextlib.suppress(KeyError):
         del functions[variant]  # the one of an earlier registration
@@ -89,8 +97,7 @@ def _registered(config: Any, variant: str, batch: int) -> Any:
 
 
 def _block_mask(tokens: int, causal: bool, batch: int) -> Any:
-    """The mask of flex_attention over this rank's tokens, as transformers makes it; the library makes that of all."""
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    return flex.create_block_mask(
-        lambda b, h, query, key: (query >= key) | (not causal), batch, None, tokens, tokens, device="cpu"
-    )
+    """A mask over this rank's tokens, as transformers makes it; the library makes that of all."""
+    create = importlib.import_module("torch.nn.attention.flex_attention").create_block_mask
+    seen = lambda b, h, query, key: (query >= key) | (not causal)  # noqa: E731
+    return create(seen, batch, None, tokens, tokens, device="cpu")

@@ -1,10 +1,12 @@
 """megatron-core's ColumnParallelLinear and RowParallelLinear with `sequence_parallel=True`.
 
-Called as its quick start says: `initialize_model_parallel`, then layers with a config. `gather_output=False` and
-`input_is_parallel=True`, as in its MLP. After backward its `finalize_model_grads` sums the gradients of parameters that the
-layers have marked `sequence_parallel`; of that only this step is called here.
+Called as its quick start says: `initialize_model_parallel`, then layers with a config. As in its
+MLP, `gather_output=False` and `input_is_parallel=True`. After backward its `finalize_model_grads`
+sums the gradients of parameters that the layers have marked `sequence_parallel`; this one step is
+called here.
 
-Its buffers live on `torch.cuda.current_device()`, so it refuses on a CPU. With variant "CPU stand-in" that function says "cpu".
+Its buffers live on `torch.cuda.current_device()`, so it refuses on a CPU. With variant
+"CPU stand-in" that function returns the CPU.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ class Pair(torch.nn.Module):
             params_dtype=whole["up.weight"].dtype,
         )
         (inner, hidden), bias = whole["up.weight"].shape, "up.bias" in whole
-        options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": bias, "skip_bias_add": False}
+        options = {"config": config, "init_method": torch.nn.init.zeros_}
+        options |= {"bias": bias, "skip_bias_add": False}
         self.up = library.ColumnParallelLinear(hidden, inner, gather_output=False, **options)
         self.down = library.RowParallelLinear(inner, hidden, input_is_parallel=True, **options)
         for name, parameter in self.named_parameters():
-            split = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
-            mine = whole[name] if split is None else whole[name].chunk(dist.get_world_size(), split)[dist.get_rank()]
-            parameter.data.copy_(mine)
+            dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
+            parts = [whole[name]] if dim is None else whole[name].chunk(dist.get_world_size(), dim)
+            parameter.data.copy_(parts[dist.get_rank() % len(parts)])
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S/P, E) to (B, S/P, E); the library has the sequence first."""

@@ -1,4 +1,7 @@
-"""The parallel layers of this project, called as any library is: if these do not pass, the harness is wrong."""
+"""The parallel layers of this project, called as any library is.
+
+If these do not pass, the harness is wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,5 +37,5 @@ class Pair(torch.nn.Module):
 def _linear(whole: dict[str, Tensor], name: str) -> torch.nn.Linear:
     weight, bias = whole[f"{name}.weight"], whole.get(f"{name}.bias")
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias is not None, dtype=weight.dtype)
-    linear.load_state_dict({key: x for key, x in (("weight", weight), ("bias", bias)) if x is not None})
+    linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
     return linear
