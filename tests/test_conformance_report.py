@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,42 @@ def test_ranks_that_all_compute_when_their_time_is_up_do_not_hang(
     assert {one["verdict"] for one in found.values()} == {verdict}
     assert sizes == [2]
     assert all("a.py" in one["states"] for one in found.values() if verdict == "slow")
+
+
+def test_patience_multiplies_every_limit_of_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: dict[str, Any] = {}
+
+    def popen(command: list[str], **options: Any) -> Any:
+        started.update(command=command, env=options["env"])
+        return SimpleNamespace(wait=lambda: 0, poll=lambda: 0)
+
+    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    assert launching._launch(2, tmp_path, 3.0) == ""
+    assert float(started["env"]["SP_WATCHDOG_S"]) == 3 * launching.EXAMPLE_SECONDS
+    limit = started["command"][started["command"].index("--timeout") + 1]
+    assert float(limit) == 3 * launching.LAUNCH_SECONDS
+
+
+def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
+    """Each column says which run it is of."""
+    order = ["sp_core", "torch ring", "sp_core layers"]
+    seen = {**line("causal", 2, "wrong"), "what": "the mask is lost", "result": "out", "relative": 0.5}
+
+    def found(name: str, date: str) -> dict[str, Any]:
+        run = {"date": date, "seconds": 1, "patience": 1.0, "cores": 2, "python": "3", "torch": "2", "mpi": "none"}
+        columns = {one: {**line("causal", 2), "ranks": [2]} for one in named(name).subject.CAPABILITIES}
+        planted = [{**seen, "library": name, "date": date}]
+        return report.document([named(name)], {name: "1"}, {name: columns}, planted, run, 5)
+
+    both = report.joined(found("sp_core", "day 1"), found("torch ring", "day 1"), order)
+    data = report.joined(both, found("torch ring", "day 2"), order)
+    dates = [("sp_core", "day 1"), ("torch ring", "day 2")]
+    assert [(column["name"], column["run"]["date"]) for column in data["libraries"]] == dates
+    assert [(one["library"], one["date"]) for one in data["planted"]] == dates
+    text = report.markdown(data)
+    assert "| 1 | day 1 | 1 | 1 | 2 cores" in text
+    assert "| run | 1 | 2 |" in text
+    assert "## Layers" not in text
 
 
 @pytest.mark.parametrize("library", [one for one in LIBRARIES if one.name not in OURS], ids=lambda library: library.name)

@@ -80,7 +80,7 @@ def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, A
             said = {name: getattr(fault, name) for name in ("library", "capability", "what")}
             verdict = try_planted(number, size, limits)
             kept = {name: verdict.get(name) for name in ("verdict", "examples", "result", "relative")}
-            found.append({**said, "ranks": size, **kept})
+            found.append({**said, "ranks": [size], **kept})
     return found
 
 
