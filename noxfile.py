@@ -138,8 +138,7 @@ def peers(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Other libraries under the laws of our schemes, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[bench]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
-    session.install("transformers==4.53.3")  # ring-flash-attn imports what later ones no longer have; it suits the others too
+    _install(session, mpi, "-e", ".[bench,hf]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
     session.install("--no-deps", DEEPSPEED, *OTHERS)
     session.run("python", "-m", "conformance", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
 

@@ -253,7 +253,6 @@ LIBRARIES = (
         "flash_attention_2",
         {**ALST, "float64": FLASH_DTYPES},
         needs=Needs(dtype="bfloat16", one_sequence=True),  # transformers knows packed documents in a batch of one only
-        known={"documents": "github.com/huggingface/transformers/pull/40002"},
         flash=True,
     ),
     _alst("flex_attention", ALST_FLEX, patience=60.0),  # each rank compiles for itself

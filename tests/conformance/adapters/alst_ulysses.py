@@ -3,7 +3,7 @@
 Called as its tutorial says (DeepSpeed, docs/_tutorials/ulysses-alst-sequence-parallelism.md): after
 `register_with_transformers` a model calls `ALL_ATTENTION_FUNCTIONS[...]` as ever, with
 `position_ids` that begin again at each document. The library discards masks, so a window is given
-as `sliding_window`. transformers 4.53 hands that to flash-attn as the number of tokens to the left.
+as the argument `sliding_window`, as models of transformers give it too.
 
 A variant names the attention of transformers. Without a GPU transformers looks for no flash-attn,
 so the stand-in is put in its place.
@@ -33,10 +33,9 @@ def prepare(comm: Any, variant: str) -> None:
     wrapper.init_distributed(dist_backend="gloo", **options)
     if variant == "flash_attention_2":
         kernels = importlib.import_module("flash_attn")
+        functions = (kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, None, None)
         caller = importlib.import_module("transformers.modeling_flash_attention_utils")
-        caller.flash_attn_2_func = kernels.flash_attn_func
-        caller.flash_attn_2_varlen_func = kernels.flash_attn_varlen_func
-        caller._flash_supports_window_size = True
+        caller._lazy_imports = lambda *args, **options: functions
 
 
 def attend(
@@ -70,7 +69,7 @@ def attend(
     options = {
         "dropout": 0.0,
         "scaling": q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
-        "sliding_window": None if window is None else window - 1,
+        "sliding_window": window,
         "position_ids": positions.expand(q.shape[0], -1).contiguous(),
     }
     mask = _block_mask(len(mine), causal, q.shape[0]) if variant == "flex_attention" else None
