@@ -136,7 +136,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Other libraries under the laws of our schemes, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
+    """Other libraries under the laws of our own, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench,hf]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
     session.install("--no-deps", DEEPSPEED, *OTHERS)

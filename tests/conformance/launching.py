@@ -40,7 +40,7 @@ ALONE = re.compile(r"^rank \d+ waits for nobody.*", re.MULTILINE)
 
 
 def installed(library: Library) -> str:
-    """The version of a library, and of what it comes with; nothing where one of them is not there."""
+    """Return the version of a library, and of what it comes with; nothing where one is missing."""
     first, *others = library.package.split()
     try:
         return ", ".join([version(first), *(f"{name} {version(name)}" for name in others)])
@@ -66,7 +66,7 @@ class Limits:
 
 
 def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], limits: Limits, found: Found) -> None:
-    """Every capability that these libraries of one adapter offer, on each number of ranks.
+    """Try every capability that these libraries of one adapter offer, on each number of ranks.
 
     Args:
         libraries: with the same adapter.

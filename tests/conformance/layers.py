@@ -109,7 +109,7 @@ def problems(
     gradients: bool,
     full: bool = True,
 ) -> Layers:
-    """Problems of one capability on `size` ranks.
+    """Draw problems of one capability on `size` ranks.
 
     Args:
         draw: Hypothesis'.
@@ -139,17 +139,17 @@ def problems(
 
 
 def told(problem: Layers) -> dict[str, Any]:
-    """A problem as plain data."""
+    """Turn a problem into plain data."""
     return {**asdict(problem), "shards": [list(shard) for shard in problem.shards]}
 
 
 def posed(data: dict[str, Any]) -> Layers:
-    """A problem from plain data."""
+    """Make a problem of plain data."""
     return Layers(**{**data, "shards": tuple(map(tuple, data["shards"]))})
 
 
 def smallest(problem: Layers) -> str:
-    """A problem in one line, for a table."""
+    """Describe a problem in one line, for a table."""
     parts = [f"P {len(problem.shards)}", f"B {problem.batch}", f"S {problem.seq_len}"]
     parts += [f"E {problem.hidden}", f"F {problem.inner}", problem.dtype]
     parts += ["bias"] * problem.bias + [f"{problem.frozen} frozen"] * bool(problem.frozen)

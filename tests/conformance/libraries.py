@@ -65,7 +65,7 @@ class Library:
 
     @property
     def subject(self) -> Subject | ModuleType:
-        """What is on trial."""
+        """Return what is on trial."""
         return SUBJECTS[self.about]
 
     def module(self) -> ModuleType:

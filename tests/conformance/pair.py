@@ -28,7 +28,7 @@ def tensors(p: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def trained(p: dict[str, Any], name: str) -> bool:
-    """Whether a parameter gets a gradient."""
+    """Tell whether a parameter gets a gradient."""
     return name != p["frozen"]
 
 

@@ -39,7 +39,7 @@ def document(
     run: Mapping[str, Any],
     examples: int,
 ) -> dict[str, Any]:
-    """Everything as plain data; each column says which run it is of."""
+    """Return everything as plain data; each column says which run it is of."""
     columns = [
         {"name": one.name, "about": one.about, "package": one.package, "version": versions[one.name], "examples": examples}
         for one in libraries
@@ -53,7 +53,7 @@ def document(
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The report in a folder; nothing where there is none of this version."""
+    """Return the report in a folder; nothing where there is none of this version."""
     file = folder / "REPORT.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found if found.get("schema_version") == SCHEMA else {}
@@ -99,7 +99,7 @@ def _columns(document: Mapping[str, Any], about: str) -> list[dict[str, Any]]:
 
 
 def tables(document: Mapping[str, Any]) -> list[Table]:
-    """For each subject: capabilities down, libraries across."""
+    """Make a table for each subject: capabilities down, libraries across."""
     found = []
     for about, subject in SUBJECTS.items():
         shown = Table(title=f"conformance: {about}", title_justify="left", show_lines=False)
@@ -115,7 +115,7 @@ def tables(document: Mapping[str, Any]) -> list[Table]:
 
 
 def _runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs that columns are of, the oldest first."""
+    """Return the runs that columns are of, the oldest first."""
     found: list[dict[str, Any]] = []
     for column in document["libraries"]:
         found += [column["run"]] * (column["run"] not in found)
@@ -128,7 +128,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     sizes = sorted({size for column in verdicts.values() for verdict in column.values() for size in verdict.get("ranks", ())})
     examples = min(column["examples"] for column in document["libraries"])
     lines = [
-        "# Other libraries under the laws of our schemes",
+        "# Other libraries under the laws of our own",
         "",
         f"`nox -s conformance`: {examples} problems for each cell and number of ranks ({', '.join(map(str, sizes))}), over gloo.",
         "",
@@ -139,8 +139,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"`slow`: no rank waits, but after {EXAMPLE_SECONDS} s times the run's patience all still compute one small problem.",
         "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
         "One that calls flash-attn gets an exact stand-in (`flash_standin.py`), so what is judged is the library alone.",
-        "Two libraries refuse on a CPU before they compute. Each has a second column, `CPU stand-in`, without that one check;",
-        "its file says which.",
+        "Two libraries refuse on a CPU before they compute. Each has a second column, `CPU stand-in`, where one answer about the",
+        "device is replaced; its file says which.",
         "",
         "![The same as a picture](REPORT.png)",
         "",

@@ -26,7 +26,7 @@ _accelerators: list[Any] = []
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """The variables that `accelerate launch` sets; an earlier process group is forgotten."""
+    """Set the variables that `accelerate launch` sets, and forget an earlier process group."""
     _open.close()
     _accelerators.clear()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -47,7 +47,7 @@ def attend(
     shards: Any,
     **rest: Any,
 ) -> Tensor:
-    """Attention of the tokens that the context has chosen; they must be those of this rank."""
+    """Attend to the tokens that the context has chosen; they must be those of this rank."""
     _open.close()
     if not _accelerators:
         _accelerators.append(_accelerator(variant))
@@ -62,7 +62,7 @@ def attend(
 
 
 def _accelerator(variant: str) -> Any:
-    """One with a model that is prepared, because `prepare` is what makes the context."""
+    """Make one with a prepared model, because preparing a model makes the context."""
     library = importlib.import_module("accelerate")
     utils = importlib.import_module("accelerate.utils")
     if variant:

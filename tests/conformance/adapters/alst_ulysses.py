@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """Its own wrapper around the default process group."""
+    """Put its own wrapper around the default process group."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     wrapper = importlib.import_module("deepspeed.comm")
     # Else its all-reduce through shared memory, not used here, is compiled now.
@@ -51,7 +51,7 @@ def attend(
     shards: Any,
     **rest: Any,
 ) -> Tensor:
-    """(B, S/P, H, D), as a decoder layer of transformers calls it."""
+    """Attend as a decoder layer of transformers does; return (B, S/P, H, D)."""
     config = importlib.import_module("transformers").LlamaConfig(
         num_attention_heads=q.shape[2],
         num_key_value_heads=k.shape[2],
@@ -96,7 +96,7 @@ def _registered(config: Any, variant: str, batch: int) -> Any:
 
 
 def _block_mask(tokens: int, causal: bool, batch: int) -> Any:
-    """A mask over this rank's tokens, as transformers makes it; the library makes that of all."""
+    """Make a mask over this rank's tokens, as transformers does; the library makes that of all."""
     create = importlib.import_module("torch.nn.attention.flex_attention").create_block_mask
     seen = lambda b, h, query, key: (query >= key) | (not causal)  # noqa: E731
     return create(seen, batch, None, tokens, tokens, device="cpu")

@@ -23,7 +23,7 @@ _current_device = torch.cuda.current_device
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """Its process groups, with all ranks along tensor parallelism."""
+    """Make its process groups, with all ranks along tensor parallelism."""
     torch.cuda.current_device = (lambda: torch.device("cpu")) if variant else _current_device
     state = importlib.import_module("megatron.core.parallel_state")
     state.destroy_model_parallel()
@@ -53,7 +53,7 @@ class Pair(torch.nn.Module):
             parameter.data.copy_(parts[dist.get_rank() % len(parts)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S/P, E) to (B, S/P, E); the library has the sequence first."""
+        """Map (B, S/P, E) to (B, S/P, E); the library has the sequence first."""
         inner, _ = self.up(x.transpose(0, 1).contiguous())
         return self.down(inner)[0].transpose(0, 1)
 

@@ -27,7 +27,7 @@ class Pair(torch.nn.Module):
         self.down = RowParallelLinear.from_linear(_linear(whole, "down"), **how)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S/P, E) to (B, S/P, E)."""
+        """Map (B, S/P, E) to (B, S/P, E)."""
         return self.down(self.up(x))
 
     def finish(self) -> None:
