@@ -20,6 +20,7 @@ REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
 ABOVE = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal")  # models: they know no MPI, only our collectives
+UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")  # a test that never ends: its stacks
 NOTHING_CHOSEN = 5  # pytest's exit code
 DEEPSPEED = "deepspeed==0.19.8"
 OTHERS = ("yunchang==0.6.4", "ring-flash-attn==0.1.8", "accelerate==1.15.0", "megatron-core==0.16.1")
@@ -39,7 +40,7 @@ def tests(session: nox.Session, mpi: str) -> None:
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
     codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
     spread = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")  # one more than cores: some tests wait
-    threads = ("python", "-m", "pytest", "tests", *spread, *_junit(f"{mpi}-threads"), *chosen)
+    threads = ("python", "-m", "pytest", "tests", *spread, *UNENDED, *_junit(f"{mpi}-threads"), *chosen)
     session.run(*threads, *session.posargs, env=quick, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "900", "--")
     suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
@@ -106,7 +107,7 @@ def deaths(session: nox.Session) -> None:
 
 @nox.session
 def generic_mutants(session: nox.Session) -> None:
-    """A sample of small wrong edits of the library: the tests that reach one see it. `-- --help` lists arguments, and `--mpi`."""
+    """Small wrong edits of the library, or of the kit (`-- --kit`): tests that reach one see it. `-- --help`, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[test,bench]", "coverage")
     session.run("python", "-m", "mutants.generic", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})

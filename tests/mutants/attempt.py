@@ -1,4 +1,4 @@
-"""Trying one wrong edit: the tests that reach it, near ones first, then all others, then their files under mpiexec."""
+"""Try one wrong edit: the tests that reach it, near ones first, then all others, then those that reach it under mpiexec."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mutants import nursery, trial
@@ -20,55 +21,55 @@ PATIENCE = 4.0
 LEAST_SECONDS = 60.0
 WATCHDOG = {"SP_WATCHDOG_S": "20", "SP_WATCHDOG_PHASE_S": "45"}
 """Examples take less than a second: the suite finds out soon that one hangs."""
+TEST_SECONDS = 90
+"""No test may take so long: pytest then writes all stacks and ends."""
+UNENDED = ("-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true")
 
 
 def tried(edit: Edit, reached: Reached, until: str = STAGES[-1]) -> Outcome:
     """Make an edit, and run stage after stage until one decides."""
     begin = time.monotonic()
-    tests = reached.tests(edit)
-    if not tests:
+    stages = reached.stages(edit)
+    if not stages:
         return Outcome("survived", "reach", words="no test reaches it")
-    with tempfile.TemporaryDirectory(prefix="sp_core-edit-") as directory:
+    with tempfile.TemporaryDirectory(prefix="sp_core-edit-", ignore_cleanup_errors=True) as directory:
         copy = Path(directory)
         copy_package(copy)
         target = copy / edit.file
         target.write_text(edit.planted(target.read_text()))
-        outcome = _decided(copy, tests, reached, until)
-    return Outcome(**{**outcome.as_dict(), "seconds": round(time.monotonic() - begin, 1)})
+        outcome = _decided(edit, copy, stages, until)
+        trial.sweep(copy)
+    return replace(outcome, seconds=round(time.monotonic() - begin, 1))
 
 
-def _decided(copy: Path, tests: Sequence[str], reached: Reached, until: str) -> Outcome:
-    near = reached.near(tests)
+def _decided(edit: Edit, copy: Path, stages: dict[str, tuple[list[str], float]], until: str) -> Outcome:
     for stage in STAGES[: STAGES.index(until) + 1]:
-        part = {"near": tests[:near], "far": tests[near:], "ranks": tests}[stage]
-        if not part:
-            continue
-        run = _on_ranks if stage == "ranks" else _as_threads
-        outcome = judged(stage, run(copy, stage, part, sum(reached.seconds[test] for test in part)))
-        if outcome is not None:
-            return outcome
-    return Outcome("survived", until, words=f"of {len(tests)} tests that reach it")
+        if stage in stages:
+            ending = _run(copy, stage, *stages[stage])
+            if (outcome := judged(stage, ending)) is not None:
+                return blamed(outcome, ending, edit)
+    counts = ", ".join(f"{len(part)} {stage}" for stage, (part, _) in stages.items())
+    return Outcome("survived", until, words=f"tests that reach it: {counts}")
 
 
-def _as_threads(copy: Path, stage: str, tests: Sequence[str], seconds: float) -> Ending:
+def blamed(outcome: Outcome, ending: Ending, edit: Edit) -> Outcome:
+    """Count a session that does not even begin as red if the edited file stands in what it printed; else it says nothing."""
+    if outcome.verdict == "broken" and edit.file in ending.printed:
+        return replace(outcome, verdict="killed", law="the session")
+    return outcome
+
+
+def _run(copy: Path, stage: str, tests: Sequence[str], seconds: float) -> Ending:
     listed, witness, output = copy / "tests.txt", copy / f"{stage}.json", copy / f"{stage}.txt"
     listed.write_text("\n".join(tests))
-    variables = {**environment(copy, witness, "threads"), TESTS: str(listed), **WATCHDOG}
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     limit = LEAST_SECONDS + PATIENCE * seconds
-    code = nursery.run(["-q", "-x", "--tb=short", *nursery.plugins(), *_files(tests)], copy, output, variables, limit)
+    variables = {**environment(copy, witness, stage), TESTS: str(listed), **WATCHDOG}
+    if stage == "ranks":
+        command = trial.command(stage, files, limit, nursery.CHOSEN)
+        with output.open("w") as file:
+            code = trial.run(command, copy, file.fileno(), variables, limit + LEAST_SECONDS)
+    else:
+        code = nursery.run(["-q", "-x", "--tb=short", *nursery.plugins(), *UNENDED, *files], copy, output, variables, limit)
     told = json.loads(witness.read_text()) if witness.exists() else {}
     return Ending(code, told, output.read_text(errors="replace"))
-
-
-def _on_ranks(copy: Path, stage: str, tests: Sequence[str], _: float) -> Ending:
-    """The whole files: under mpiexec their laws cost a fraction of what their start does."""
-    witness, output = copy / f"{stage}.json", copy / f"{stage}.txt"
-    with output.open("w") as file:
-        command, variables = trial.command(stage, _files(tests)), {**environment(copy, witness, stage), **WATCHDOG}
-        code = trial.run(command, copy, file.fileno(), variables, trial.SECONDS[stage])
-    told = json.loads(witness.read_text()) if witness.exists() else {}
-    return Ending(code, told, output.read_text(errors="replace"))
-
-
-def _files(tests: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(test.partition("::")[0] for test in tests))

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import time
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from mutants.trial import RANK
 
 if TYPE_CHECKING:
     from coverage import Coverage
@@ -19,8 +23,19 @@ if TYPE_CHECKING:
 TESTS = "SP_MUTANTS_TESTS"
 """Names the file with the ids of the tests to run, one to a line, in order; without it all run."""
 REACH = "SP_MUTANTS_REACH"
-"""Names the file that gets what each test reaches; without it nothing is measured."""
+"""Names the file that gets what each test reaches; without it nothing is measured. Under mpiexec each rank adds its number."""
 
+TEST = "SP_MUTANTS_TEST"
+"""Names the test that runs, for the processes that it starts."""
+
+STARTED = """[run]
+parallel = true
+data_file = {file}.started
+include = {package}
+context = ${{{test}-}}
+patch = _exit
+"""
+"""Settings of coverage in a process that a test starts: what it reaches counts for the test."""
 
 measured: list[Reach] = []
 
@@ -47,10 +62,12 @@ class Reach:
         self._begin = 0.0
         self._seconds: dict[str, float] = {}
         self._useless: set[str] = set()
+        os.environ[TEST] = ""
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
         self._coverage.switch_context(nodeid)
+        os.environ[TEST] = nodeid
         self._begin = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -62,14 +79,26 @@ class Reach:
     def pytest_runtest_logfinish(self) -> None:
         """A test has ended."""
         self._coverage.switch_context("")
+        os.environ[TEST] = ""
 
     def pytest_sessionfinish(self) -> None:
         """Write it down."""
+        from coverage import CoverageData
+        from coverage.exceptions import CoverageException
+
         self._coverage.stop()
-        data, here = self._coverage.get_data(), Path.cwd()
-        files = {str(Path(name).relative_to(here)): data.contexts_by_lineno(name) for name in sorted(data.measured_files())}
+        data, here = [self._coverage.get_data()], Path.cwd()
+        for file in self._file.parent.glob(f"{self._file.name}.started.*"):
+            with suppress(CoverageException, sqlite3.Error):  # the process was killed while it wrote
+                data.append(CoverageData(str(file)))
+                data[-1].read()
+        files: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for part in data:
+            for name in sorted(part.measured_files()):
+                for line, tests in part.contexts_by_lineno(name).items():
+                    files[str(Path(name).relative_to(here))][line].update(tests)
         seconds = {name: taken for name, taken in self._seconds.items() if name not in self._useless}
-        self._file.write_text(json.dumps({"seconds": seconds, "lines": files}))
+        self._file.write_text(json.dumps({"seconds": seconds, "lines": files}, default=sorted))
 
 
 def pytest_addoption() -> None:
@@ -77,7 +106,11 @@ def pytest_addoption() -> None:
     if REACH in os.environ:
         from coverage import Coverage
 
-        file, package = os.environ[REACH], f"{Path.cwd()}/sp_core/*"
+        rank = next((os.environ[name] for name in RANK if name in os.environ), "")
+        file, package = f"{os.environ.pop(REACH)}{rank}", f"{Path.cwd()}/sp_core/*"
+        settings = Path(f"{file}.started.ini")
+        settings.write_text(STARTED.format(file=file, package=package, test=TEST))
+        os.environ["COVERAGE_PROCESS_START"] = str(settings)
         coverage = Coverage(f"{file}.coverage", include=[package], concurrency="thread", config_file=False)
         coverage.start()
         measured.append(Reach(coverage, Path(file)))

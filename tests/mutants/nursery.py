@@ -17,13 +17,14 @@ from pathlib import Path
 from mutants import trial
 
 READY = ["torch", "numpy", "pytest", "hypothesis", "_pytest.assertion.rewrite", "hypothesis.strategies", "mpi4py"]
+CHOSEN = ("-p", "mutants.chosen")
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 """Pytest would rather import its plugins itself."""
 
 
 def plugins() -> list[str]:
     """What pytest is told beside the tests."""
-    return ["-p", "mutants.chosen", *trial.plugins(), *EARLY]
+    return [*CHOSEN, *trial.plugins(), *EARLY]
 
 
 def prepared() -> multiprocessing.context.ForkServerContext:

@@ -1,4 +1,4 @@
-"""Which of all edits are tried: a seeded sample, spread over files and operators. And which change nothing that can be seen."""
+"""Draw a seeded sample of all edits, spread over folders, files and operators. Read which edits nothing can notice, and why."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 from mutants.catalogue import HERE, ROOT
 from mutants.edits import Edit, edits
 
-ROOMS = ("sharding.py", "mask", "attention", "schemes", "collectives", "autograd", "schedules")
-"""Files and folders of `sp_core` that are edited: what owns, moves and computes."""
+KIT = "testing"
+"""The folder of `sp_core` that holds the testing kit. It has a sample of its own."""
+
+LEAST = 20
+"""Edits that a room gets however small it is: with fewer, one survivor would be more than 5 %."""
 
 EQUIVALENT = HERE / "equivalent.toml"
 
@@ -41,36 +44,74 @@ class Equivalent:
         return (self.file, self.place, self.before, self.after) == (edit.file, edit.place, edit.before, edit.after)
 
 
+@dataclass(frozen=True)
+class Unreachable:
+    """A function that no test on a machine without a GPU can call.
+
+    Args:
+        file: that holds it.
+        place: the function or class; empty for the whole file.
+        reason: what is missing here.
+    """
+
+    file: str
+    place: str
+    reason: str
+
+    def holds(self, edit: Edit) -> bool:
+        """Return whether the edit is in this function."""
+        return self.file == edit.file and f"{edit.place}.".startswith(f"{self.place}." if self.place else "")
+
+
 def room_of(file: str) -> str:
-    """The room of a file: "sharding", "mask"."""
-    return file.split("/")[1].removesuffix(".py")
+    """Return the folder of a file below `sp_core`: "mask", "testing/reference"; "sp_core" for a file directly in it."""
+    return "/".join(file.split("/")[1:-1]) or "sp_core"
 
 
-def candidates(root: Path = ROOT) -> list[Edit]:
-    """All edits of the rooms, by file and line."""
-    paths = [path for room in ROOMS for path in sorted([root / "sp_core" / room, *(root / "sp_core" / room).rglob("*.py")])]
-    files = [path for path in paths if path.is_file()]
-    return [edit for path in files for edit in edits(path.relative_to(root).as_posix(), path.read_text())]
+def candidates(root: Path = ROOT, *, kit: bool = False) -> list[Edit]:
+    """Return all edits of the library, or of its testing kit, by file and line."""
+    paths = [path.relative_to(root) for path in sorted((root / "sp_core").rglob("*.py"))]
+    files = [path for path in paths if (path.parts[1] == KIT) == kit]
+    return [edit for path in files for edit in edits(path.as_posix(), (root / path).read_text())]
+
+
+def shares(counts: dict[str, int], number: int) -> dict[str, int]:
+    """Split a number over rooms: each gets `LEAST`, if there are so many; the rest is in proportion to their edits."""
+    least = min(LEAST, number // max(len(counts), 1))
+    given = {room: min(least, count) for room, count in counts.items()}
+    while sum(given.values()) < min(number, sum(counts.values())):
+        open_rooms = [room for room in sorted(counts) if given[room] < counts[room]]
+        given[min(open_rooms, key=lambda room: given[room] / counts[room])] += 1
+    return given
 
 
 def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
-    """Every edit is as likely as any other, and every file and operator gets its share, up to one more or less.
+    """Draw from every room its share of the number."""
+    rooms: dict[str, list[Edit]] = {}
+    for edit in found:
+        rooms.setdefault(room_of(edit.file), []).append(edit)
+    given = shares({room: len(edits) for room, edits in rooms.items()}, number)
+    return [edit for room in sorted(rooms) for edit in _spread(rooms[room], given[room], seed)]
 
-    What is drawn hangs on digests and not on places in a list: a change of the library changes the sample near its lines, no more.
+
+def _spread(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
+    """Draw every edit with the same probability. Every file and operator gets its share, up to one more or less.
+
+    The draw depends on digests and not on places in a list: a change of the library changes the sample near its lines, no more.
 
     Source: sequential Poisson sampling of the strata that get one more; Ohlsson, Journal of Official Statistics 14 (1998), 149-162.
     """
     strata = Counter((edit.file, edit.operator) for edit in found)
     wanted = {stratum: count * min(number / max(len(found), 1), 1.0) for stratum, count in strata.items()}
-    shares = {stratum: int(share) for stratum, share in wanted.items()}
-    more = sorted((s for s in strata if wanted[s] > shares[s]), key=lambda s: _luck(seed, *s) / (wanted[s] - shares[s]))
-    for stratum in more[: min(number, len(found)) - sum(shares.values())]:
-        shares[stratum] += 1
+    given = {stratum: int(share) for stratum, share in wanted.items()}
+    more = sorted((s for s in strata if wanted[s] > given[s]), key=lambda s: _luck(seed, *s) / (wanted[s] - given[s]))
+    for stratum in more[: min(number, len(found)) - sum(given.values())]:
+        given[stratum] += 1
     chosen: list[Edit] = []
     for edit in sorted(found, key=lambda edit: (edit.file, edit.operator, _luck(seed, edit.id))):
         stratum = (edit.file, edit.operator)
-        if shares[stratum]:
-            shares[stratum] -= 1
+        if given[stratum]:
+            given[stratum] -= 1
             chosen.append(edit)
     return chosen
 
@@ -82,11 +123,20 @@ def _luck(seed: int, *names: str) -> float:
 
 
 def equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
-    """The edits that change nothing, with their reasons."""
-    entries = tomllib.loads(path.read_text()).get("equivalent", []) if path.exists() else []
-    return [Equivalent(**{name: text.strip() for name, text in entry.items()}) for entry in entries]
+    """Return the edits that change nothing, with their reasons."""
+    return [Equivalent(**entry) for entry in _entries(path, "equivalent")]
+
+
+def unreachable(path: Path = EQUIVALENT) -> list[Unreachable]:
+    """Return the functions that cannot run here, with their reasons."""
+    return [Unreachable(**entry) for entry in _entries(path, "unreachable")]
+
+
+def _entries(path: Path, kind: str) -> list[dict[str, str]]:
+    entries = tomllib.loads(path.read_text()).get(kind, [])
+    return [{name: text.strip() for name, text in entry.items()} for entry in entries]
 
 
 def stale(known: Sequence[Equivalent], found: Sequence[Edit]) -> list[Equivalent]:
-    """Those that speak of an edit that there is not: the lines have changed since."""
+    """Return the entries for which there is no such edit: the lines have changed since."""
     return [one for one in known if not any(one.is_that(edit) for edit in found)]

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from mutants.edits import Edit
-from mutants.sample import Equivalent, room_of
+from mutants.sample import Equivalent, Unreachable, room_of
 from mutants.trial import Outcome
 
 Z = 1.959964
 """Of a two-sided interval of 95 %."""
-LEAST_SCORE, LEAST_BOUND = 0.95, 0.92
+LEAST_SCORE, LEAST_IN_ROOM = 0.97, 0.95
 OPEN = Outcome("open", words="not tried yet")
 
 
 @dataclass(frozen=True)
 class Result:
-    """An edit, what became of it, and the entry that says that it changes nothing."""
+    """An edit, what became of it, and the entry that says why no test can notice it."""
 
     edit: Edit
     outcome: Outcome
-    equivalent: Equivalent | None = None
+    entry: Equivalent | Unreachable | None = None
 
     @property
     def killed(self) -> bool:
@@ -36,7 +36,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         edit = {name: getattr(self.edit, name) for name in ("id", "file", "place", "operator", "before", "after")}
-        return {**edit, "line": self.edit.lines[-1], "equivalent": self.equivalent is not None, **self.outcome.as_dict()}
+        return {**edit, "line": self.edit.lines[-1], "reason": self.entry and self.entry.reason, **self.outcome.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,26 @@ class Score:
         reach = Z / (1 + weight) * math.sqrt(self.share * (1 - self.share) / self.all + weight / self.all / 4)
         return middle - reach, middle + reach
 
-    @property
-    def suffices(self) -> bool:
-        """Whether the tests are as good as they must be."""
-        return self.share >= LEAST_SCORE and self.interval[0] >= LEAST_BOUND
-
     def __str__(self) -> str:
         low, high = self.interval
         return f"{self.killed} of {self.all}, {self.share:.1%} ({low:.1%} to {high:.1%})"
 
 
 def score(results: Sequence[Result]) -> Score:
-    """Of what was tried, without those that change nothing."""
-    counted = [result for result in results if result.equivalent is None and result.outcome != OPEN]
+    """Of what was tried, without those that no test can notice."""
+    counted = [result for result in results if result.entry is None and result.outcome != OPEN]
     return Score(sum(result.killed for result in counted), len(counted))
 
 
 def wrong(results: Sequence[Result]) -> list[Result]:
     """Those said to change nothing, that a test has noticed."""
-    return [result for result in results if result.equivalent is not None and result.outcome.verdict not in ("survived", "open")]
+    return [result for result in results if result.entry is not None and result.outcome.verdict not in ("survived", "open")]
+
+
+def suffices(results: Sequence[Result]) -> bool:
+    """Return whether enough edits were killed, in each room and in all."""
+    rooms = grouped(results, lambda edit: room_of(edit.file)).values()
+    return score(results).share >= LEAST_SCORE and all(score(room).share >= LEAST_IN_ROOM for room in rooms)
 
 
 def grouped(results: Sequence[Result], key: Callable[[Edit], str]) -> dict[str, list[Result]]:
@@ -97,19 +98,22 @@ def markdown(results: Sequence[Result], heading: str) -> str:
     median = statistics.median(taken) if taken else 0.0
     lines = ["# Wrong edits and the tests that kill them", "", f"{heading}: {score(results)} killed, median {median:.1f} s."]
     lines += ["", f"Tried so far: {sum(result.outcome != OPEN for result in results)} of {len(results)}."]
-    lines += ["", "| | edits | equivalent | killed | share |", "| --- | --- | --- | --- | --- |"]
+    lines += ["", "| | edits | equivalent | cannot run here | killed | share |", "| --- | --- | --- | --- | --- | --- |"]
     for key in (lambda edit: room_of(edit.file), lambda edit: edit.operator):
         lines += [_row(name, part) for name, part in grouped(results, key).items()]
     for title, verdicts in (("Survivors", ("survived",)), ("Others", ("hung", "broken"))):
-        found = [r for r in results if r.outcome.verdict in verdicts and r.equivalent is None]
+        found = [r for r in results if r.outcome.verdict in verdicts and r.entry is None]
         lines += ["", f"## {title}", "", *([*map(_told, found)] or ["None."])]
-    lines += ["", "## Equivalent", "", *(f"{_told(r)} {r.equivalent.reason}" for r in results if r.equivalent is not None)]
+    for title, kind in (("Equivalent", Equivalent), ("Cannot run here", Unreachable)):
+        found = [r for r in results if isinstance(r.entry, kind)]
+        lines += ["", f"## {title}", "", *([f"{_told(r)} {r.entry.reason}" for r in found if r.entry] or ["None."])]
     return "\n".join(lines) + "\n"
 
 
 def _row(name: str, part: Sequence[Result]) -> str:
-    figures, same = score(part), sum(result.equivalent is not None for result in part)
-    return f"| {name} | {len(part)} | {same} | {figures.killed} | {figures.share:.1%} |"
+    figures = score(part)
+    same, elsewhere = (sum(isinstance(result.entry, kind) for result in part) for kind in (Equivalent, Unreachable))
+    return f"| {name} | {len(part)} | {same} | {elsewhere} | {figures.killed} | {figures.share:.1%} |"
 
 
 def _told(result: Result) -> str:
@@ -118,8 +122,8 @@ def _told(result: Result) -> str:
     return f"- `{edit.id}` {edit.file} {edit.place}: `{before}` to `{after}`. {words}".rstrip()
 
 
-def write(folder: Path, results: Sequence[Result], heading: str) -> None:
+def write(folder: Path, name: str, results: Sequence[Result], heading: str) -> None:
     """Write both reports into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "generic.md").write_text(markdown(results, heading))
-    (folder / "generic.json").write_text(json.dumps([result.as_dict() for result in results], indent=1) + "\n")
+    (folder / f"{name}.md").write_text(markdown(results, heading))
+    (folder / f"{name}.json").write_text(json.dumps([result.as_dict() for result in results], indent=1) + "\n")

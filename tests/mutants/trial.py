@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from mutants.catalogue import ROOT, Mutant, Stale
 
-COPIED = ("sp_core", "tests", "benchmarks", "pyproject.toml", "README.md")
+COPIED = ("sp_core", "tests", "benchmarks", "ci", "pyproject.toml", "README.md", "noxfile.py")
 ELSEWHERE = (
     *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history"),
     *("kit_*", "layout", "llama_command", "mutants*", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*"),
@@ -28,13 +29,14 @@ ELSEWHERE = (
 
 FILE = "SP_MUTANTS_WITNESS"
 """Names the file that the witness writes."""
-RANKS = 4
+RANKS, RANK = 4, ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SECONDS = {"chosen": 240.0, "threads": 900.0, "ranks": 900.0}
 """Limits of the stages: the files that a mutant names, all with ranks as threads, all under mpiexec."""
 STAGES = tuple(SECONDS)
 GRACE_SECONDS = 20.0
 TIME_IS_UP = "the launch has not ended"
 ENDED = "the launch was ended: "
+UNENDED = "Timeout (0:"  # faulthandler's, when pytest is told how long a test may take
 NOTHING_FAILED = (0, 5)
 TESTS_FAILED = 1
 
@@ -86,6 +88,8 @@ def judged(stage: str, ending: Ending) -> Outcome | None:
         return Outcome("killed", stage, "the launcher", words=ending.printed.partition(ENDED)[2].splitlines()[0].strip(" ="))
     if ending.code < 0:
         return Outcome("killed", stage, "the process died", words=signal.Signals(-ending.code).name)
+    if UNENDED in ending.printed:
+        return Outcome("killed", stage, "the session", words="a test has not ended, and the session was ended with all stacks")
     if ending.code == TESTS_FAILED:
         return Outcome("killed", stage, "the session", words="an error above half its bound")
     return Outcome("broken", stage, words=f"exit code {ending.code}: {' '.join(ending.printed.split())[-200:]}")
@@ -154,12 +158,12 @@ def test_files(copy: Path, stage: str, chosen: Sequence[str]) -> Iterator[str]:
     yield from (*first, *rest)
 
 
-def command(stage: str, files: Sequence[str]) -> list[str]:
-    """What a stage runs."""
-    suite = ["-m", "pytest", "-q", "-x", "--tb=short", *plugins()]
+def command(stage: str, files: Sequence[str], seconds: float = SECONDS["ranks"] - 60, extra: Sequence[str] = ()) -> list[str]:
+    """What a stage runs. Under mpiexec the launch ends itself after some seconds."""
+    suite = ["-m", "pytest", "-q", "-x", "--tb=short", *plugins(), *extra]
     if stage != "ranks":
         return [sys.executable, *suite, *files]
-    launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS[stage] - 60:g}", "--", "python"]
+    launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{seconds:g}", "--", "python"]
     return [sys.executable, *launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *files]
 
 
@@ -172,8 +176,8 @@ def plugins() -> list[str]:
 def environment(copy: Path, witness: Path, stage: str) -> dict[str, str]:
     """The copy comes before what is installed; ranks as threads draw as many examples as in `nox -s tests`."""
     paths = [str(copy), str(copy / "tests")]
-    quick = {} if stage == "ranks" else {"SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), FILE: str(witness), **quick}
+    profile = {} if stage == "ranks" else {"SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), FILE: str(witness), **profile}
 
 
 def run(arguments: Sequence[str], folder: Path, output: int, variables: dict[str, str], seconds: float) -> int | None:
@@ -191,6 +195,14 @@ def run(arguments: Sequence[str], folder: Path, output: int, variables: dict[str
         return None
     finally:
         _end(process)
+
+
+def sweep(copy: Path) -> None:
+    """Kill what was started for a copy of the package and has left its parent's group: its environment names the copy."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{copy}".encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
