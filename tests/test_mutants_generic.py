@@ -79,6 +79,7 @@ def made(operator: str, text: str) -> list[str]:
         ("statements", "a = f(x)", []),
         ("arguments", "f(a, b, c, d=e)", ["f(b, a, c, d=e)", "f(a, c, b, d=e)"]),
         ("arguments", "f((a), a, *b)", []),
+        ("arguments", "max(a, b) + x.transpose(1, 2)", []),
         ("extrema", "min(a, b.max())", ["max(a, b.max())", "min(a, b.min())"]),
         ("slices", "a[b:3]", ["a[(b) + 1:3]", "a[(b) - 1:3]"]),
         ("returns", "def f(self, a, b):\n    return a", ["return b"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from mutants import nursery, trial
 from mutants.chosen import TESTS
 from mutants.edits import Edit
-from mutants.reach import Reached
+from mutants.reach import BRIEF, Reached
 from mutants.trial import Ending, Outcome, copy_package, environment, judged
 
 STAGES = ("near", "far", "ranks")
@@ -31,7 +31,7 @@ def tried(edit: Edit, reached: Reached, until: str = STAGES[-1]) -> Outcome:
     begin = time.monotonic()
     stages = reached.stages(edit)
     if not stages:
-        return Outcome("survived", "reach", words="no test reaches it")
+        return Outcome("survived", "reach" if until == STAGES[-1] else until, words="no test reaches it")
     with tempfile.TemporaryDirectory(prefix="sp_core-edit-", ignore_cleanup_errors=True) as directory:
         copy = Path(directory)
         copy_package(copy)
@@ -68,7 +68,7 @@ def _run(copy: Path, stage: str, tests: Sequence[str], seconds: float) -> Ending
     if stage == "ranks":
         command = trial.command(stage, files, limit, nursery.CHOSEN)
         with output.open("w") as file:
-            code = trial.run(command, copy, file.fileno(), variables, limit + LEAST_SECONDS)
+            code = trial.run(command, copy, file.fileno(), variables | BRIEF, limit + LEAST_SECONDS)
     else:
         code = nursery.run(["-q", "-x", "--tb=short", *nursery.plugins(), *UNENDED, *files], copy, output, variables, limit)
     told = json.loads(witness.read_text()) if witness.exists() else {}

@@ -36,6 +36,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }
 EXTREMA = {"min": "max", "max": "min"}
+SYMMETRIC = {*EXTREMA, "transpose"}
 HINTS = ("annotation", "returns", "decorator_list")
 UNSPOKEN = ("__repr__", "__str__")
 SEQUENCES = (ast.Tuple, ast.List, ast.JoinedStr)
@@ -210,9 +211,13 @@ def statements(node: ast.AST, _: Scope) -> Variants:
         yield node, "pass"
 
 
+def _called(function: ast.expr) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
 def arguments(node: ast.AST, _: Scope) -> Variants:
-    """Two neighbours swapped."""
-    given = node.args if isinstance(node, ast.Call) else []
+    """Two neighbours swapped, where the order may matter."""
+    given = node.args if isinstance(node, ast.Call) and _called(node.func) not in SYMMETRIC else []
     for place, (one, two) in enumerate(pairwise(given)):
         if not isinstance(one, ast.Starred) and not isinstance(two, ast.Starred) and ast.dump(one) != ast.dump(two):
             yield node, _text(node, args=[*given[:place], two, one, *given[place + 2 :]])

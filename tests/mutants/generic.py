@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     late = _clock(options.seconds)
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            reached = _reached(pool, late)
+            reached = _reached(pool, late, options.until)
         except reach.Red as error:
             print(error, flush=True)
             return 2
@@ -92,16 +92,16 @@ def _clock(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() - begin > seconds
 
 
-def _reached(pool: ThreadPoolExecutor, late: Callable[[], bool]) -> reach.Reached | None:
+def _reached(pool: ThreadPoolExecutor, late: Callable[[], bool], until: str) -> reach.Reached | None:
     """Return what the tests reach. Measure what is not known. Return None if the time is up."""
     _, missing, on_ranks = reach.gathered()
     list(pool.map(lambda part: late() or reach.measured(*part), missing))
-    if on_ranks and not late():
+    if on_ranks and until == STAGES[-1] and not late():
         reach.measured_on_ranks(on_ranks)
     reached, left, left_on_ranks = reach.gathered()
     known = f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s"
     print(f"{known}; measured {len(missing) - len(left)} files, {len(left)} are left", flush=True)
-    return None if left or left_on_ranks else reached
+    return None if left or (left_on_ranks and until == STAGES[-1]) else reached
 
 
 def kept(journal: Path, again: Sequence[str]) -> dict[str, Outcome]:

@@ -27,6 +27,8 @@ APART = (
     *("reporting*", "slurm", "soak", "workflows"),
 )
 """Tests of benchmarks, CI, layout and of the mutants themselves: what they say is not about a wrong edit."""
+BRIEF = {"SP_PROFILE": "brief"}
+"""Under mpiexec as many examples are drawn as in `nox -s tests`."""
 NEAR_SECONDS = 12.0
 """Of tests, as they take without an edit: those that are tried first. What they do not kill has all others that reach it."""
 
@@ -144,7 +146,7 @@ def measured_on_ranks(missing: Missing) -> None:
     with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
         copy = Path(directory)
         copy_package(copy)
-        variables = environment(copy, copy / "witness.json", "ranks") | {REACH: str(copy / "reach.json")}
+        variables = environment(copy, copy / "witness.json", "ranks") | BRIEF | {REACH: str(copy / "reach.json")}
         told = [copy / f"reach.json{rank}" for rank in range(RANKS)]
         with (copy / "out.txt").open("w") as output:
             code = run(command("ranks", files, RANKS_SECONDS, nursery.CHOSEN), copy, output.fileno(), variables, RANKS_SECONDS + 60)
