@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from mpi4py import MPI
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine, probing
@@ -32,18 +36,31 @@ def examined(*command: str, **environment: str) -> tuple[int, str]:
     return answer.returncode, answer.stdout + answer.stderr
 
 
+def statuses(text: str) -> dict[str, str]:
+    """Return the status of every subject of a report: each line has both, and says something."""
+    table = [re.split(" {2,}", line, maxsplit=2) for line in text.partition("\n\n")[0].splitlines() if "WARNING" not in line]
+    assert all(len(line) == 3 and line[1] in ("ok", "note", "broken") and line[2] for line in table), text
+    return {subject: status for subject, status, _ in reversed(table)}  # of two on one subject the first
+
+
+HERE = {name: "ok" for name in ("python", "processor", "mpiexec", "MPI", "threads", "transport host", "transport window")}
+
+
 def test_a_machine_that_works() -> None:
     code, text = examined(*DOCTOR)
     assert code == 0, text
+    assert statuses(text).items() >= HERE.items()
+    assert (statuses(text)["CUDA-aware"], statuses(text)["transport ipc"]) == ("note", "note")
     assert "starts 2 ranks" in text
-    assert "transport host" in text
     assert "over 1 rank(s) came out right" in text
     assert "nothing is broken" in text
 
 
-def test_on_two_ranks_there_is_one_report() -> None:
-    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR)
+def test_on_two_ranks_there_is_one_report(tmp_path: Path) -> None:
+    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, SP_TUNING_DIR=str(tmp_path))
     assert code == 0, text
+    assert statuses(text).items() >= {**HERE, "mpiexec": "note", "constants": "note"}.items()
+    assert [*tmp_path.iterdir()] == []  # nothing is measured that was not asked for
     assert text.count("over 2 rank(s) came out right") == 3  # messages, shared memory, torch.distributed
     assert text.count("transport window") == 1
 
@@ -51,6 +68,7 @@ def test_on_two_ranks_there_is_one_report() -> None:
 def test_without_an_mpi_library() -> None:
     code, text = examined(*DOCTOR, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
     assert code == 1
+    assert statuses(text).items() >= {"MPI": "broken", "mpiexec": "note"}.items()
     assert "mpi4py finds no MPI library" in text
     assert "pip install mpich" in text
 
@@ -66,7 +84,7 @@ def test_without_mpi4py(tmp_path: Path) -> None:
 def test_a_gpu_that_must_be_there_and_is_not() -> None:
     code, text = examined(*DOCTOR, "--device", "cuda")
     assert code == 1
-    assert "GPUs" in text
+    assert statuses(text).items() >= {**HERE, "GPUs": "broken"}.items()
     assert "install a torch with CUDA" in text
 
 
@@ -133,6 +151,70 @@ def test_cores_respect_the_quota_of_a_container(quota: str, cores: int, tmp_path
     monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert machine.cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason", "status", "text"),
+    [(False, "", "note", "not tried: no cuda device"), (True, "it broke", "note", "no: it broke"), (True, "", "ok", "yes, with")],
+)
+def test_an_mpi_that_reads_gpu_memory_is_tried_where_there_is_a_gpu(
+    gpu: bool, reason: str, status: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(doctor, "no_device_memory", lambda kind: reason)
+    finding = doctor._cuda_aware(None)
+    assert (finding.subject, finding.status) == ("CUDA-aware", status)
+    assert text in finding.text
+    assert "the library cannot be asked" in finding.text
+
+
+@pytest.mark.parametrize(("answer", "text"), [(0, "says no"), (1, "says yes"), (2, "cannot be asked"), (None, "cannot be asked")])
+def test_the_library_is_asked_whether_it_reads_gpu_memory(answer: int | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace() if answer is None else SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda path: library)
+    assert text in doctor._cuda_aware("libmpi.so").text
+
+
+@pytest.mark.parametrize(("level", "gpu", "status"), [(1, True, "broken"), (1, False, "ok"), (2, True, "ok"), (3, True, "ok")])
+def test_backward_on_a_gpu_needs_an_mpi_that_takes_calls_from_threads(
+    level: int, gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    found = doctor._threads([MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE][level])
+    assert (found.subject, found.status, bool(found.remedy)) == ("threads", status, status == "broken")
+    assert found.text == ["single", "funneled", "serialized", "multiple"][level]
+
+
+@pytest.mark.parametrize(("free", "status"), [(2**28 - 1, "note"), (2**28, "ok")])
+def test_little_shared_memory_is_noticed(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: (2**30, 0, free))
+    found = doctor._shared_memory()
+    assert (found.subject, found.status) == ("/dev/shm", status)
+    assert found.text.startswith("1,024 MiB, ")
+
+
+@pytest.mark.parametrize(("code", "output", "status"), [(0, "ranks: 2\nranks: 2\n", "ok"), (0, "ranks: 1\nranks: 1\n", "broken")])
+@pytest.mark.parametrize("failed", [0, 1])
+def test_an_mpiexec_is_broken_unless_its_ranks_know_each_other(
+    code: int, output: str, status: str, failed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_mpi_problem", lambda: None)
+    monkeypatch.setattr(doctor, "in_job", lambda: False)
+    monkeypatch.setattr(doctor, "bounded", lambda command: (code + failed, output))
+    found = doctor._mpiexec(measure=False)
+    assert (found.subject, found.status) == ("mpiexec", "broken" if failed else status)
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"), [("flags : a\nmodel name : Best 9\nmodel name : Other\n", "Best 9"), ("", platform.machine())]
+)
+def test_the_processor_has_the_name_that_the_system_gives(
+    lines: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    assert machine.cpu_model() == name
 
 
 def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

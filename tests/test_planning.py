@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import sp_core as sp
-from sp_core import cost
+from sp_core import cost, planning
 from sp_core.__main__ import main
 from sp_core.planning import Link, Problem, Projection, link_of, project
 from sp_core.schemes.hybrid import groups_of
@@ -75,6 +75,12 @@ def test_links() -> None:
             link_of(wrong)
 
 
+def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 4.0, 7.0, 7.0, 9.0, 9.0, 9.5])
+    monkeypatch.setattr(planning.time, "perf_counter", lambda: next(clock))
+    assert planning.timed_flops(head_dim=2, seq_len=8, heads=3) == 2 * 8**2 * 3 * 2 / 0.5
+
+
 ARGUMENTS = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--flops", "1e14", "--link", "25gbit,10us"]
 
 
@@ -92,6 +98,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     [
         (["--ranks-per-node", "8"], "pass --node-link"),
         (["--seq", "65537"], "even splits"),
+        (["--seq", str(64 * 1025)], "even splits"),  # a block for each rank, where each needs two
         (["--kv-heads", "5"], "even splits"),
         (["--ranks", "0"], "at least 1"),
         (["--link", "quick"], "RATE,LATENCY"),

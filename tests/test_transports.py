@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch._C import _distributed_c10d
 
 import sp_core as sp
 from sp_core import transport
@@ -23,6 +25,7 @@ from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.distributed import DistributedTransport, _Work
 from sp_core.transport.node_memory import Offer
 from sp_core.transport.shared import NotShared
+from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
 
 CPU = torch.device("cpu")
 FEW = 2  # a group of torch.distributed takes a while to connect
@@ -129,6 +132,32 @@ def test_nccl_is_not_asked_to_share_a_gpu() -> None:
     group.refuse_shared_gpus(["a", "b", "c"])
     with pytest.raises(sp.DeviceError, match=r"4 ranks have 2 \(ranks 0, 2, 3: a\).*transport='ipc'"):
         group.refuse_shared_gpus(["a", "b", "a", "a"])
+
+
+def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(store: str, rank: int, size: int, options: SimpleNamespace) -> tuple[object, ...]:
+        return store, rank, size, options._timeout
+
+    nccl = type("NCCL", (), {"Options": SimpleNamespace, "__new__": lambda cls, *arguments: made(*arguments)})
+    monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", nccl, raising=False)
+    comm, limit = SimpleNamespace(rank=1, size=4), timedelta(seconds=7)
+    assert group._connected("store", comm, torch.device("cuda"), False, limit) == ("store", 1, 4, limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("auto", IpcTransport),
+        ("ipc", IpcTransport),
+        ("pinned", PinnedTransport),
+        ("pipelined", PipelinedTransport),
+        ("staged", StagedTransport),
+    ],
+)
+def test_a_gpu_gets_the_transport_that_is_named(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "CudaStreams", lambda device: DelayedStreams())
+    device = torch.device("cuda")
+    assert run_threads(2, lambda comm: type(transport.make_transport(name, comm, device))) == [kind, kind]
 
 
 @given(max_examples=16, case=cases())

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import choice
+from sp_core.collectives.execution import BoundProgram
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.testing import given, run_threads, spmd
@@ -240,6 +242,29 @@ def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
     for op, by_name in tuning.times.items():
         assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == {*by_name} - {"window"}  # which is there where ranks share memory
     assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
+
+
+def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:
+    assert measuring.SIZES == (64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+
+
+def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clock by which each call takes two seconds, and three more for each of its steps."""
+    steps: dict[int, list[int]] = {0: [], 1: []}
+
+    def bind(group: sp.Communicator, *arguments: Any) -> BoundProgram:
+        bound = choice.bind(group, *arguments)
+        steps[group.rank].append(len(bound.steps))
+        return bound
+
+    def body(comm: Any) -> tuple[float, float]:
+        with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
+            return measuring._binding(comm, mesh["sp"])
+
+    monkeypatch.setattr(measuring, "choice", SimpleNamespace(bind=bind))
+    monkeypatch.setattr(measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1])
+    assert run_threads(2, body) == [pytest.approx((2.0, 3.0))] * 2
+    assert all(few < many for few, many in steps.values())
 
 
 @spmd(1)
