@@ -43,7 +43,7 @@ def statuses(text: str) -> dict[str, str]:
     return {subject: status for subject, status, _ in reversed(table)}  # of two on one subject the first
 
 
-HERE = {name: "ok" for name in ("python", "processor", "mpiexec", "MPI", "threads", "transport host", "transport window")}
+HERE = dict.fromkeys(("python", "processor", "mpiexec", "MPI", "threads", "transport host", "transport window"), "ok")
 
 
 def test_a_machine_that_works() -> None:

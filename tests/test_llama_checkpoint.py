@@ -235,6 +235,10 @@ def test_a_configuration_is_what_was_written() -> None:
     lacking = {name: value for name, value in CASE.config.to_dict().items() if name not in ("num_key_value_heads", "head_dim")}
     assert LlamaConfig.from_dict({**lacking, "hidden_size": 24}).num_key_value_heads == 6
     assert LlamaConfig.from_dict({**lacking, "hidden_size": 24}).head_dim == 4
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    least = LlamaConfig(**dict.fromkeys(names, 1), num_key_value_heads=1, head_dim=2)
+    assert LlamaConfig.from_dict({"model_type": "llama", **dict.fromkeys(names, 1), "head_dim": 2}) == least
+    assert (least.max_position_embeddings, least.rms_norm_eps, least.rope_theta) == (2048, 1e-6, 10000.0)
     with pytest.raises(sp.CheckpointError, match="lacks vocab_size"):
         LlamaConfig.from_dict(
             {"model_type": "llama", "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1}

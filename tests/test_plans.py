@@ -158,6 +158,18 @@ def test_what_is_left_out_means_the_same_in_every_form(comm: Any, op: str) -> No
         assert all(torch.equal(result, wanted) for result in results)
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "shift"])
+@spmd(3)
+def test_sizes_belong_to_the_first_dim_if_none_is_named(comm: Any, op: str) -> None:
+    sizes = [3, 1, 2]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        x = torch.arange(24.0).reshape(6, 4)[: 6 if op == "reduce_scatter" else sizes[comm.rank]]
+        given = {"comm": mesh["sp"], "sizes": sizes}
+        wanted = getattr(sp, op)(x, dim=0, **given)
+        found = (getattr(sp, op)(x, **given), sp.plan(op, x, **given).run(), getattr(sp, f"{op}_start")(x, **given).wait())
+        assert all(torch.equal(result, wanted) for result in found)
+
+
 @spmd(2, 3)
 def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
