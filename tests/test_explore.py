@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sp_core import Mask
 from sp_core.testing import explore
-from sp_core.testing.attention_features import points, universe
+from sp_core.testing.attention_features import attention_features, points, universe
+from sp_core.testing.capabilities import BASE
 from sp_core.testing.explore import EXAMPLES, LEAST_HITS, judge, told
 from sp_core.testing.tally import Tally
 from sp_core.testing.ways import to_be_called, to_be_taken
@@ -60,6 +65,107 @@ def test_a_shorter_search_needs_fewer_hits() -> None:
     tally.pairs = Counter(dict.fromkeys(POSSIBLE, LEAST_HITS - 3))
     assert judge(tally, EXAMPLES * 2 // LEAST_HITS) == []
     assert len(judge(tally, EXAMPLES)) == len(POSSIBLE)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_command_judges_what_all_rounds_have_left(fault: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = complete(), Tally(3, 2, Counter({8: 3}), ratios={"ring out": 0.51 if fault else 0.1})
+    first.features[points()[1]] += 1
+    for place, tally in enumerate((first, second)):
+        tally.write(tmp_path / f"{place}.json")
+    assert explore.main(["judge", "--into", str(tmp_path), "--seed", "9"]) == int(fault)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{EXAMPLES + 3} examples (+ 2 raw), seed 9"
+    assert lines[1] == f"by ranks: {{3: {EXAMPLES}, 8: 3}}"
+    assert lines[2].startswith(f"by scheme: {{'ring': {EXAMPLES}}}")
+    assert f"of {len(points())} remainders and grids the rarest is {points()[0]}: {LEAST_HITS}" in lines
+    assert f"of {len(WAYS)} algorithms, each over every transport, the rarest was drawn 1 times" in lines
+    assert lines[-1].startswith("error over bound 0.51 in ring out") == fault
+    assert lines[-2 if fault else -1] == ("1 faults" if fault else "no fault")
+
+
+def test_the_command_draws_or_judges(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        explore.main(["guess", "--seed", "1"])
+    assert stop.value.code == 2
+    assert "choose from" in capsys.readouterr().err
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.booleans()), max_size=6), st.integers(0, 6))
+def test_counting_in_two_sessions_is_counting_in_one(examples: list[dict[str, bool]], cut: int) -> None:
+    whole, first, second = Tally(), Tally(), Tally()
+    for place, example in enumerate(examples):
+        for tally in (whole, first if place < cut else second):
+            tally.count(example)
+            tally.examples, tally.raw, tally.tests = tally.examples + 1, tally.raw + 2, tally.tests + 3
+            tally.sizes[len(example)] += 1
+    first.merge(second)
+    assert first == whole
+    assert Tally.parse(whole.text()) == whole
+
+
+def own(**changes: Any) -> dict[str, str]:
+    """Return the features of a problem on 3 ranks with 4 tokens each, unless something else is said."""
+    size, usual = changes.pop("size", 3), {"seq_len": 12, "kv_len": 12, "layout": "contiguous", "kv_layout": "contiguous"}
+    return attention_features("ring", replace(BASE, **usual | changes), size)
+
+
+@pytest.mark.parametrize(
+    ("window", "name"),
+    [
+        (None, "none"),
+        (1, "narrower"),
+        (2, "narrower"),
+        (3, "shard - 1"),
+        (4, "shard"),
+        (5, "shard + 1"),
+        (6, "wider"),
+        (9, "2 shard + 1"),
+        (10, "wider"),
+    ],
+)
+def test_a_window_is_counted_by_the_length_of_a_shard(window: int | None, name: str) -> None:
+    assert own(mask=Mask(causal=True, window=window))["window"] == name
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "name"),
+    [
+        (None, "none"),
+        ((0, 12), "one"),
+        ((0, 4, 12), "on shards"),
+        ((0, 4, 8, 12), "on shards"),
+        ((0, 4, 9, 12), "on and inside"),
+        ((0, 1, 12), "inside shards"),
+    ],
+)
+def test_documents_are_counted_by_where_they_meet_shards(boundaries: tuple[int, ...] | None, name: str) -> None:
+    assert own(mask=Mask(causal=True, documents=boundaries))["documents"] == name
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "name"),
+    [(12, 3, "even"), (9, 3, "halves uneven"), (8, 3, "uneven"), (3, 3, "halves uneven"), (2, 3, "fewer than ranks")],
+)
+def test_tokens_are_counted_by_what_two_chunks_for_each_rank_leave(length: int, size: int, name: str) -> None:
+    assert own(seq_len=length, kv_len=length, size=size)["tokens"] == name
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "split", "heads"),
+    [
+        (3, 1, "even", "MHA"),
+        (6, 2, "even", "GQA"),
+        (4, 1, "uneven", "MHA"),
+        (2, 2, "copied", "GQA"),
+        (1, 3, "copied", "MQA"),
+        (1, 2, "fewer than ranks", "MQA"),
+        (2, 1, "fewer than ranks", "MHA"),
+    ],
+)
+def test_heads_are_counted_by_how_ranks_share_them(kv_heads: int, group: int, split: str, heads: str) -> None:
+    found = own(kv_heads=kv_heads, group=group)
+    assert (found["head split"], found["heads"]) == (split, heads)
 
 
 def test_counts_survive_a_file_and_add_up(tmp_path: Path) -> None:
