@@ -195,6 +195,8 @@ def test_top_k_and_top_p_leave_out_the_unlikely() -> None:
         (Sampling(1.0, top_p=0.01), {1}),
     ):
         assert {sampling.choose(logits, random) for _ in range(300)} == allowed
+    halves = torch.zeros(2)  # one token alone has exactly the probability that is asked for
+    assert {Sampling(1.0, top_p=0.5).choose(halves, random) for _ in range(100)} == {0}
     draws = torch.tensor([Sampling(1.0).choose(logits, random) for _ in range(4000)])
     found = torch.bincount(draws, minlength=4) / 4000
     assert (found - logits.exp()).abs().max() < 0.04  # five standard deviations

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llama_cases import Case, mesh_of
+from tokenizers import pre_tokenizers
 
 import sp_core as sp
 from sp_core.gradients import placement_of
@@ -158,6 +159,10 @@ def test_the_tokens_of_bytes_are_the_bytes(text: str) -> None:
     tokens = byte_tokenizer().encode(text).ids
     assert tokens == list(text.encode())
     assert byte_tokenizer().decode(tokens) == text
+
+
+def test_every_byte_has_a_token() -> None:
+    assert sorted(byte_tokenizer().get_vocab()) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @pytest.mark.mpi_skip

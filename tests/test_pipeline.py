@@ -14,6 +14,7 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.llama import Decoder, Grid, Llama, generate, load
+from sp_core.llama import model as llama_model
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.loss import next_token_labels
@@ -151,6 +152,29 @@ def save(case: Case, folder: Path) -> None:
 
     (folder / "config.json").write_text(json.dumps(case.config.to_dict()))
     save_file({name: x.contiguous() for name, x in case.weights().items()}, folder / "model.safetensors")
+
+
+def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case((6, 2), layers=3, head_dim=4, hidden=10, ffn=7, vocab=13)
+    monkeypatch.setattr(llama_model, "split_stages", lambda costs, stages, last: (costs, stages, last))
+    sizes = {name: x.numel() for name, x in case.weights().items() if x.dim() == 2}
+    layers = [sum(size for name, size in sizes.items() if f"layers.{number}." in name) for number in range(3)]
+    assert llama_model.stage_layers(case.config, 2) == (layers, 2, sizes["lm_head.weight"])
+
+
+@pytest.mark.parametrize("without", ["neither", "first", "last"])
+@spmd(2, 3)
+def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(comm: Any, without: str) -> None:
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = Case((4, 2), layers=4, tied=True).model(mesh)
+        place = "first" if model.is_first else "last"
+        if (model.is_first or model.is_last) and place != without:
+            weight = model.embed_tokens.weight
+            weight.grad = torch.full_like(weight, 1.0 if model.is_first else 2.0)
+        sum_tied_gradients(model)
+        if model.is_first or model.is_last:
+            wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
+            assert torch.equal(model.embed_tokens.weight.grad, torch.full_like(model.embed_tokens.weight, wanted))
 
 
 @spmd(2, 4)
