@@ -15,6 +15,7 @@ from mpi4py import MPI
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine, probing
+from sp_core.__main__ import main
 from sp_core.errors import DeviceError
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
@@ -137,6 +138,18 @@ def test_a_transport_that_says_why_it_is_not_here_is_not_broken(monkeypatch: pyt
     same = "DeviceError: ranks 0 and 1 have one GPU"
     assert doctor._try(TwoRanks(same), "cuda", "distributed").status == "note"
     assert doctor._try(TwoRanks("RuntimeError: lost"), "cuda", "distributed").status == "broken"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "measure"), [((), None, False), (("--measure",), None, True), (("--device", "cpu"), "cpu", False)]
+)
+def test_the_command_passes_its_options_on(
+    arguments: tuple[str, ...], device: str | None, measure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    monkeypatch.setattr(doctor, "main", lambda device, *, measure: given.append((device, measure)) or 7)
+    assert main(["doctor", *arguments]) == 7
+    assert given == [(device, measure)]
 
 
 def test_a_broken_finding_is_repeated_with_its_remedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,31 @@ def test_the_product_of_no_axes_is_a_rank_alone(comm: Any) -> None:
     with sp.Mesh(comm, a=comm.size, b=1) as mesh:
         assert (mesh[()].rank, mesh[()].size) == (0, 1)
         assert sp.all_gather(torch.tensor([comm.rank]), comm=mesh[()]).tolist() == [comm.rank]
+
+
+@pytest.mark.parametrize("transport", ["host", "window"])
+def test_nobody_leaves_a_fence_before_all_have_come(transport: str) -> None:
+    come = []
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+            for turn in range(1, 4):
+                time.sleep(0.02 * ((comm.rank + turn) % 3))
+                come.append(comm.rank)
+                sp.fence(comm=mesh["sp"])
+                assert len(come) >= turn * comm.size
+
+    run_threads(3, body)
+
+
+@spmd()
+def test_a_communicator_is_freed_once_however_often_it_is_asked_for(comm: Any) -> None:
+    with sp.Mesh(comm, a=comm.size, b=1) as mesh:
+        mesh["a"].free()
+        mesh["a"].free()
+        with pytest.raises(sp.RankError, match="freed"):
+            sp.all_reduce(torch.ones(1), comm=mesh["a"])
+        assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
 
 
 @spmd()

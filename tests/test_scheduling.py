@@ -181,8 +181,10 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_a_schedule_can_be_seen() -> None:
-    assert picture(timeline(one_forward_one_backward(2, 3))).splitlines() == [
-        "stage 0 |  0  1 .. 0'  2 1' .. 2'",
-        "stage 1 | ..  0 0'  1 1'  2 2' ..",
-        "bubble: 25.0% of the stages' time",
-    ]
+    orders = one_forward_one_backward(2, 3)
+    for seconds in (1.0, 0.5, 4.0):
+        assert picture(timeline(orders, lambda stage, slot, each=seconds: each), unit=seconds).splitlines() == [
+            "stage 0 |  0  1 .. 0'  2 1' .. 2'",
+            "stage 1 | ..  0 0'  1 1'  2 2' ..",
+            "bubble: 25.0% of the stages' time",
+        ]
