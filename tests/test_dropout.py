@@ -85,6 +85,7 @@ def test_evaluation_drops_nothing() -> None:
         (ValueError, "p=1.0", {"p": 1.0}),
         (ValueError, "seed=-1", {"seed": -1}),
         (sp.ShapeError, "3 positions", {"positions": range(3)}),
+        (sp.ShapeError, "4 positions", {"x": torch.ones(3, 4)}),
         (sp.ShapeError, "2 features", {"features": range(2)}),
         (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3, dtype=torch.int64)}),
     ],

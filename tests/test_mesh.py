@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 import sp_core as sp
+from sp_core.mesh import _resolved
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.schedule_cases import nodes_of
 
@@ -47,6 +48,16 @@ def test_the_product_of_no_axes_is_a_rank_alone(comm: Any) -> None:
     with sp.Mesh(comm, a=comm.size, b=1) as mesh:
         assert (mesh[()].rank, mesh[()].size) == (0, 1)
         assert sp.all_gather(torch.tensor([comm.rank]), comm=mesh[()]).tolist() == [comm.rank]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cuda:2", "there are 2 CUDA devices, cuda:0 to cuda:1")]
+)
+def test_a_gpu_is_the_current_one_unless_it_is_numbered(asked: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "device_count": 2, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    device, error = _resolved(asked)
+    assert found in (str(device) if error is None else str(error))
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])

@@ -51,6 +51,18 @@ def test_a_ring_hides_its_messages_behind_attention_and_an_all_gather_does_not()
     assert of(replace(SMALL, network=Link(1.0, 0.0)), "ring").exposed > 3.0
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 4, 12])
+def test_an_exchange_pays_the_latency_of_every_message_where_it_goes(per_node: int) -> None:
+    """Three all-to-alls each way: q with k and v, and out; 1 s for a message in the node, 100 s for one to another."""
+    links = {"node": Link(1.0, 0.0), "network": Link(100.0, 0.0)}
+    found = project(replace(SMALL, ranks=12, num_kv_heads=12, per_node=per_node, **links))
+    inside = min(per_node, 12)
+    (alone,) = [one for one in found if one.ulysses == 12]
+    assert alone.exposed == pytest.approx(2 * 3 * ((inside - 1) + 100 * (12 - inside)))
+    names = {(one.ring == 1, one.ulysses == 1): one.scheme for one in found if one.scheme != "allgather_kv"}
+    assert names == {(False, True): "ring", (True, False): "ulysses", (False, False): "hybrid"}
+
+
 def test_the_best_mesh_follows_the_machine() -> None:
     """Attention that takes longer than its messages hides a ring; where the network is what takes time, fewer bytes win."""
     large = replace(SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8)

@@ -25,8 +25,8 @@ TESTS = "SP_MUTANTS_TESTS"
 REACH = "SP_MUTANTS_REACH"
 """Names the file that gets what each test reaches; without it nothing is measured. Under mpiexec each rank adds its number."""
 
-TEST = "SP_MUTANTS_TEST"
-"""Names the test that runs, for the processes that it starts."""
+TEST = "MUTANTS_TEST"
+"""Names the test that runs, for the processes that it starts. Some tests take away what begins with SP_."""
 
 STARTED = """[run]
 parallel = true
