@@ -98,7 +98,9 @@ def test_a_mesh_over_slow_links_has_the_same_sums(comm: Any, count: int, algorit
     link = LinkModel(1e-4, 1e7)
     with sp.Mesh(comm, sp=comm.size, transport=link, algorithm=algorithm) as mesh:
         total = sp.all_reduce(torch.arange(count) + comm.rank, comm=mesh["sp"])
+        came = sp.shift(torch.tensor([comm.rank]), comm=mesh["sp"]) if algorithm == "ring" else None
     assert torch.equal(total, torch.arange(count) * comm.size + comm.size * (comm.size - 1) // 2)
+    assert came is None or came.item() == (comm.rank - 1) % comm.size
 
 
 @spmd()

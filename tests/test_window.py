@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import threading
 import time
@@ -177,6 +178,20 @@ def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
                 sp.all_reduce(torch.ones(5 + comm.rank), comm=mesh["sp"])
 
 
+class Without:
+    """The module `os` of a system that lacks a call: it is not there, or it fails."""
+
+    def __init__(self, name: str) -> None:
+        self._lacking = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._lacking:
+            return getattr(os, name)
+        if name == "memfd_create":
+            raise AttributeError(name)
+        raise OSError(errno.ENOSPC, "no space")
+
+
 OPENED = shared._opened
 WITHOUT: dict[str, Any] = {
     "on 2 machines": ("_machine", lambda: int(threading.current_thread().name == "rank 1")),
@@ -185,7 +200,19 @@ WITHOUT: dict[str, Any] = {
         lambda comm, *rest: (OPENED(comm, *rest), (None, errno.ENOSPC))[comm.rank == 1],
     ),
     "another order": ("ORDERED", ()),
+    "rank 0 cannot map .* Cannot allocate": ("os", Without("memfd_create")),
+    "rank 0 cannot map [^:]*: Cannot allocate": ("os", Without("ftruncate")),
 }
+
+
+def test_a_machine_is_known_by_its_name_its_start_and_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in two containers have one host name at times, and are not of one machine."""
+    here = shared._machine()
+    assert shared._machine() == here
+    for place, name in ((shared.platform, "node"), (shared.Path, "read_text"), (shared.os, "readlink")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, lambda *_: "another")
+            assert shared._machine() != here
 
 
 @pytest.mark.parametrize("reason", sorted(WITHOUT))
