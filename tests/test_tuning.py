@@ -167,7 +167,12 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     found = load(path, known.fingerprint)
     assert {**vars(found)} == {**vars(known)}
     assert list(tmp_path.iterdir()) == [path]
-    assert latest("here") is not None
+    for year, mpi in (("2025", "y"), ("2027", "z"), ("2024", "w")):
+        other = replace(known, fingerprint={"host": "here", "mpi": mpi}, measured_at=year)
+        save(other, default_path(other.fingerprint))
+    newest = latest("here")
+    assert newest is not None
+    assert newest.measured_at == "2027"
     assert latest("elsewhere") is None
     monkeypatch.setenv("SP_TUNING", "auto")
     assert find(lambda: known.fingerprint) is not None
