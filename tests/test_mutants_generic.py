@@ -335,6 +335,8 @@ def test_a_child_ends_green_red_dead_or_shot(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(nursery, "READY", ["pytest"])
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     bodies = {"green": "pass", "red": "assert False", "dead": "import os; os.abort()", "stuck": "import time; time.sleep(99)"}
+    lonely = "import os\n    assert len([*filter(str.isdigit, os.listdir('/proc'))]) == 2"
+    bodies["lonely"] = f"{lonely}  # itself and the first of its namespace"
     for name, body in bodies.items():
         (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
 
@@ -343,5 +345,5 @@ def test_a_child_ends_green_red_dead_or_shot(tmp_path: Path, monkeypatch: pytest
         return nursery.run(arguments, tmp_path, tmp_path / f"{name}.txt", {}, 2.0 if name == "stuck" else 60.0)
 
     with ThreadPoolExecutor() as pool:
-        assert list(pool.map(code, bodies)) == [0, 1, -6, None]
+        assert list(pool.map(code, bodies)) == [0, 1, -6, None, 0]
     assert "assert False" in (tmp_path / "red.txt").read_text()

@@ -19,12 +19,14 @@ from sp_core import measuring
 from sp_core.collectives import choice
 from sp_core.collectives.execution import BoundProgram
 from sp_core.mesh import fingerprint
-from sp_core.schedules import ALGORITHMS, SCHEDULED
+from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases
 from sp_core.testing.schedule_cases import nodes_of
+from sp_core.transport import transfer as tr
 from sp_core.tuning import Curve, FileError, Tuning, decide, default_path, find, latest, load, modelled, predict, save
 from sp_core.tuning.constants import straight
+from sp_core.tuning.model import DTYPE, even_task
 
 ALPHA, BETA, GAMMA = 1e-6, 1e-10, 2e-10
 PLAIN = Tuning({"host": "here"}, (0, 0), {"node": straight(ALPHA, BETA)}, straight(1e-15, GAMMA), straight(1e-15, BETA))
@@ -57,7 +59,7 @@ def test_a_curve_goes_through_its_points_and_grows_between_them() -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_model_is_that_of_the_papers(size: int) -> None:
     """Thakur et al., tables of section 4: n bytes in even pieces, powers of two."""
-    n, logs, nodes = 1 << 20, size.bit_length() - 1, (0,) * size
+    n, logs = 1 << 20, size.bit_length() - 1
     share = (size - 1) / size * n
     expected = {
         ("all_reduce", "ring"): 2 * (size - 1) * ALPHA + 2 * share * BETA + share * GAMMA,
@@ -67,8 +69,50 @@ def test_the_model_is_that_of_the_papers(size: int) -> None:
         ("all_gather", "recursive_doubling"): logs * ALPHA + share * BETA + n / size * BETA,
         ("broadcast", "binomial"): logs * (ALPHA + n * BETA),
     }
-    for (op, algorithm), seconds in expected.items():
-        assert modelled(PLAIN, op, algorithm, nodes, n) == pytest.approx(seconds, rel=0.05), (op, algorithm)
+    known = replace(PLAIN, links={kind: straight(ALPHA, BETA) for kind in ("node", "network")})
+    for nodes in ((0,) * size, tuple(range(size))):
+        for (op, algorithm), seconds in expected.items():
+            assert modelled(known, op, algorithm, nodes, n) == pytest.approx(seconds, rel=0.05), (op, algorithm)
+
+
+def test_a_pipelined_sum_hides_behind_messages_to_other_nodes_only() -> None:
+    """Inside a node the processor that adds also copies the messages."""
+    messages, sums = straight(1e-9, 1e-9), straight(1e-9, 2e-9)
+    known = replace(PLAIN, links={"node": messages, "network": messages}, add=sums)
+    near, far = (modelled(known, "all_reduce", "segmented_ring", nodes, 1 << 26) for nodes in ((0, 0), (0, 1)))
+    n = 1 << 26  # two ranks send half of it twice, and add half of it once
+    assert near == pytest.approx(n * 1e-9 + n / 2 * 2e-9, rel=0.02)
+    assert far == pytest.approx(n * 1e-9, rel=0.02)
+
+
+PREDICTED = [(op, name) for op, names in SCHEDULED.items() if op != "shift" for name in names]
+
+
+@pytest.mark.parametrize(("op", "algorithm"), PREDICTED)
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_the_figures_predicted_are_those_of_the_rank_that_sends_most(op: str, algorithm: str, size: int) -> None:
+    nodes = tuple(rank // 2 if size % 2 == 0 else 0 for rank in range(size))
+    count = 12 * size
+    tasks, pieces = [even_task(op, rank, nodes, count) for rank in range(size)], (12,) * size
+    for rank, task in enumerate(tasks):
+        transfers = {
+            "all_gather": tr.all_gather(pieces, rank),
+            "reduce_scatter": tr.reduce_scatter(pieces, rank),
+            "all_reduce": tr.all_reduce(count),
+            "all_to_all": tr.all_to_all(pieces, (pieces[rank],) * size, max(pieces)),
+            "broadcast": tr.broadcast(count, rank, 0),
+            "reduce": tr.reduce(count, rank, 0),
+        }
+        assert (task.send, task.recv) == (transfers[op].send, transfers[op].recv)
+    costs = [cost(program_of(task, algorithm), DTYPE) for task in tasks]
+    found = predict(SLOW, op, algorithm, nodes, 4 * count)
+    assert found.bytes_sent == max(figures.bytes_sent for figures in costs)
+    assert (found.messages, found.bytes_sent, found.scratch) in {(c.messages, c.bytes_sent, c.scratch) for c in costs}
+
+
+def test_nothing_is_predicted_of_what_the_library_sends() -> None:
+    found = predict(PLAIN, "all_reduce", "mpi", (0, 0), 4096)
+    assert (found.messages, found.bytes_sent, found.scratch) == (0, 0, 0)
 
 
 def test_what_was_measured_corrects_the_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -38,7 +39,6 @@ def tried(edit: Edit, reached: Reached, until: str = STAGES[-1]) -> Outcome:
         target = copy / edit.file
         target.write_text(edit.planted(target.read_text()))
         outcome = _decided(edit, copy, stages, until)
-        trial.sweep(copy)
     return replace(outcome, seconds=round(time.monotonic() - begin, 1))
 
 
@@ -66,7 +66,7 @@ def _run(copy: Path, stage: str, tests: Sequence[str], seconds: float) -> Ending
     limit = LEAST_SECONDS + PATIENCE * seconds
     variables = {**environment(copy, witness, stage), TESTS: str(listed), **WATCHDOG}
     if stage == "ranks":
-        command = trial.command(stage, files, limit, nursery.CHOSEN)
+        command = [sys.executable, "-m", "mutants.apart", *trial.command(stage, files, limit, nursery.CHOSEN)]
         with output.open("w") as file:
             code = trial.run(command, copy, file.fileno(), variables | BRIEF, limit + LEAST_SECONDS)
     else:

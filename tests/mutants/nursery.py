@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mutants import trial
+from mutants.apart import alone
 
 READY = ["torch", "numpy", "pytest", "hypothesis", "_pytest.assertion.rewrite", "hypothesis.strategies", "mpi4py"]
 CHOSEN = ("-p", "mutants.chosen")
@@ -71,7 +72,4 @@ def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, 
     sys.argv = ["pytest", *arguments]
     import pytest
 
-    code = pytest.main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads that a wrong edit has stranded would be waited for
+    alone(lambda: int(pytest.main(arguments)))

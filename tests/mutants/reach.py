@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from mutants import nursery
 from mutants.catalogue import ROOT
 from mutants.chosen import REACH
 from mutants.edits import Edit
-from mutants.trial import NOTHING_FAILED, RANKS, command, copy_package, environment, run, sweep
+from mutants.trial import NOTHING_FAILED, RANKS, command, copy_package, environment, run
 
 SECONDS, RANKS_SECONDS = 900.0, 1800.0
 APART = (
@@ -131,7 +132,6 @@ def measured(file: str, target: Path) -> None:
         copy_package(copy)
         variables = environment(copy, copy / "witness.json", "threads") | {REACH: str(copy / "reach.json")}
         code = nursery.run(["-q", *nursery.plugins(), file], copy, copy / "out.txt", variables, SECONDS)
-        sweep(copy)
         _check(file, copy, code, [copy / "reach.json"])
         _keep(target, json.loads((copy / "reach.json").read_text()))
 
@@ -148,9 +148,9 @@ def measured_on_ranks(missing: Missing) -> None:
         copy_package(copy)
         variables = environment(copy, copy / "witness.json", "ranks") | BRIEF | {REACH: str(copy / "reach.json")}
         told = [copy / f"reach.json{rank}" for rank in range(RANKS)]
+        alone = [sys.executable, "-m", "mutants.apart", *command("ranks", files, RANKS_SECONDS, nursery.CHOSEN)]
         with (copy / "out.txt").open("w") as output:
-            code = run(command("ranks", files, RANKS_SECONDS, nursery.CHOSEN), copy, output.fileno(), variables, RANKS_SECONDS + 60)
-        sweep(copy)
+            code = run(alone, copy, output.fileno(), variables, RANKS_SECONDS + 60)
         _check(", ".join(files), copy, code, told)
         parts = [json.loads(file.read_text()) for file in told]
     for file, target in missing:

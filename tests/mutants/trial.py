@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -195,14 +194,6 @@ def run(arguments: Sequence[str], folder: Path, output: int, variables: dict[str
         return None
     finally:
         _end(process)
-
-
-def sweep(copy: Path) -> None:
-    """Kill what was started for a copy of the package and has left its parent's group: its environment names the copy."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{copy}".encode() in (process / "environ").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
