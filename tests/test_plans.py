@@ -73,24 +73,6 @@ def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
         assert torch.equal(pending.wait(), torch.full((40,), float(comm.size)))
 
 
-def test_messages_without_a_tag_do_not_meet_those_of_a_schedule() -> None:
-    """Rank 0 begins to shift after the second step of an all-gather, and the others before it."""
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="host", check="off", sp=comm.size) as mesh:
-            group, x, sizes = mesh["sp"], torch.arange(4) + 10 * comm.rank, [4, 4, 4]
-            gathering = sp.all_gather_start(x, comm=group, sizes=sizes, algorithm="ring")
-            deadline = time.monotonic() + 60 * (comm.rank == 0)
-            while group._pending and time.monotonic() < deadline:
-                group.poll()
-                time.sleep(1e-4)
-            shifting = sp.shift_start(-x, comm=group, sizes=sizes)
-            assert gathering.wait().tolist() == [value + 10 * rank for rank in range(3) for value in range(4)]
-            assert shifting.wait().tolist() == [-value - 10 * ((comm.rank - 1) % 3) for value in range(4)]
-
-    run_threads(3, body)
-
-
 class Stream(threading.local):
     """Which stream a rank is on, and which of them has waited for which: as much of a device as a run asks for."""
 
