@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -224,4 +225,22 @@ def test_a_round_that_failed_is_no_result(tmp_path: Path, capsys: pytest.Capture
             one.tally()
         assert "what the session said" in capsys.readouterr().out
         if code == 0:
-            Tally().write(one.file)
+            Tally(examples=7).write(one.file)
+    vars(one)["process"] = SimpleNamespace(returncode=0)
+    assert one.tally() == Tally(examples=7)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_round_that_does_not_end_is_killed(stubborn: bool) -> None:
+    calls = []
+
+    def wait(seconds: float | None = None) -> None:
+        calls.append("wait")
+        if stubborn and seconds is not None:
+            raise subprocess.TimeoutExpired("pytest", seconds)
+
+    one = explore.Round.__new__(explore.Round)
+    process = {name: lambda name=name: calls.append(name) for name in ("terminate", "kill")}
+    vars(one)["process"] = SimpleNamespace(wait=wait, **process)
+    one.end()
+    assert calls == ["terminate", "wait", *(["kill", "wait"] if stubborn else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from kit.failing import SEARCH, failure_of, leads
+from mpi4py import MPI
 
 from sp_core.errors import RankError
 from sp_core.testing import given, spmd, tier
@@ -289,3 +291,15 @@ def test_the_names_are_those_of_the_tier() -> None:
             assert type(comm).__name__ == {"threads": "ThreadComm", "mpi": "CheckedComm"}[tier()]
 
     body()
+
+
+def test_what_is_left_out_is_what_mpi4py_takes() -> None:
+    """Its own signatures stand in the first lines of its docstrings."""
+    compared = 0
+    for name, method in inspect.getmembers(LockstepComm, inspect.isfunction):
+        theirs = (getattr(MPI.Intracomm, name, None).__doc__ or "").partition("\n")[0]
+        for parameter in inspect.signature(method).parameters.values():
+            if parameter.name in ("root", "sendtag", "color", "key") and parameter.default is not parameter.empty:
+                assert f"{parameter.name}: int = {parameter.default}" in theirs, name
+                compared += 1
+    assert compared >= 8

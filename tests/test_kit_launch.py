@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sp_core.testing import launch, leftovers
 from sp_core.testing.launch import SESSION_DIR, SESSION_DIR_HERE, environment
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
@@ -195,6 +196,35 @@ def test_launches_share_no_folder_of_the_library_unless_one_is_named(tmp_path: P
 def launched(program: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a program that is no test session."""
     return run(["-m", "sp_core.testing.launch", "-n", "2", *options, "--", "python", "-c", program])
+
+
+def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
+        launch.find_mpiexec()
+    monkeypatch.setattr(launch.shutil, "which", lambda name: f"/path/{name}")
+    assert launch.find_mpiexec() == "/path/mpiexec"
+    (tmp_path / "mpiexec").touch()
+    assert launch.find_mpiexec() == str(tmp_path / "mpiexec")
+
+
+@pytest.mark.parametrize(
+    ("mapped", "name"),
+    [
+        ("/dev/shm/sm_segment.host.0", "sm_segment.host.0"),
+        ("/dev/shm/mpich_shm_1", "mpich_shm_1"),
+        ("/dev/shm/folder/mpich_shm_1", None),
+        ("/dev/shm/mpich_shm_1/other", None),
+        ("/dev/shm/mpich_shm_1 (deleted)", None),
+        ("/dev/shm/somebody", None),
+        ("/tmp/mpich_shm_1", None),
+        ("", None),
+    ],
+)
+def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(mapped: str, name: str | None) -> None:
+    found = leftovers._mapped(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
+    assert found == (None if name is None else Path("/dev/shm") / name)
 
 
 def test_other_programs_may_be_launched() -> None:
