@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from sp_core.schemes import SCHEMES
 from sp_core.schemes.hybrid import groups_of
 from sp_core.testing import given, spmd
 from sp_core.testing.attention_check import Shards
+from sp_core.testing.capabilities import BASE
 from sp_core.testing.schedule_cases import schedule
 from sp_core.testing.strategies import AttentionProblem, attention_problems
 
@@ -71,6 +74,18 @@ def test_a_scheme_sends_what_its_formula_says(comm: Any, name: str, problem: Att
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
         found = measured(functools.partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"])
         assert found == getattr(cost, name)(sizes_of(problem, comm.size, shared=shared), comm.rank)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+@spmd(2)
+def test_every_choice_of_gradients_sends_what_the_formula_says(comm: Any, name: str) -> None:
+    """Of equal lengths of keys and queries, whose gradients may travel together."""
+    with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
+        for needs_grad in itertools.product((False, True), repeat=3):
+            problem = replace(BASE, needs_grad=needs_grad)
+            shards = Shards(problem, comm.rank, comm.size, mesh.device)
+            found = measured(functools.partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"])
+            assert found == getattr(cost, name)(sizes_of(problem, comm.size, shared=False), comm.rank), needs_grad
 
 
 @given(problem=attention_problems(), fast=st.booleans(), divisor=st.integers(0, 3), shared=st.booleans())
