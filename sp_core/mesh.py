@@ -128,8 +128,8 @@ class Mesh:
         if self._freed:
             return
         try:
-            for names in sorted(self._made, key=lambda names: (names == axes.in_order(self.axes, names), names)):
-                self._made[names].free()
+            for names in sorted(self._made, key=lambda names: (names == axes.in_order(self.axes, names), -len(names), names)):
+                self._made[names].free()  # the largest first: calls that differ are compared there first
         except RankError:
             self._abandon()
             raise

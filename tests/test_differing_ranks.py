@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from domains.declared import Subject
-from domains.differing import faults
+from domains.differing import alone, faults
 from domains.subjects import SUBJECTS
 
+from sp_core.agreement import _gather_texts
 from sp_core.testing import spmd
 
 BY_RANKS = {
@@ -17,17 +18,44 @@ BY_RANKS = {
 }
 
 
-@pytest.mark.parametrize("subject", BY_RANKS[2], ids=lambda subject: subject.name)
+TWO = pytest.mark.parametrize("subject", BY_RANKS[2], ids=lambda subject: subject.name)
+FOUR = pytest.mark.parametrize("subject", BY_RANKS[4], ids=lambda subject: subject.name)
+
+
+def check_arguments(comm: Any, subject: Subject) -> None:
+    """Change each argument on one rank and on all."""
+    found = list(faults(subject, subject.draw(subject.base, 1), comm))
+    assert len(found) > 5
+    assert not any(found), "\n".join(filter(None, found))
+
+
+def check_calls(comm: Any, subject: Subject) -> None:
+    """Let one rank call once more than the others, then once less."""
+    for is_extra in (True, False):
+        told = _gather_texts(comm, alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra))
+        assert len(set(told)) == 1, told
+        assert bool(told[0]) == ("a call on one rank" not in subject.allowed), told
+
+
+@TWO
 @spmd(2)
-def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
-    found = list(faults(subject, subject.draw(subject.base, 1), comm))
-    assert len(found) > 5
-    assert not any(found), "\n".join(filter(None, found))
+def test_two_ranks_with_other_arguments_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+    check_arguments(comm, subject)
 
 
-@pytest.mark.parametrize("subject", BY_RANKS[4], ids=lambda subject: subject.name)
+@FOUR
 @spmd(4)
-def test_four_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
-    found = list(faults(subject, subject.draw(subject.base, 1), comm))
-    assert len(found) > 5
-    assert not any(found), "\n".join(filter(None, found))
+def test_four_ranks_with_other_arguments_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+    check_arguments(comm, subject)
+
+
+@TWO
+@spmd(2)
+def test_two_ranks_with_another_number_of_calls_are_told_so(comm: Any, subject: Subject) -> None:
+    check_calls(comm, subject)
+
+
+@FOUR
+@spmd(4)
+def test_four_ranks_with_another_number_of_calls_are_told_so(comm: Any, subject: Subject) -> None:
+    check_calls(comm, subject)

@@ -152,6 +152,22 @@ def answer(subject: Subject, drawn: Values, difference: Difference, comm: Any) -
     return ""
 
 
+def alone(subject: Subject, drawn: Values, comm: Any, *, is_extra: bool) -> str:
+    """Make a call on the last rank only, or on all but that one, after one that all ranks make; then leave the mesh.
+
+    Returns:
+        Nothing where nobody noticed, else the error of this rank.
+    """
+    try:
+        with subject.prepare(comm, drawn) as call:
+            finished(call())
+            if (comm.rank == comm.size - 1) == is_extra:
+                finished(call())
+    except REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def fault(difference: Difference, answers: Sequence[str]) -> str:
     """Say what is wrong with the answers of all ranks; nothing where all is well."""
     if len(set(answers)) > 1:
