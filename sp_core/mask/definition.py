@@ -132,7 +132,8 @@ def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
     """
     if positions.numel():
         check_inside(int(positions.min()), int(positions.max()), boundaries)
-    return torch.bucketize(positions, torch.tensor(boundaries[1:], device=positions.device), right=True)
+    ends = torch.tensor(boundaries[1:], device=positions.device)
+    return torch.bucketize(positions.contiguous(), ends, right=True)
 
 
 def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
