@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from domains import attention, collectives
+from domains import attention, collectives, exact, masks, numeric
 
 SUBJECTS = [
     *attention.SUBJECTS,
     *collectives.SUBJECTS,
+    *exact.SUBJECTS,
+    *masks.SUBJECTS,
+    *numeric.SUBJECTS,
 ]
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

@@ -1,0 +1,270 @@
+"""Domains of pure integer functions: `Sharding` and `Mask`, each method against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from domains.collectives import DTYPES, MEMORIES, in_memory
+from domains.declared import Call, Parts, Subject, Values, spans, values
+
+
+def pure(name: str, factors: dict[str, Parts], make: Callable[[Values], Call], *covers: str) -> Subject:
+    """Return the subject of a function that knows no communicator."""
+    return Subject(name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers)
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Compare two results bit for bit."""
+    if isinstance(wanted, Tensor):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    else:
+        assert found == wanted
+
+
+# Sharding
+
+SPANS: dict[str, Parts] = {
+    "seq_len": spans((10, 40), (0, 0), (1, 9), (1000, 3000)),
+    "size": spans((2, 9), (1, 1), (10, 64)),
+    "start": spans((0, 0), (1, 9), (100_000, 1_000_000)),
+}
+
+
+def owned(layout: str, seq_len: int, size: int, start: int) -> list[list[int]]:
+    """Return the positions of each rank, from the definition of a layout."""
+    tokens = torch.arange(start, start + seq_len)
+    if layout == "striped":
+        return [tokens[rank::size].tolist() for rank in range(size)]
+    if layout == "contiguous":
+        return [chunk.tolist() for chunk in tokens.tensor_split(size)]
+    chunks = [chunk.tolist() for chunk in tokens.tensor_split(2 * size)]
+    return [chunks[rank] + chunks[-1 - rank] for rank in range(size)]
+
+
+def dealt(drawn: Values, *, ordered: bool = False) -> list[list[int]]:
+    """Return positions of each rank: some tokens with gaps between them, dealt at random."""
+    chance, length, size = Random(drawn["seed"]), drawn["seq_len"], drawn["size"]
+    tokens = chance.sample(range(drawn["start"], drawn["start"] + 2 * length), length)
+    hands: list[list[int]] = [[] for _ in range(size)]
+    for token in tokens:
+        hands[chance.randrange(size)].append(token)
+    return [sorted(hand) for hand in hands] if ordered else hands
+
+
+def runs_of(drawn: Values) -> tuple[tuple[range, ...], ...]:
+    """Return segments of each rank: ranges of one step, some of them empty."""
+    chance, size, step = Random(drawn["seed"]), drawn["size"], 1 + drawn["seed"] % 3
+    inner = sorted(chance.randint(0, drawn["seq_len"]) for _ in range(2 * size - 1))
+    ends = [drawn["start"] + step * end for end in (0, *inner, drawn["seq_len"])]
+    pieces = [range(begin, end, step) for begin, end in pairwise(ends)]
+    chance.shuffle(pieces)
+    return tuple(tuple(pieces[2 * rank : 2 * rank + 2]) for rank in range(size))
+
+
+def judge_made(wanted: list[list[int]], again: Callable[[], sp.Sharding], made: sp.Sharding) -> None:
+    """Compare a sharding with the positions that every rank owns."""
+    assert [made.positions(rank).tolist() for rank in range(len(wanted))] == wanted
+    assert (made.size, made.seq_len) == (len(wanted), sum(map(len, wanted)))
+    assert made.lengths == tuple(map(len, wanted))
+    assert made.end == max((p + 1 for owned in wanted for p in owned), default=0)
+    assert made == again()
+    assert (hash(made), made.fingerprint) == (hash(again()), again().fingerprint)
+
+
+def made_by(layout: str) -> Callable[[Values], Call]:
+    """Return how the constructor of a layout is called."""
+    function = getattr(sp.Sharding, layout)
+
+    def make(drawn: Values) -> Call:
+        given = {name: drawn[name] for name in ("seq_len", "size", "start")}
+        return Call(function, given, lambda made: judge_made(owned(layout, **given), lambda: function(**given), made))
+
+    return make
+
+
+def from_positions(drawn: Values) -> Call:
+    """Call `from_positions` with lists, tuples or ranges."""
+    positions = dealt(drawn, ordered=drawn["positions"] == "ascending")
+    given = {"positions": tuple(map(tuple, positions)) if drawn["positions"] == "tuples" else positions}
+    function = sp.Sharding.from_positions
+    return Call(function, given, lambda made: judge_made(positions, lambda: function(**given), made))
+
+
+def from_segments(drawn: Values) -> Call:
+    """Call `Sharding` itself."""
+    given = {"segments": runs_of(drawn)}
+    wanted = [[p for piece in pieces for p in piece] for pieces in given["segments"]]
+    return Call(sp.Sharding, given, lambda made: judge_made(wanted, lambda: sp.Sharding(**given), made))
+
+
+MADE: dict[str, Callable[[Values], sp.Sharding]] = {
+    **{
+        layout: lambda v, layout=layout: getattr(sp.Sharding, layout)(v["seq_len"], v["size"], v["start"])
+        for layout in ("zigzag", "contiguous", "striped")
+    },
+    "dealt": lambda v: sp.Sharding.from_positions(dealt(v)),
+    "segments": lambda v: sp.Sharding(runs_of(v)),
+    "grouped": lambda v: sp.Sharding.zigzag(v["seq_len"], v["size"], v["start"]).group(groups(v)),
+}
+"""Shardings on which methods are called."""
+
+
+def groups(drawn: Values) -> list[list[int]]:
+    """Return groups of ranks, in any order and of any number; one may be empty."""
+    chance, size = Random(drawn["seed"] + 1), drawn["size"]
+    ranks = chance.sample(range(size), size)
+    cuts = sorted(chance.randint(0, size) for _ in range(chance.randint(0, 3)))
+    return [ranks[begin:end] for begin, end in zip((0, *cuts), (*cuts, size), strict=True)]
+
+
+def places(order: Sequence[int]) -> Tensor:
+    """Return where each of some positions lies among them in ascending order."""
+    return torch.tensor(order, dtype=torch.int64).argsort().argsort()
+
+
+class Owned:
+    """What a method is about to be called on: a sharding, and the positions that follow from its segments.
+
+    Attributes:
+        sharding: the object of the method.
+        by_rank: positions of each rank.
+        gathered: positions of all ranks in turn.
+        in_order: places in `gathered`, in the order of `sort_segments`.
+    """
+
+    def __init__(self, sharding: sp.Sharding) -> None:
+        self.sharding = sharding
+        self.by_rank = [[p for piece in pieces for p in piece] for pieces in sharding.segments]
+        self.gathered = [p for positions in self.by_rank for p in positions]
+        self.pieces = [piece for pieces in sharding.segments for piece in pieces]
+        starts = list(accumulate(map(len, self.pieces), initial=0))
+        by_start = sorted(range(len(self.pieces)), key=lambda n: self.pieces[n].start)
+        self.in_order = [starts[n] + i for n in by_start for i in range(len(self.pieces[n]))]
+
+    def sorted_ranges(self, rank: int) -> list[list[int]]:
+        """Return where `sort_segments` puts each token of each segment of a rank."""
+        begin = sum(map(len, self.by_rank[:rank]))
+        found = []
+        for piece in self.sharding.segments[rank]:
+            found.append([self.in_order.index(begin + i) for i in range(len(piece))])
+            begin += len(piece)
+        return found
+
+
+def of_tokens(drawn: Values, length: int) -> Tensor:
+    """Return a tensor with so many tokens along the drawn dim."""
+    shape = [2] * drawn["x.dims"]
+    shape[drawn["dim"]] = length
+    generator = torch.Generator().manual_seed(drawn["seed"])
+    x = torch.randint(0, 100, shape, generator=generator).to(DTYPES[drawn["x.dtype"]])
+    return in_memory(x, drawn["x.memory"])
+
+
+DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] = {
+    "local_len": (("rank",), lambda o, a: len(o.by_rank[a["rank"]])),
+    "positions": (("rank",), lambda o, a: torch.tensor(o.by_rank[a["rank"]], dtype=torch.int64)),
+    "sorted_ranges": (("rank",), lambda o, a: o.sorted_ranges(a["rank"])),
+    "causal_work": (
+        ("rank",),
+        lambda o, a: sum(p <= q for q in o.by_rank[a["rank"]] for p in o.gathered),
+    ),
+    "group": (
+        ("groups",),
+        lambda o, a: [[p for rank in group for p in o.by_rank[rank]] for group in a["groups"]],
+    ),
+    "sort_segments": (
+        ("gathered", "dim"),
+        lambda o, a: a["gathered"].index_select(a["dim"], torch.tensor(o.in_order, dtype=torch.int64)),
+    ),
+    "unsort_segments": (
+        ("x", "dim"),
+        lambda o, a: a["x"].index_select(a["dim"], torch.tensor(o.in_order, dtype=torch.int64).argsort()),
+    ),
+    "shard": (
+        ("x", "rank", "dim"),
+        lambda o, a: a["x"].index_select(a["dim"], places(o.gathered).split(list(o.sharding.lengths))[a["rank"]]),
+    ),
+    "unshard": (
+        ("shards", "dim"),
+        lambda o, a: torch.cat(a["shards"], a["dim"]).index_select(a["dim"], places(o.gathered).argsort()),
+    ),
+    "restore": (
+        ("gathered", "dim"),
+        lambda o, a: a["gathered"].index_select(a["dim"], places(o.gathered).argsort()),
+    ),
+}
+"""Arguments of each method, and what it gives."""
+
+
+def called(method: str) -> Callable[[Values], Call]:
+    """Return how a method is called, and judged by its definition."""
+    names, definition = DEFINITIONS[method]
+
+    def make(drawn: Values) -> Call:
+        about = Owned(MADE[drawn["(sharding)"]](drawn))
+        lengths = about.sharding.lengths
+        given: Values = {name: drawn[name] for name in ("dim",) if name in names}
+        if "rank" in names:
+            given["rank"] = {"first": 0, "last": len(lengths) - 1}.get(drawn["rank"], len(lengths) // 2)
+        if "groups" in names:
+            ranks = list(range(len(lengths)))
+            given["groups"] = {"one": [ranks], "each alone": [[rank] for rank in ranks]}.get(
+                drawn["groups"], groups(drawn | {"size": len(ranks)})
+            )
+        for name in {"x", "gathered"} & set(names):
+            given[name] = of_tokens(drawn, sum(lengths))
+        if "shards" in names:
+            given["shards"] = [of_tokens(drawn | {"seed": drawn["seed"] + n}, n) for n in lengths]
+
+        def judge(found: Any) -> None:
+            if method == "group":
+                found = [found.positions(number).tolist() for number in range(found.size)]
+            elif method == "sorted_ranges":
+                found = [list(places) for places in found]
+            same(found, definition(about, given))
+
+        return Call(getattr(about.sharding, method), given, judge)
+
+    return make
+
+
+def method_factors(method: str) -> dict[str, Parts]:
+    """Return the domain of a method: of the sharding that it belongs to, and of its arguments."""
+    names = DEFINITIONS[method][0]
+    own: dict[str, Parts] = {
+        "rank": values("first", "middle", "last"),
+        "groups": values("one", "each alone", "any"),
+        "dim": {
+            "first": lambda c, v: 0,
+            "last": lambda c, v: v["x.dims"] - 1,
+            "from the end": lambda c, v: -c.randint(1, v["x.dims"]),
+        },
+    }
+    tensor = next((name for name in ("x", "gathered", "shards") if name in names), "")
+    held = {
+        "x.dims": spans((2, 4), (1, 1)),
+        "x.dtype": values("float64", *(name for name in DTYPES if name != "float64")),
+        "x.memory": values(*MEMORIES),
+    }
+    found = SPANS | {"(sharding)": values(*MADE)} | (held if tensor else {})
+    return found | ({tensor: values("drawn")} if tensor else {}) | {name: own[name] for name in own if name in names}
+
+
+SUBJECTS = [
+    pure("Sharding", SPANS | {"segments": values("ranges")}, from_segments),
+    pure(
+        "Sharding.from_positions",
+        SPANS | {"positions": values("ascending", "any order", "tuples")},
+        from_positions,
+    ),
+    *(pure(f"Sharding.{layout}", SPANS, made_by(layout)) for layout in ("contiguous", "zigzag", "striped")),
+    *(pure(f"Sharding.{method}", method_factors(method), called(method)) for method in DEFINITIONS),
+]

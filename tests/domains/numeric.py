@@ -1,0 +1,291 @@
+"""Domains of pure functions on floating tensors: `Rope`, `dropout`, `local_attention`, `merge`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from domains import attention, masks
+from domains.collectives import MEMORIES, in_memory
+from domains.declared import Call, Parts, Values, spans, values
+from domains.exact import pure
+from sp_core.attention import accumulation_dtype
+from sp_core.mask import plan_blocks
+from sp_core.testing import record_ratio, reference
+from sp_core.testing.strategies import DTYPES, STORAGES, placed
+from sp_core.testing.tolerance import bound, check_close
+
+SHAPE: dict[str, Parts] = {
+    "x.batch": spans((2, 3), (1, 1), (0, 0)),
+    "x.seq_len": spans((2, 12), (1, 1), (0, 0), (101, 140)),
+    "x.heads": spans((1, 3), (0, 0), (4, 9)),
+    "x.dtype": values(*DTYPES),
+    "x.memory": values(*MEMORIES),
+    "x.upstream": values(*MEMORIES),
+}
+POSITIONS: Parts = {
+    "from 0": lambda c, v: range(v["x.seq_len"]),
+    "far out": lambda c, v: range(10**6 - 7, 10**6 - 7 + v["x.seq_len"]),
+    "a stride": lambda c, v: range(3, 3 + 5 * v["x.seq_len"], 5),
+    "any list": lambda c, v: [c.randint(0, 10**6) for _ in range(v["x.seq_len"])],
+    "int64": lambda c, v: torch.tensor([c.randint(0, 10**6) for _ in range(v["x.seq_len"])], dtype=torch.int64),
+    "int32, expanded": lambda c, v: torch.tensor([c.randint(0, 10**6)], dtype=torch.int32).expand(v["x.seq_len"]),
+    "every second": lambda c, v: torch.arange(c.randint(0, 99), c.randint(10**3, 10**4))[: 2 * v["x.seq_len"] : 2],
+}
+
+
+def normal(seed: int, shape: Sequence[int], dtype: str) -> Tensor:
+    """Return random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+
+
+def held(x: Tensor, memory: str) -> Tensor:
+    """Return a leaf that lies in memory as named."""
+    return in_memory(x, memory).detach().requires_grad_()
+
+
+def near(name: str, found: Tensor, wanted: Tensor, allowed: Tensor) -> None:
+    """Compare a result with the reference, and record how far it is off."""
+    record_ratio(name, check_close(name, found.detach(), wanted, allowed))
+
+
+# Rope
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "linear, by its old name": {"type": "linear", "factor": 2},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+}
+
+
+def rope(drawn: Values) -> Call:
+    """Make a Rope, and rotate a tensor at other positions before the ones that are judged."""
+    dim, base, scaling = drawn["head_dim"], drawn["base"], SCALINGS[drawn["scaling"]]
+    given = {"head_dim": dim, "base": base, "scaling": scaling}
+    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
+    known = None if kind in (None, "default") else {**scaling, "rope_type": kind}
+    frequencies = reference.llama_frequencies(dim, base, known)
+    shape = [drawn[f"x.{name}"] for name in ("batch", "seq_len", "heads")]
+    x = held(normal(drawn["seed"], (*shape, dim), drawn["x.dtype"]), drawn["x.memory"])
+    upstream = in_memory(normal(drawn["seed"] + 1, x.shape, drawn["x.dtype"]), drawn["x.upstream"])
+    places = [int(p) for p in drawn["positions"]]
+
+    def judge(made: sp.Rope) -> None:
+        made.apply(x, [p + 1 for p in places])
+        out = made.apply(x, drawn["positions"])
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        for name, found, of, sign in (("rope", out, x, 1), ("rope gradient", grad, upstream, -1)):
+            wide = of.detach().double()
+            sizes = sum(half.abs() for half in wide.chunk(2, -1)).repeat(1, 1, 1, 2)
+            angle = 1.0 + max(places, default=0) * max(frequencies)
+            allowed = bound(sizes, x.dtype) + bound(sizes * angle, torch.float64)
+            assert found.dtype == x.dtype
+            near(name, found, reference.rotate(wide, [sign * p for p in places], frequencies), allowed)
+
+    return Call(sp.Rope, given, judge)
+
+
+ROPE: dict[str, Parts] = {
+    "head_dim": {
+        name: lambda c, v, low=low, high=high: 2 * c.randint(low, high)
+        for name, low, high in (("4 to 16", 2, 8), ("2", 1, 1), ("18 to 64", 9, 32), ("66 to 256", 33, 128))
+    },
+    "base": values(10000.0, 500000.0, 1.0, 7),
+    "scaling": values(*SCALINGS),
+    "positions": POSITIONS,
+}
+
+# dropout
+
+
+def mixed(z: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's finalizer of unsigned numbers."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def kept(p: float, seed: int, places: Sequence[Sequence[int]]) -> Tensor:
+    """Return which elements stay: their places, one after the other, are mixed into the seed."""
+    state = mixed(np.array(seed, dtype=np.uint64)[None])[0]
+    for place in places:
+        state = mixed(state[..., None] + np.array([int(n) for n in place], dtype=np.uint64))
+    low = torch.from_numpy((state & np.uint64(2**53 - 1)).astype(np.float64) / 2**53)
+    return low >= p
+
+
+def dropped(drawn: Values) -> Call:
+    """Call `dropout`."""
+    shape = [drawn["x.batch"], drawn["x.seq_len"], *[2] * drawn["x.middle"], drawn["x.width"]]
+    x = held(normal(drawn["seed"], shape, drawn["x.dtype"]), drawn["x.memory"])
+    upstream = in_memory(normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"])
+    given = {name: drawn[name] for name in ("p", "positions", "features", "training")}
+    features = range(shape[-1]) if given["features"] is None else given["features"]
+    stay = kept(given["p"], drawn["seed.value"], [range(shape[0]), given["positions"], *[range(2)] * drawn["x.middle"], features])
+    factor = 1 / (1 - given["p"]) if given["training"] else 1.0
+    stay = stay if given["training"] else torch.ones_like(stay)
+
+    def judge(out: Tensor) -> None:
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        for name, found, of in (("dropout", out, x), ("dropout gradient", grad, upstream)):
+            wanted = torch.where(stay, of.detach().double() * factor, 0.0)
+            assert found.dtype == x.dtype
+            near(name, found, wanted, bound(wanted, x.dtype))
+
+    return Call(sp.dropout, {"x": x, "seed": drawn["seed.value"], **given}, judge)
+
+
+DROPOUT: dict[str, Parts] = {name: parts for name, parts in SHAPE.items() if name != "x.heads"} | {
+    "x.middle": spans((0, 0), (1, 2)),
+    "x.width": spans((2, 9), (1, 1), (0, 0), (65, 100)),
+    "p": values(0.3, 0.0, 0.999),
+    "seed.value": spans((0, 99), (2**31, 2**40), (2**62 - 9, 2**62 - 1)),
+    "positions": POSITIONS,
+    "features": {
+        "all": lambda c, v: None,
+        "a part": lambda c, v: range(7, 7 + v["x.width"]),
+        "any": lambda c, v: torch.tensor(c.sample(range(200), v["x.width"]), dtype=torch.int64),
+    },
+    "training": values(True, False),
+}
+
+# local_attention
+
+
+def attended(drawn: Values) -> Call:
+    """Call `local_attention`, on positions or on whole sequences."""
+    chance, seed, dtype = Random(drawn["seed"]), drawn["seed"], drawn["q.dtype"]
+    mask = sp.Mask(**masks.given_to(drawn)) if drawn["mask"] == "given" else None
+    where = {
+        name: masks.positions(chance, drawn[length], drawn[name])
+        for name, length in (("q_positions", "(length)"), ("kv_positions", "(kv_length)"))
+        if drawn[name] != "left out"
+    }
+    if "q_positions" not in where and "kv_positions" not in where and drawn["(length)"] != drawn["(kv_length)"]:
+        mask = None if drawn["kv_documents"] is None else mask
+    places = {
+        "q_positions": where.get("q_positions", range(drawn["(length)"])),
+        "kv_positions": where.get("kv_positions", range(drawn["(kv_length)"])),
+    }
+    places = {name: [int(p) for p in found] for name, found in places.items()}
+    sizes = [drawn["q.batch"], len(places["q_positions"]), drawn["k.heads"] * drawn["q.group"], drawn["q.head_dim"]]
+    kv_sizes = [drawn["q.batch"], len(places["kv_positions"]), drawn["k.heads"], drawn["q.head_dim"]]
+    whole = [normal(seed + n, shape, dtype) for n, shape in enumerate((sizes, kv_sizes, kv_sizes))]
+    whole[0] = (whole[0] * drawn["q.magnitude"]).to(whole[0].dtype)
+    if drawn["q.memory"] == "expanded":
+        whole = [x[:1].expand_as(x) for x in whole]
+    leaves = [placed(x, drawn["q.memory"]).requires_grad_() for x in whole]
+    named = dict(zip("qkv", leaves, strict=True))
+    scale = drawn["softmax_scale"]
+    asked = drawn["return_lse"] != "no"
+    grads = [in_memory(normal(seed + 5, sizes, dtype), drawn["q.upstream"])]
+    if drawn["return_lse"] == "with gradient":
+        grads.append(normal(seed + 6, (sizes[0], sizes[2], sizes[1]), str(accumulation_dtype(whole[0].dtype))[6:]))
+
+    def judge(result: Any) -> None:
+        options = {**places, "softmax_scale": scale, **({} if mask is None else masks.plain(masks.given_to(drawn)))}
+        out, lse = result if asked else (result, None)
+        forward = reference.attention(*whole, **options)
+        lse_grad = grads[1] if len(grads) > 1 else None
+        backward = reference.attention_grads(*whole, grads[0], grad_lse=lse_grad, **options)
+        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad([out, lse][: len(grads)], leaves, grads), strict=True))
+        found |= {"out": out} | ({"lse": lse} if asked else {})
+        partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
+        for name, actual in found.items():
+            source: Any = forward if name in ("out", "lse") else backward
+            allowed = bound(getattr(source, f"{name}_scale"), whole[0].dtype, source.growth, partials)
+            near(f"local attention {name}", actual, getattr(source, name), allowed)
+
+    return Call(sp.local_attention, named | where | {"mask": mask, "softmax_scale": scale, "return_lse": asked}, judge)
+
+
+LOCAL: dict[str, Parts] = (
+    {name: parts for name, parts in attention.COMMON.items() if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group")}
+    | {
+        "q.batch": spans((1, 1), (2, 3), (0, 0)),
+        "k.heads": spans((1, 2), (3, 9), (0, 0)),
+        "v": values("normal"),
+        "q.memory": values(*STORAGES),
+        "q.upstream": values(*MEMORIES),
+        "softmax_scale": attention.COMMON["softmax_scale"],
+        "return_lse": values("with gradient", "without", "no"),
+        "mask": values("given", "none"),
+        "q_positions": values("left out", *masks.KINDS),
+        "kv_positions": values("left out", *masks.KINDS),
+    }
+    | masks.MASK
+    | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
+)
+
+# merge
+
+
+def merged(drawn: Values) -> Call:
+    """Call `merge` on partial results of which rows may have seen nothing."""
+    shape, chance = drawn["out_a.shape"], Random(drawn["seed"])
+    given: Values = {}
+    for n, name in enumerate("ab"):
+        lse = normal(drawn["seed"] + n, shape[:-1], drawn["lse_a.dtype"]) * drawn[f"lse_{name}.magnitude"]
+        blind = torch.rand(lse.shape, generator=torch.Generator().manual_seed(chance.randrange(99))) < drawn[f"lse_{name}.blind"]
+        out = normal(drawn["seed"] + 2 + n, shape, drawn[f"out_{name}.dtype"]).masked_fill(blind[..., None], 0.0)
+        given[f"out_{name}"] = in_memory(out, drawn[f"out_{name}.memory"])
+        given[f"lse_{name}"] = in_memory(lse.masked_fill(blind, -torch.inf), drawn[f"lse_{name}.memory"])
+    return Call(sp.merge, given, partial(judge_merge, given))
+
+
+def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
+    """Compare with softmax weights of the two in float64, and with the parts in the other order bit for bit."""
+    out_a, lse_a, out_b, lse_b = (given[name].double() for name in ("out_a", "lse_a", "out_b", "lse_b"))
+    dtype = accumulation_dtype(torch.promote_types(given["out_a"].dtype, given["out_b"].dtype))
+    weights = torch.stack((lse_a, lse_b)).softmax(0).nan_to_num(0.5).unsqueeze(-1)
+    out, lse = result
+    assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, given["lse_a"].dtype))
+    narrow = torch.float32 if torch.float32 in (dtype, given["lse_a"].dtype) else torch.float64
+    sizes = weights[0] * out_a.abs() + weights[1] * out_b.abs()
+    greatest = (
+        max((float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0) for x in (lse_a, lse_b)) if lse.numel() else 0
+    )
+    near("merged out", out, weights[0] * out_a + weights[1] * out_b, bound(sizes, narrow, 1 + greatest))
+    wanted = torch.logaddexp(lse_a, lse_b)
+    near("merged lse", lse, wanted, bound(wanted.abs().nan_to_num(posinf=0.0) + 1, narrow))
+    swapped = sp.merge(*(given[name] for name in ("out_b", "lse_b", "out_a", "lse_a")))
+    assert all(torch.equal(one, two) for one, two in zip(result, swapped, strict=True))
+
+
+MERGE: dict[str, Parts] = {
+    "out_a.shape": {
+        "4 dims": lambda c, v: (2, c.randint(1, 3), c.randint(2, 9), c.randint(2, 17)),
+        "2 dims": lambda c, v: (c.randint(1, 9), c.randint(1, 200)),
+        "no rows": lambda c, v: (2, 0, 3),
+    },
+    **{
+        f"{of}_{name}.{aspect}": parts
+        for name in "ab"
+        for of, aspect, parts in (
+            ("out", "dtype", values(*DTYPES)),
+            ("out", "memory", values(*MEMORIES)),
+            ("lse", "magnitude", values(1.0, 100.0, 1e4)),
+            ("lse", "blind", values(0.3, 0.0, 1.0)),
+            ("lse", "memory", values(*MEMORIES)),
+        )
+    },
+    "lse_a.dtype": values("float64", "float32"),
+}
+
+SUBJECTS = [
+    pure("Rope", SHAPE | ROPE, rope, "Rope.apply"),
+    pure("dropout", DROPOUT, dropped),
+    pure("local_attention", LOCAL, attended),
+    pure("merge", MERGE, merged),
+]
