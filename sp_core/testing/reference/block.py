@@ -64,6 +64,34 @@ def feed_forward(x: Tensor, weights: Mapping[str, Tensor], rounding: Rounding = 
     return _linear(rounding(inner), weights, "down")
 
 
+def self_attention(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    num_heads: int,
+    positions: Tensor,
+    rope_base: float | Sequence[float] | None,
+    seen: Tensor,
+    softmax_scale: float | None = None,
+    rounding: Rounding = lambda t: t,
+) -> Tensor:
+    """Compute projections, rotary embedding, and softmax over what each query sees; zero for a query that sees nothing.
+
+    Args:
+        x: (B, S, E).
+        weights: q_proj, k_proj, v_proj, o_proj: each .weight and, if any, .bias.
+        num_heads, positions, rope_base, softmax_scale, rounding: as in `transformer_block`.
+        seen: bool (S, S), as `visible` gives it.
+    """
+    head_dim = weights["q_proj.weight"].shape[0] // num_heads
+    q, k, v = (rounding(_linear(x, weights, name)).unflatten(-1, (-1, head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
+    if rope_base is not None:
+        q, k = (rounding(rotate(t, positions, rope_base)) for t in (q, k))
+    k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2) for t in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    p = _softmax(rounding(logits), seen, rounding)
+    return _linear(rounding(torch.einsum("bhqk,bkhd->bqhd", p, v).flatten(2)), weights, "o_proj")
+
+
 def transformer_block(
     x: Tensor,
     weights: Mapping[str, Tensor],
@@ -77,6 +105,7 @@ def transformer_block(
     window: int | None = None,
     documents: Sequence[int] | None = None,
     softmax_scale: float | None = None,
+    kept: Sequence[Tensor | float] = (1.0, 1.0),
     rounding: Rounding = lambda t: t,
 ) -> Tensor:
     """Pre-norm transformer block, x + attention(norm1(x)), then x + feed_forward(norm2(x)), for autograd to differentiate.
@@ -92,6 +121,7 @@ def transformer_block(
         positions: S global positions; 0 .. S - 1 when None.
         causal, window, documents: as in `visible`.
         softmax_scale: 1 / sqrt(D) when None.
+        kept: factors of what attention and feed-forward add to x, for dropout: 0 or 1 / (1 - p).
         rounding: applied to every intermediate result; `sensitivity` perturbs there.
 
     Returns:
@@ -101,10 +131,10 @@ def transformer_block(
     positions = torch.as_tensor(positions, dtype=torch.int64)
     seen = visible(positions, positions, causal=causal, window=window, documents=documents).to(x.device)
     normed = rounding(_norm(rounding(x), weights, "norm1", norm, eps, rounding))
-    attended = _self_attention(normed, _under(weights, "attention"), num_heads, positions, rope_base, seen, softmax_scale, rounding)
-    x = rounding(x + rounding(attended))
+    attended = self_attention(normed, _under(weights, "attention"), num_heads, positions, rope_base, seen, softmax_scale, rounding)
+    x = rounding(x + rounding(attended) * kept[0])
     normed = rounding(_norm(x, weights, "norm2", norm, eps, rounding))
-    return rounding(x + rounding(feed_forward(normed, _under(weights, "feed_forward"), rounding)))
+    return rounding(x + rounding(feed_forward(normed, _under(weights, "feed_forward"), rounding)) * kept[1])
 
 
 def transformer_block_grads(
@@ -183,27 +213,6 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
     """x with independent relative perturbations of its elements, and of the elements of its gradient."""
     factors = (1 + EPSILON * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for _ in range(2))
     return _multiply(x, *factors)
-
-
-def _self_attention(
-    x: Tensor,
-    weights: Mapping[str, Tensor],
-    num_heads: int,
-    positions: Tensor,
-    rope_base: float | Sequence[float] | None,
-    seen: Tensor,
-    softmax_scale: float | None,
-    rounding: Rounding,
-) -> Tensor:
-    """Projections, rotary embedding, and softmax over what each query sees; zero for a query that sees nothing."""
-    head_dim = weights["q_proj.weight"].shape[0] // num_heads
-    q, k, v = (rounding(_linear(x, weights, name)).unflatten(-1, (-1, head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
-    if rope_base is not None:
-        q, k = (rounding(rotate(t, positions, rope_base)) for t in (q, k))
-    k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2) for t in (k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-    p = _softmax(rounding(logits), seen, rounding)
-    return _linear(rounding(torch.einsum("bhqk,bkhd->bqhd", p, v).flatten(2)), weights, "o_proj")
 
 
 def _softmax(logits: Tensor, seen: Tensor, rounding: Rounding) -> Tensor:

@@ -1,0 +1,163 @@
+"""The domain of self-attention and of the transformer block, over every scheme, mask and split of the tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import Any
+
+from torch import Tensor
+
+import sp_core as sp
+from domains import layers, numeric, situations
+from domains.attention import sharding_end
+from domains.declared import Parts, Subject, Values, spans, values
+from domains.layers import COMMON, LOWER, TOKENS, WIDTHS, Kind, Weights, precision
+from domains.masks import DOCUMENTS
+from domains.situations import COMMUNICATOR, SITUATIONS
+from sp_core.schemes import SCHEMES
+from sp_core.testing import reference
+
+ROPE_BASE = 100.0
+
+
+def own_scheme(*given: Any, **named: Any) -> Any:
+    """Compute attention by a function of the user's own."""
+    return sp.ring_attention(*given, **named)
+
+
+def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
+    """Return a number of query heads for the number of key and value heads."""
+    return (drawn["num_kv_heads"] or chance.randint(1, 3)) * chance.randint(*group)
+
+
+def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
+    """Return a model dim that the heads divide if they have to."""
+    heads = drawn["num_heads"] if drawn["head_dim"] is None else 1
+    return max(3, -(-least // heads)) * heads if most < heads else heads * chance.randint(-(-max(least, 3) // heads), most // heads)
+
+
+def boundaries(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
+    """Return document boundaries of which most lie among the tokens."""
+    end = sharding_end(layers.sharding_of(drawn, drawn["comm.ranks"]))
+    first = min(drawn["sharding.start"], end)
+    return (0, *sorted(chance.randint(first, end) for _ in range(chance.randint(*number) - 1)), end)
+
+
+MASK: dict[str, Parts] = {
+    "mask.causal": values(True, False),
+    "mask.window": {"none": lambda c, v: None} | spans((1, 1), (2, 9), (10, 200)),
+    "mask.documents": {"none": lambda c, v: None}
+    | {name: partial(boundaries, number=number) for name, number in DOCUMENTS.items()},
+}
+ATTENTION: dict[str, Parts] = {
+    "x.magnitude": {
+        "1": lambda c, v: 1.0,
+        "small": lambda c, v: 1e-3,
+        "large": lambda c, v: {8: 30.0, 4: 10.0, 2: 2.0}[precision(v).itemsize],
+    },
+    "num_kv_heads": {"default": lambda c, v: None} | spans((1, 1), (2, 3), (4, 6)),
+    "num_heads": {
+        "as many": partial(num_heads, group=(1, 1)),
+        "2 to 3 times": partial(num_heads, group=(2, 3)),
+        "5 to 7 times": partial(num_heads, group=(5, 7)),
+    },
+    "head_dim": {
+        "default": lambda c, v: None,
+        "2 to 16": lambda c, v: 2 * c.randint(1, 8),
+        "odd": lambda c, v: 2 * c.randint(0, 4) + 1,
+        "18 to 64": lambda c, v: 2 * c.randint(9, 32),
+        "66 to 130": lambda c, v: 2 * c.randint(33, 65),
+    },
+    "hidden": {
+        "3 to 32": partial(hidden, least=3, most=32),
+        "65 to 130": partial(hidden, least=65, most=130),
+    },
+    "attention": {"default": lambda c, v: "default", "the user's own": lambda c, v: own_scheme}
+    | {name: lambda c, v, name=name: SCHEMES[name] for name in SCHEMES},
+    "rope": {"none": lambda c, v: None, "given": lambda c, v: None if dim_of(v) % 2 else sp.Rope(dim_of(v), ROPE_BASE)},
+    "bias": values(True, False),
+}
+
+
+def dim_of(drawn: Values) -> int:
+    """Return the dim of a head."""
+    return int(drawn["head_dim"] or drawn["hidden"] // drawn["num_heads"])
+
+
+def mask_of(drawn: Values) -> Values:
+    """Return the arguments of the mask."""
+    return {name: drawn[f"mask.{name}"] for name in ("causal", "window", "documents")}
+
+
+def attended(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
+    """Self-attention of the whole sequence."""
+    seen = reference.visible(positions, positions, **mask_of(drawn))
+    base = None if drawn["rope"] is None else ROPE_BASE
+    return rounding(reference.self_attention(rounding(x), weights, drawn["num_heads"], positions, base, seen, rounding=rounding))
+
+
+def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
+    """A transformer block on the whole sequence."""
+    kept: tuple[Tensor | float, ...] = (1.0, 1.0)
+    if p := drawn["dropout"] * drawn["(training)"]:
+        places = [range(x.shape[0]), positions.tolist(), range(x.shape[2])]
+        kept = tuple(numeric.kept(p, 2 * drawn["seed.value"] + place, places).double() / (1 - p) for place in (0, 1))
+    return reference.transformer_block(
+        x,
+        weights,
+        num_heads=drawn["num_heads"],
+        norm=drawn["norm"],
+        rope_base=None if drawn["rope"] is None else ROPE_BASE,
+        positions=positions,
+        **mask_of(drawn),
+        kept=kept,
+        rounding=rounding,
+    )
+
+
+def masked(comm: Any, drawn: Values, *, kind: Kind) -> Any:
+    """Put the mask into the call or into the constructor, as drawn."""
+    mask = sp.Mask(**mask_of(drawn))
+    here = drawn.get("(mask)", "call")
+    other = sp.Mask(causal=not drawn["mask.causal"])
+    made = {"constructor": mask, "call": None, "both": other}[here]
+    return layers.on_ranks(kind, comm, drawn | {"mask": made, "(call mask)": None if here == "constructor" else mask})
+
+
+HEADS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "attention", "rope", "bias")
+BLOCK: dict[str, Parts] = {
+    "ffn_hidden": values("default") | WIDTHS,
+    "gated": values(False, True),
+    "norm": values("layer", "rms"),
+    "(mask)": values("call", "constructor", "both"),
+    "dropout": values(0.0, 0.4),
+    "(training)": values(True, False),
+    "seed.value": {
+        "none": lambda c, v: c.randint(0, 99) if v["dropout"] and v["(training)"] else None,
+    }
+    | spans((0, 99), (2**31, 2**40)),
+}
+ON_RANKS = COMMUNICATOR | TOKENS | ATTENTION | MASK
+KINDS = {
+    "SelfAttention": (Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask")), {}),
+    "TransformerBlock": (
+        Kind(
+            sp.TransformerBlock,
+            (*HEADS, "ffn_hidden", "gated", "norm", "mask", "dropout"),
+            block,
+            ("x", "sharding", "mask", "seed"),
+        ),
+        BLOCK,
+    ),
+}
+SUBJECTS = [
+    Subject(
+        name,
+        ON_RANKS | more | COMMON | LOWER | SITUATIONS,
+        partial(masked, kind=kind),
+        situations.ranks,
+        (f"{name}.forward",),
+    )
+    for name, (kind, more) in KINDS.items()
+]

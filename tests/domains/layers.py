@@ -1,0 +1,253 @@
+"""The domain of layers whose weights all ranks hold alike: each against its definition on the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sp_core as sp
+from domains import attention, numeric, situations
+from domains.attention import EVERY_LAYOUT
+from domains.collectives import MEMORIES, in_memory
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.situations import COMMUNICATOR, SITUATIONS
+from sp_core.testing import record_ratio, reference
+from sp_core.testing.once import contents, once
+from sp_core.testing.strategies import DTYPES, LAYOUTS, LISTED, listed
+from sp_core.testing.tolerance import bound, check_close
+
+Weights = Mapping[str, Tensor]
+Definition = Callable[..., Tensor]
+"""Of all tokens, weights by name, the drawn values, the positions, and the function through which every result goes."""
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "training": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+def precision(drawn: Values) -> torch.dtype:
+    """Return the dtype in which most is computed; autocast leaves float64 as it is."""
+    dtype: torch.dtype = getattr(torch, drawn["dtype"] or "float32")
+    return torch.bfloat16 if drawn["(autocast)"] != "off" and dtype == torch.float32 else dtype
+
+
+TOKENS: dict[str, Parts] = {
+    "dtype": values(*DTYPES) | {"default": lambda c, v: None},
+    "(autocast)": values("off"),
+    "x.seq_len": {name: draw for name, draw in attention.lengths().items() if name != "above 100"},
+    "x.batch": spans((1, 1), (2, 3), (0, 0)),
+    "x.dims": values("three"),
+    "x.memory": values(*MEMORIES),
+    "x.upstream": values(*MEMORIES),
+    "x.magnitude": {
+        "1": lambda c, v: 1.0,
+        "small": lambda c, v: 1e-3,
+        "large": lambda c, v: 10.0 if precision(v).itemsize == 2 else 100.0,
+    },
+    "x.gradient": values(True, False),
+    "sharding.layout": values(*EVERY_LAYOUT),
+    "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
+}
+COMMON: dict[str, Parts] = {
+    "device": {"default": lambda c, v: None, "given": lambda c, v: torch.device("cpu")},
+    "(frozen)": values("no weight", "some", "all"),
+    "(mode)": values(*MODES),
+    "(called)": values("layer", "constructor"),
+}
+LOWER: dict[str, Parts] = {"(autocast)": values("off", "on", "weights of two dtypes")}
+WIDTHS = spans((3, 16), (1, 2), (17, 64), (65, 130))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer.
+
+    Attributes:
+        made: the class.
+        names: of the constructor's arguments, besides the communicator.
+        definition: what it computes on all tokens.
+        takes: names of the arguments of `forward`.
+    """
+
+    made: Callable[..., nn.Module]
+    names: tuple[str, ...]
+    definition: Definition
+    takes: tuple[str, ...] = ("x",)
+
+    def arguments(self, drawn: Values) -> Values:
+        """Return the arguments of the constructor; the default where the drawn value is "default"."""
+        given = {name: drawn[name] for name in self.names if drawn[name] != "default"}
+        dtype = drawn["dtype"] and getattr(torch, drawn["dtype"])
+        return (
+            given | ({} if drawn["device"] is None else {"device": drawn["device"]}) | ({} if dtype is None else {"dtype": dtype})
+        )
+
+
+def sharding_of(drawn: Values, size: int) -> sp.Sharding:
+    """Return who owns which tokens."""
+    make = listed if drawn["sharding.layout"] == LISTED else LAYOUTS[drawn["sharding.layout"]]
+    return make(drawn["x.seq_len"], size, drawn["sharding.start"])
+
+
+class Problem:
+    """Tokens, weights and upstream gradient as they were drawn, for one group of ranks."""
+
+    def __init__(self, kind: Kind, drawn: Values, group: sp.Communicator) -> None:
+        self.kind, self.drawn, self.group = kind, drawn, group
+        self.sharding = sharding_of(drawn, group.size)
+        shape = (drawn["x.batch"], drawn["x.seq_len"], drawn["hidden"])
+        dtype = drawn["dtype"] or "float32"
+        self.whole, self.grad = (numeric.normal(drawn["seed"] + n, shape, dtype) for n in (0, 1))
+        self.whole = self.whole * drawn["x.magnitude"]
+        for name in ("memory", "upstream"):
+            if drawn[f"x.{name}"] == "expanded" and shape[-1]:
+                which = "whole" if name == "memory" else "grad"
+                setattr(self, which, getattr(self, which)[..., :1].expand(shape).clone())
+        self.x = self.placed(self.whole, drawn["x.memory"]).requires_grad_(drawn["x.gradient"])
+
+    def placed(self, whole: Tensor, memory: str) -> Tensor:
+        """Return this rank's part, with the dims and in the memory that were drawn."""
+        mine = self.sharding.shard(whole, self.group.rank, 1)
+        dims = {"two": lambda: mine.flatten(0, 1), "four": lambda: mine.unsqueeze(2)}
+        mine = dims.get(self.drawn["x.dims"], lambda: mine)()
+        return in_memory(mine.to(self.group.device), memory).detach().clone(memory_format=torch.preserve_format)
+
+    def fill(self, layer: nn.Module) -> nn.Module:
+        """Give weights of their own to a layer; some do not learn, some have another dtype."""
+        for n, weight in enumerate(layer.parameters()):
+            size = min(0.5, weight.shape[-1] ** -0.5)
+            weight.data = numeric.normal(self.drawn["seed"] + 7 + n, weight.shape, "float64").to(weight.dtype) * size
+            frozen = self.drawn["(frozen)"]
+            weight.requires_grad_(frozen == "no weight" or (frozen == "some" and (n + self.drawn["seed"]) % 2 == 0))
+        if self.drawn["(autocast)"] == "weights of two dtypes":
+            for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)][::2]:
+                linear.to(precision(self.drawn))
+        return layer.train(self.drawn.get("(training)", True)).to(self.group.device)
+
+    def given(self) -> Values:
+        """Return the arguments of `forward`."""
+        known = {
+            "x": self.x,
+            "sharding": self.sharding,
+            "mask": self.drawn.get("(call mask)"),
+            "seed": self.drawn.get("seed.value"),
+        }
+        return {name: known[name] for name in self.kind.takes if name in ("x", "sharding") or known[name] is not None}
+
+    def forward(self, layer: nn.Module, mode: str, **given: Any) -> Tensor:
+        """Call a layer in the mode that was drawn."""
+        lower = precision(self.drawn)
+        with MODES[mode](), torch.autocast("cpu", lower, enabled=self.drawn["(autocast)"] != "off" and lower.itemsize == 2):
+            out: Tensor = layer(**given)
+        return out
+
+    def judge(self, layer: nn.Module, out: Tensor) -> None:
+        """Compare output and gradients, those after an evaluation too."""
+        self.compare(layer, {"out": out})
+        out = self.forward(layer, "training", **self.given())
+        leaves = {"x": self.x} | dict(layer.named_parameters())
+        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        upstream = self.placed(self.grad, self.drawn["x.upstream"]).to(out.dtype)
+        grads = torch.autograd.grad(out, list(leaves.values()), upstream) if leaves else ()
+        assert out.requires_grad == bool(leaves)
+        self.compare(layer, {"out": out, **dict(zip(leaves, grads, strict=True))})
+
+    def compare(self, layer: nn.Module, found: Mapping[str, Tensor]) -> None:
+        """Compare with the reference on the tokens of all ranks."""
+        weights = {name: weight.detach().double().cpu() for name, weight in layer.named_parameters()}
+        wanted = self.expected(weights)
+        for name, actual in found.items():
+            value, scale = wanted.values[name], wanted.scales[name]
+            if name in ("out", "x"):
+                value, scale = (self.sharding.shard(t, self.group.rank, 1) for t in (value, scale))
+                actual = actual.reshape(value.shape)
+            kind = name if name in ("out", "x") else "weights"
+            told = f"{type(layer).__name__} {kind}"
+            record_ratio(told, check_close(f"{told} {name}", actual.detach().cpu(), value, bound(scale, precision(self.drawn))))
+
+    def expected(self, weights: Weights) -> reference.BlockReference:
+        """Return values and error scales by name."""
+        positions = torch.cat([self.sharding.positions(rank) for rank in range(self.group.size)]).sort().values
+
+        def run(rounding: Any, x: Tensor, grad: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+            leaves = [t.detach().requires_grad_() for t in (x, *held)]
+            named = dict(zip(weights, leaves[1:], strict=True))
+            out = self.kind.definition(leaves[0], named, self.drawn, positions, rounding) if x.numel() else 0 * leaves[0]
+            return out.detach(), *torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
+
+        tensors = (self.whole.double(), self.grad.double(), *weights.values())
+        key = (self.kind.made.__name__, repr(sorted(self.drawn.items(), key=str)), contents(*tensors))
+        values_, scales = once(key, lambda: reference.sensitivity(run, tensors))
+        names = ("out", "x", *weights)
+        return reference.BlockReference(dict(zip(names, values_, strict=True)), dict(zip(names, scales, strict=True)))
+
+
+@contextmanager
+def on_ranks(kind: Kind, comm: Any, drawn: Values) -> Iterator[Call]:
+    """Make a layer on one axis of a mesh; the call is that of the layer, or that of its constructor."""
+    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
+        group = situations.group_of(mesh, drawn)
+        problem = Problem(kind, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group)
+        given = kind.arguments(drawn) | {"comm": group}
+        if drawn["(called)"] == "constructor":
+
+            def judge(layer: nn.Module) -> None:
+                assert {weight.dtype for weight in layer.parameters()} == {given.get("dtype", torch.float32)}
+                problem.fill(layer)
+                problem.judge(layer, problem.forward(layer, drawn["(mode)"], **problem.given()))
+
+            yield Call(kind.made, given, judge)
+        else:
+            layer = problem.fill(kind.made(**given))
+            yield Call(partial(problem.forward, layer, drawn["(mode)"]), problem.given(), partial(problem.judge, layer))
+
+
+def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
+    """Layer norm, or root mean square norm if there is no bias."""
+    eps = {} if drawn["eps"] == "default" else {"eps": drawn["eps"]}
+    if "bias" in weights:
+        return rounding(reference.layer_norm(rounding(x), weights["weight"], weights["bias"], **eps, rounding=rounding))
+    return rounding(reference.rms_norm(rounding(x), weights["weight"], **eps, rounding=rounding))
+
+
+def fed_forward(x: Tensor, weights: Weights, _: Values, __: Tensor, rounding: Any) -> Tensor:
+    """Two or three linear layers."""
+    return rounding(reference.feed_forward(rounding(x), weights, rounding))
+
+
+NORM = COMMUNICATOR | TOKENS | {"x.dims": values("three", "two", "four"), "hidden": WIDTHS, "eps": values("default", 1e-3, 1.0)}
+FORWARD = {
+    "x.dims": values("three", "two", "four"),
+    "hidden": WIDTHS,
+    "ffn_hidden": values("default") | WIDTHS,
+    "gated": values(False, True),
+    "bias": values(True, False),
+}
+NORMS = {"LayerNorm": sp.LayerNorm, "RMSNorm": sp.RMSNorm}
+SUBJECTS = [
+    *(
+        Subject(
+            name,
+            NORM | COMMON | SITUATIONS,
+            partial(on_ranks, Kind(made, ("hidden", "eps"), normalised)),
+            situations.ranks,
+            (f"{name}.forward",),
+        )
+        for name, made in NORMS.items()
+    ),
+    Subject(
+        "FeedForward",
+        COMMUNICATOR | TOKENS | FORWARD | COMMON | LOWER | SITUATIONS,
+        partial(on_ranks, Kind(sp.FeedForward, ("hidden", "ffn_hidden", "gated", "bias"), fed_forward)),
+        situations.ranks,
+        ("FeedForward.forward",),
+    ),
+]
