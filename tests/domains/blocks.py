@@ -51,9 +51,8 @@ MASK: dict[str, Parts] = {
     | {name: partial(boundaries, number=number) for name, number in DOCUMENTS.items()},
 }
 ATTENTION: dict[str, Parts] = {
-    "x.magnitude": {
-        "1": lambda c, v: 1.0,
-        "small": lambda c, v: 1e-3,
+    "x.magnitude": TOKENS["x.magnitude"]
+    | {
         "large": lambda c, v: {8: 30.0, 4: 10.0, 2: 2.0}[precision(v).itemsize],
     },
     "num_kv_heads": {"default": lambda c, v: None} | spans((1, 1), (2, 3), (4, 6)),

@@ -49,7 +49,7 @@ TOKENS: dict[str, Parts] = {
     "x.upstream": values(*MEMORIES),
     "x.magnitude": {
         "1": lambda c, v: 1.0,
-        "small": lambda c, v: 1e-3,
+        "small": lambda c, v: 0.05 if precision(v) == torch.float16 else 1e-3,
         "large": lambda c, v: 10.0 if precision(v).itemsize == 2 else 100.0,
     },
     "x.gradient": values(True, False),

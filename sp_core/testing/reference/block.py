@@ -88,8 +88,10 @@ def self_attention(
         q, k = (rounding(rotate(t, positions, rope_base)) for t in (q, k))
     k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2) for t in (k, v))
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-    p = _softmax(rounding(logits), seen, rounding)
-    return _linear(rounding(torch.einsum("bhqk,bkhd->bqhd", p, v).flatten(2)), weights, "o_proj")
+    e, total = _exponentials(rounding(logits), seen, rounding)
+    # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over D of these in the backward.
+    out = rounding(torch.einsum("bhqk,bkhd->bqhd", e, v)) / total.transpose(1, 2)
+    return _linear(rounding(out.flatten(2)), weights, "o_proj")
 
 
 def transformer_block(
@@ -215,12 +217,12 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
     return _multiply(x, *factors)
 
 
-def _softmax(logits: Tensor, seen: Tensor, rounding: Rounding) -> Tensor:
-    """Softmax written out, because the rounding of its sum is what the gradient of a saturated one consists of."""
+def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Softmax as numerators and sums: the rounding of its sum is what the gradient of a saturated one consists of."""
     hidden = ~seen & seen.any(-1, keepdim=True)  # a row that sees nothing keeps finite logits and is zeroed at the end
     logits = logits.masked_fill(hidden, -math.inf)
     e = rounding(torch.exp(logits - logits.detach().amax(-1, keepdim=True)))
-    return rounding(e / rounding(e.sum(-1, keepdim=True))) * seen
+    return e * seen, rounding(e.sum(-1, keepdim=True))
 
 
 def _norm(x: Tensor, weights: Mapping[str, Tensor], name: str, kind: str, eps: float | None, rounding: Rounding) -> Tensor:
