@@ -1,0 +1,187 @@
+"""The domain of gradients over a mesh: sums over those ranks that have a part, and the norm of every slice once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sp_core as sp
+from domains import situations
+from domains.collectives import DTYPES, MEMORIES, in_memory, total
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.exact import same
+from domains.placements import HELD, indices
+from domains.situations import SITUATIONS
+from sp_core.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.testing.tolerance import bound, check_close
+
+KINDS = {"one": ("float64",), "two": ("float32", "bfloat16"), "three": ("float64", "float16", "float32")}
+
+
+class Parameters:
+    """Parameters of one rank, and the gradients that backwards have left on every rank."""
+
+    def __init__(self, drawn: Values, tensor: sp.Communicator, stage: int = 0) -> None:
+        self.drawn, self.tensor, self.stage, chance = drawn, tensor, stage, Random(drawn["seed"])
+        self.placements: list[Placement] = []
+        for number in range(drawn["parameters.number"]):
+            shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(1, 3)))
+            dim = chance.randrange(len(shape))
+            kind = chance.choice(list(HELD)) if drawn["parameters.held"] == "any" else drawn["parameters.held"]
+            held = HELD[kind](chance, shape[dim], tensor.size)
+            self.placements.append(
+                Placement(shape, dim, held, drawn["parameters.partial"] and number % 2 == 0, self.is_copy(number))
+            )
+        self.list = [self.parameter(number) for number in range(len(self.placements))]
+
+    def is_copy(self, number: int) -> bool:
+        """Say whether an earlier stage holds the same parameter."""
+        return self.stage > 0 and number % 3 == 0
+
+    def whole(self, number: int, *key: int, stage: int = 0) -> Tensor:
+        """Return a gradient of the whole parameter, as small whole numbers."""
+        seed = hash((self.drawn["seed"], number, stage * (number % 3 != 0), *key)) % 2**60
+        whole = torch.randint(-4, 5, self.placements[number].shape, generator=torch.Generator().manual_seed(seed))
+        kinds = KINDS[self.drawn["parameters.dtypes"]]
+        return whole.to(DTYPES[kinds[number % len(kinds)]]) * self.drawn["parameters.magnitude"]
+
+    def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
+        """Return what a rank of the tensor axis holds."""
+        placement = self.placements[number]
+        return whole.index_select(placement.dim, indices(placement.held, rank))
+
+    def gradient(self, number: int, data: int, tensor: int) -> Tensor | None:
+        """Return the gradient that the backward of a rank has left, or None where it has left none.
+
+        Ranks of the tensor axis have parts of a sum if the placement is partial; otherwise they agree.
+        """
+        own = (tensor,) if self.placements[number].partial else ()
+        missing = {"none": False, "some": number % 2 == 1, "some on a rank": sum((number, data, *own)) % 2 == 1}
+        return None if missing[self.drawn["parameters.missing"]] else self.part(number, self.whole(number, data, *own), tensor)
+
+    def parameter(self, number: int) -> nn.Parameter:
+        """Return a parameter without a gradient."""
+        mine = in_memory(self.part(number, self.whole(number), self.tensor.rank), self.drawn["parameters.memory"])
+        learns = self.drawn["parameters.frozen"] == "none" or number % 2 == 0
+        return place(nn.Parameter(mine.detach(), requires_grad=learns), self.placements[number])
+
+    def fill(self, gradients: list[Tensor | None]) -> None:
+        """Put gradients into the parameters, in the memory that autograd would give them."""
+        for parameter, grad in zip(self.list, gradients, strict=True):
+            parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
+
+    def given(self) -> Any:
+        """Return the parameters in what they are passed in."""
+        return {"list": list, "tuple": tuple, "generator": iter}[self.drawn["parameters"]](self.list)
+
+    def reduced(self, number: int, data: int) -> Tensor:
+        """Return the gradient of this rank, summed over those who have a part of it."""
+        placement, ranks = self.placements[number], range(self.tensor.size)
+
+        def over_data(tensor: int) -> Tensor:
+            found = [self.gradient(number, rank, tensor) for rank in range(data)]
+            return total([torch.zeros_like(self.part(number, self.whole(number), tensor)) if x is None else x for x in found])
+
+        if not placement.partial:
+            return over_data(self.tensor.rank)
+        nothing = torch.zeros_like(self.whole(number))
+        wholes = [nothing.index_copy(placement.dim, indices(placement.held, rank), over_data(rank)) for rank in ranks]
+        return self.part(number, total(wholes), self.tensor.rank)
+
+
+@contextmanager
+def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
+    """Gradients on two axes of a mesh; every call finds them as the backward has left them."""
+    with situations.opened(comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("data", "tensor")}) as mesh:
+        data, tensor = mesh["data"], mesh["tensor"]
+        case = Parameters(drawn | {"parameters.magnitude": 1}, tensor)
+        gradients = [case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))]
+
+        def function(**named: Any) -> None:
+            case.fill(gradients)
+            reduce_gradients(**named | {"parameters": case.given()})
+
+        def judge(result: None) -> None:
+            assert result is None
+            for number, (parameter, before) in enumerate(zip(case.list, gradients, strict=True)):
+                assert parameter.grad is not None or (before is None and not parameter.requires_grad)
+                if parameter.grad is not None:
+                    same(parameter.grad, case.reduced(number, data.size) if parameter.requires_grad else before)
+
+        yield Call(function, {"parameters": case.given(), "data": data, "tensor": tensor}, judge)
+
+
+@contextmanager
+def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
+    """Reduced gradients on the tensor axis, and on that of the pipeline stages."""
+    with situations.opened(comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("stages", "tensor")}) as mesh:
+        stages, tensor = mesh["stages"], mesh["tensor"]
+        case = Parameters(drawn, tensor, stages.rank)
+        wholes = [case.whole(number, stage=stages.rank) for number in range(len(case.list))]
+        parts = [case.part(number, whole, tensor.rank) for number, whole in enumerate(wholes)]
+        gradients = [None if drawn["parameters.missing"] != "none" and number % 2 else x for number, x in enumerate(parts)]
+        every = (
+            case.whole(number, stage=stage).double()
+            for stage in range(stages.size)
+            for number, grad in enumerate(gradients)
+            if grad is not None and (stage == 0 or number % 3)
+        )
+        norm = math.sqrt(math.fsum(float(whole.square().sum()) for whole in every))
+        most = {"above": 2 * norm + 1, "below": norm / 4 or 1.0, "infinity": math.inf, "a whole number": 3}[drawn["max_norm"]]
+        given = {"max_norm": most, "tensor": tensor, "stages": stages if drawn["stages"] == "given" else None}
+
+        def function(**named: Any) -> float:
+            case.fill(gradients)
+            return clip_gradient_norm(**named | {"parameters": case.given()})
+
+        def judge(found: float) -> None:
+            assert math.isclose(found, norm, rel_tol=1e-14)
+            for parameter, before in zip(case.list, gradients, strict=True):
+                if before is None or norm <= most:
+                    assert parameter.grad is None if before is None else torch.equal(parameter.grad, before)
+                else:
+                    wanted = before.double() * (most / norm)
+                    check_close(
+                        "clipped", parameter.grad, wanted, bound(wanted.abs() + torch.finfo(before.dtype).tiny, before.dtype)
+                    )
+
+        yield Call(function, {"parameters": case.given(), **given}, judge)
+
+
+OVER_RANKS: dict[str, Parts] = {
+    "tensor.size": spans((2, 2), (1, 1), (3, 4)),
+    "parameters": values("list", "tuple", "generator"),
+    "parameters.number": spans((2, 6), (0, 0), (1, 1), (20, 30)),
+    "parameters.dtypes": values(*KINDS),
+    "parameters.held": values("any", *HELD),
+    "parameters.partial": values(False, True),
+    "parameters.memory": values(*(memory for memory in MEMORIES if memory != "expanded")),
+    "parameters.frozen": values("none", "some"),
+    "parameters.missing": values("none", "some", "some on a rank"),
+}
+REDUCED = {"data.size": spans((2, 2), (1, 1), (3, 3))}
+CLIPPED: dict[str, Parts] = {
+    "stages.size": {"1": lambda c, v: 1, "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1},
+    "parameters.magnitude": values(1, 1e-3, 1e4),
+    "max_norm": values("below", "above", "infinity", "a whole number"),
+}
+SUBJECTS = [
+    Subject(
+        "gradients.reduce_gradients",
+        REDUCED | OVER_RANKS | SITUATIONS,
+        reductions,
+        lambda drawn: int(drawn["data.size"] * drawn["tensor.size"]),
+    ),
+    Subject(
+        "gradients.clip_gradient_norm",
+        {"stages": values("given", "none")} | CLIPPED | OVER_RANKS | SITUATIONS,
+        clipped,
+        lambda drawn: int(drawn["stages.size"] * drawn["tensor.size"]),
+    ),
+]

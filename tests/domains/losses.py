@@ -1,0 +1,213 @@
+"""The domain of the loss of the next token: tokens and vocabulary split over the axes of a mesh, against one device."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import sp_core as sp
+from domains import blocks, layers, situations
+from domains.collectives import MEMORIES, in_memory
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.exact import same
+from domains.layers import TOKENS
+from domains.numeric import near, normal
+from domains.situations import COMMUNICATOR, SITUATIONS
+from sp_core.attention import accumulation_dtype
+from sp_core.loss import IGNORED, check_shard, next_token_labels, next_token_loss
+from sp_core.testing.strategies import DTYPES
+from sp_core.testing.tolerance import bound, unit_roundoff
+
+
+class Expected(NamedTuple):
+    """Loss and gradient in float64, and the sums of the absolute terms behind each."""
+
+    loss: Tensor
+    loss_scale: Tensor
+    grad: Tensor
+    grad_scale: Tensor
+
+
+def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expected:
+    """Return the loss of logits (..., V) and labels (...) from its definition; `count` divides the sum."""
+    x, valid = logits.double(), labels != IGNORED
+    target = F.one_hot(labels.where(valid, 0), x.shape[-1]).double()
+    weight = valid.double() / (valid.sum() if count is None else count)
+    shifted = x - x.amax(-1, keepdim=True)
+    total, picked = shifted.exp().sum(-1), (shifted * target).sum(-1)
+    p, w = x.softmax(-1), weight.unsqueeze(-1)
+    loss, loss_scale = ((total.log() - picked) * weight).sum(), ((1 + total.log() + picked.abs()) * weight).sum()
+    tiny = torch.finfo(logits.dtype).tiny  # below it neither a p nor a gradient has relative precision
+    return Expected(loss, loss_scale, (p - target) * w, (p + target + tiny / unit_roundoff(logits.dtype)) * w + tiny)
+
+
+# next_token_loss
+
+
+def parts_of(chance: Random, drawn: Values, *, uneven: bool) -> tuple[int, ...]:
+    """Return how many numbers of the vocabulary each rank of the tensor axis has, at least 1."""
+    size, vocab = drawn["tensor.size"], drawn["logits.vocab"] + drawn["tensor.size"]
+    if not uneven:
+        return tuple(len(part) for part in torch.arange(vocab).tensor_split(size))
+    ends = (0, *sorted(chance.sample(range(1, vocab), size - 1)), vocab)
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def shapes(chance: Random, drawn: Values, *, dims: int, empty: bool) -> list[tuple[int, ...]]:
+    """Return the shape of each data rank's labels."""
+    found = [tuple(chance.randint(1, 4) for _ in range(dims)) for _ in range(drawn["data.size"])]
+    if empty and len(found) > 1:
+        found[chance.randrange(len(found))] = (0,) * dims
+    return found
+
+
+def labels_of(drawn: Values) -> list[Tensor]:
+    """Return the labels of each data rank; at least one is valid."""
+    generator = torch.Generator().manual_seed(drawn["seed"] + 1)
+    vocab = sum(drawn["logits.parts"])
+    found = [torch.randint(0, vocab, shape, generator=generator) for shape in drawn["labels.shape"]]
+    hidden = [torch.rand(x.shape, generator=generator) < drawn["labels.ignored"] for x in found]
+    first = next(n for n, x in enumerate(found) if x.numel())
+    hidden[first].view(-1)[:1] = False
+    return [x.masked_fill(hide, IGNORED) for x, hide in zip(found, hidden, strict=True)]
+
+
+def logits_of(drawn: Values) -> list[Tensor]:
+    """Return the logits of each data rank over the whole vocabulary."""
+    vocab = sum(drawn["logits.parts"])
+    found = []
+    for rank, shape in enumerate(drawn["labels.shape"]):
+        x = normal(drawn["seed"] + 10 + rank, (*shape, vocab), "float64") * drawn["logits.magnitude"]
+        x = x[..., :1].expand(x.shape) if drawn["logits.memory"] == "expanded" else x
+        found.append(x.to(getattr(torch, drawn["logits.dtype"])))
+    return found
+
+
+@contextmanager
+def losses(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A loss over two axes of a mesh, in any order; along a third one every group has a problem of its own."""
+    lengths = {"data": drawn["data.size"], "tensor": drawn["tensor.size"], "third": drawn["(third)"]}
+    named = sorted(lengths, reverse=drawn["(order)"] == "reversed")
+    with situations.opened(comm, drawn, {axis: lengths[axis] for axis in named}) as mesh:
+        drawn = drawn | {"seed": drawn["seed"] + 100 * mesh.coordinate("third")}
+        data, tensor = mesh["data"], mesh["tensor"]
+        every = logits_of(drawn)
+        mine = every[data.rank].split(drawn["logits.parts"], -1)[tensor.rank]
+        x = in_memory(mine, drawn["logits.memory"]).detach().requires_grad_(drawn["logits.gradient"])
+        labels = in_memory(labels_of(drawn)[data.rank].unsqueeze(-1).expand(*drawn["labels.shape"][data.rank], 2), "contiguous")
+        labels = labels[..., 0] if drawn["labels.memory"] == "every second" else labels[..., 0].contiguous()
+        given = {"logits": x, "labels": labels, "tensor": tensor, "data": data, "count": drawn["count"]}
+        yield Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x))
+
+
+def judge_loss(drawn: Values, data: sp.Communicator, tensor: sp.Communicator, x: Tensor, loss: Tensor) -> None:
+    """Compare with the loss of all tokens over the whole vocabulary."""
+    logits, labels = logits_of(drawn), labels_of(drawn)
+    vocab = sum(drawn["logits.parts"])
+    want = expected(torch.cat([t.reshape(-1, vocab) for t in logits]), torch.cat([t.reshape(-1) for t in labels]), drawn["count"])
+    growth = vocab + max(float(t.amax() - t.amin()) for t in logits if t.numel())
+    assert loss.dtype == accumulation_dtype(x.dtype)
+    assert loss.requires_grad == drawn["logits.gradient"]
+    near("loss", loss, want.loss, bound(want.loss_scale, loss.dtype, growth))
+    if not loss.requires_grad:
+        return
+    (grad,) = torch.autograd.grad(loss, x, torch.tensor(drawn["(upstream)"], dtype=loss.dtype))
+    first = sum(t.numel() for t in labels[: data.rank])
+    rows = slice(first, first + labels[data.rank].numel())
+    own, scale = (t[rows].split(drawn["logits.parts"], -1)[tensor.rank].reshape(x.shape) for t in (want.grad, want.grad_scale))
+    allowed = bound(scale * drawn["(upstream)"], x.dtype, growth)
+    near("gradient of the loss", grad, own * drawn["(upstream)"], allowed)
+
+
+LOSS: dict[str, Parts] = {
+    "data.size": spans((2, 2), (1, 1), (3, 4)),
+    "tensor.size": spans((1, 1), (2, 2), (3, 4)),
+    "(third)": {"1": lambda c, v: 1, "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1},
+    "(order)": values("sorted", "reversed"),
+    "logits.vocab": spans((4, 16), (0, 0), (100, 300)),
+    "logits.parts": {"even": partial(parts_of, uneven=False), "uneven": partial(parts_of, uneven=True)},
+    "logits.dtype": values(*DTYPES),
+    "logits.memory": values(*MEMORIES),
+    "logits.magnitude": values(1.0, 0.0, 30.0, 1000.0),
+    "logits.gradient": values(True, False),
+    "labels.shape": {
+        "2 dims": partial(shapes, dims=2, empty=False),
+        "1 dim": partial(shapes, dims=1, empty=False),
+        "3 dims": partial(shapes, dims=3, empty=False),
+        "none on a rank": partial(shapes, dims=2, empty=True),
+        "a number": lambda c, v: [()] * v["data.size"],
+    },
+    "labels.memory": values("contiguous", "every second"),
+    "labels.ignored": values(0.3, 0.0, 1.0),
+    "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
+    "(upstream)": values(1.0, 0.5),
+}
+
+# next_token_labels
+
+
+def sharded(drawn: Values, group: sp.Communicator) -> tuple[sp.Sharding, Tensor]:
+    """Return who owns which tokens, and the tokens of the whole sequence."""
+    generator = torch.Generator().manual_seed(drawn["seed"])
+    shape = (drawn["x.batch"], drawn["x.seq_len"])
+    tokens = torch.randint(0, 2**40, shape, generator=generator)
+    tokens = tokens[:, :1].expand(shape) if drawn["tokens.memory"] == "expanded" else tokens
+    return layers.sharding_of(drawn, group.size), tokens
+
+
+def labelled(tokens: Tensor, positions: Sequence[int], documents: Sequence[int] | None) -> Tensor:
+    """Return the label of each token, one after the other: the token at the next position of its document."""
+    labels = torch.full_like(tokens, IGNORED)
+    place = {position: n for n, position in enumerate(positions)}
+    for position, n in place.items():
+        together = documents is None or bisect_right(documents, position) == bisect_right(documents, position + 1)
+        if position + 1 in place and together:
+            labels[:, n] = tokens[:, place[position + 1]]
+    return labels
+
+
+@contextmanager
+def labels(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
+    """Tokens along one axis of a mesh; the call is that of `next_token_labels` or `check_shard`."""
+    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
+        group = situations.group_of(mesh, drawn)
+        drawn = drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}
+        sharding, whole = sharded(drawn, group)
+        mine = in_memory(sharding.shard(whole, group.rank, 1), drawn["tokens.memory"])
+        given = {"tokens": mine, "comm": group, "sharding": sharding}
+        if name == "check_shard":
+            yield Call(check_shard, given, partial(same, wanted=0))
+            return
+        mask = None if drawn["mask"] == "none" else sp.Mask(**blocks.mask_of(drawn))
+        positions = sorted(int(p) for rank in range(group.size) for p in sharding.positions(rank))
+        wanted = labelled(whole, positions, None if mask is None else mask.documents)
+        yield Call(next_token_labels, {**given, "mask": mask}, partial(same, wanted=sharding.shard(wanted, group.rank, 1)))
+
+
+LABELS: dict[str, Parts] = {name: TOKENS[name] for name in ("x.seq_len", "x.batch", "sharding.layout", "sharding.start")} | {
+    "tokens.memory": values(*MEMORIES)
+}
+SUBJECTS = [
+    Subject(
+        "loss.next_token_loss",
+        LOSS | SITUATIONS,
+        losses,
+        lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
+    ),
+    Subject(
+        "loss.next_token_labels",
+        COMMUNICATOR | LABELS | {"mask": values("given", "none")} | blocks.MASK | SITUATIONS,
+        partial(labels, "next_token_labels"),
+        situations.ranks,
+    ),
+    Subject("loss.check_shard", COMMUNICATOR | LABELS | SITUATIONS, partial(labels, "check_shard"), situations.ranks),
+]

@@ -1,0 +1,187 @@
+"""The domain of placements: which slices of a parameter each rank holds, against their plain indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from domains.collectives import DTYPES, MEMORIES, in_memory
+from domains.declared import Call, Parts, Values, spans, values
+from domains.exact import pure, same
+from sp_core.gradients import Placement, place, placement_of
+
+Held = tuple[tuple[range, ...], ...]
+
+
+def cuts(chance: Random, length: int, number: int) -> list[range]:
+    """Return so many ranges one after the other, some of them empty."""
+    inner = sorted(chance.randint(0, length) for _ in range(number - 1))
+    return [range(start, stop) for start, stop in pairwise((0, *inner, length))]
+
+
+def evenly(_: Random, length: int, size: int) -> Held:
+    """Return one range for each rank, as equal as possible."""
+    ends = [0, *(int(part[-1]) + 1 if len(part) else length for part in torch.arange(length).tensor_split(size))]
+    return tuple((range(start, stop),) for start, stop in pairwise(ends))
+
+
+def several(chance: Random, length: int, size: int) -> Held:
+    """Return ranges dealt at random."""
+    pieces = cuts(chance, length, 3 * size)
+    owners = [chance.randrange(size) for _ in pieces]
+    return tuple(tuple(piece for piece, owner in zip(pieces, owners, strict=True) if owner == rank) for rank in range(size))
+
+
+def overlapping(chance: Random, length: int, size: int) -> Held:
+    """Return any range for each rank, and everything for one."""
+    chosen = chance.randrange(size)
+    ranges = [range(*sorted((chance.randint(0, length), chance.randint(0, length)))) for _ in range(size)]
+    return tuple((range(length) if rank == chosen else part,) for rank, part in enumerate(ranges))
+
+
+HELD: dict[str, Callable[[Random, int, int], Held]] = {
+    "evenly": evenly,
+    "unevenly": lambda c, length, size: tuple((piece,) for piece in cuts(c, length, size)),
+    "several or no ranges": several,
+    "all on every rank": lambda _, length, size: ((range(length),),) * size,
+    "overlapping": overlapping,
+    "all on the last rank": lambda _, length, size: (*[()] * (size - 1), (range(length),)),
+}
+"""What each rank along the tensor axis holds of so many slices; every slice is on at least one."""
+
+
+def shape_of(chance: Random, drawn: Values, *, dims: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of a whole parameter."""
+    return tuple(chance.randint(1, 5) for _ in range(chance.randint(*dims)))
+
+
+PLACED: dict[str, Parts] = {
+    "size": spans((2, 3), (1, 1), (4, 8)),
+    "shape": {
+        "2 dims": partial(shape_of, dims=(2, 2)),
+        "1 dim": partial(shape_of, dims=(1, 1)),
+        "3 to 4 dims": partial(shape_of, dims=(3, 4)),
+        "no elements": lambda c, v: (0, 3),
+        "many slices": lambda c, v: (c.randint(50, 90), 2),
+    },
+    "dim": {"first": lambda c, v: 0, "last": lambda c, v: len(v["shape"]) - 1},
+}
+ASKED: dict[str, Parts] = PLACED | {
+    "held": {name: lambda c, v, draw=draw: draw(c, v["shape"][v["dim"]], v["size"]) for name, draw in HELD.items()},
+    "partial": values(False, True),
+    "copy": values(False, True),
+    "rank": {"first": lambda c, v: 0, "last": lambda c, v: v["size"] - 1},
+    "whole.memory": values(*MEMORIES),
+    "whole.dtype": values("float64", "bfloat16", "int32"),
+}
+
+
+def indices(held: Held, rank: int) -> Tensor:
+    """Return the numbers of the slices of a rank."""
+    return torch.tensor([index for part in held[rank] for index in part], dtype=torch.int64)
+
+
+def counted(drawn: Values, part: Tensor) -> Tensor:
+    """Return the slices of a rank that no lower rank holds, and none of a copy."""
+    lower = torch.cat([indices(drawn["held"], rank) for rank in range(drawn["rank"])] or [indices(((),), 0)])
+    stays = [place for place, index in enumerate(indices(drawn["held"], drawn["rank"]).tolist()) if index not in lower.tolist()]
+    return part.index_select(drawn["dim"], torch.tensor([] if drawn["copy"] else stays, dtype=torch.int64))
+
+
+METHODS: dict[str, Callable[[Values, Tensor], tuple[Values, Any]]] = {
+    "local_shape": lambda v, whole: (
+        {"rank": v["rank"]},
+        tuple(whole.index_select(v["dim"], indices(v["held"], v["rank"])).shape),
+    ),
+    "take": lambda v, whole: (
+        {"whole": whole, "rank": v["rank"]},
+        whole.index_select(v["dim"], indices(v["held"], v["rank"])),
+    ),
+    "spread": lambda v, whole: (
+        {"part": part_of(v, whole), "rank": v["rank"]},
+        torch.zeros_like(whole).index_copy_(v["dim"], indices(v["held"], v["rank"]), part_of(v, whole)),
+    ),
+    "join": lambda v, whole: (
+        {"parts": torch.cat([part_of(v | {"rank": rank}, whole) for rank in range(v["size"])], v["dim"])},
+        whole,
+    ),
+    "counted": lambda v, whole: ({"part": part_of(v, whole), "rank": v["rank"]}, counted(v, part_of(v, whole))),
+}
+"""For each method its arguments, and what it gives."""
+
+
+def part_of(drawn: Values, whole: Tensor) -> Tensor:
+    """Return what a rank holds, in memory as drawn."""
+    return in_memory(whole.index_select(drawn["dim"], indices(drawn["held"], drawn["rank"])), "contiguous")
+
+
+def asked(method: str, drawn: Values) -> Call:
+    """Call a method of a placement."""
+    placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
+    generator = torch.Generator().manual_seed(drawn["seed"])
+    whole = torch.randint(-4, 5, drawn["shape"], generator=generator).to(DTYPES[drawn["whole.dtype"]])
+    given, wanted = METHODS[method](drawn, in_memory(whole, drawn["whole.memory"]))
+    assert placement.numel == math.prod(drawn["shape"])
+    return Call(getattr(placement, method), given, partial(same, wanted=wanted))
+
+
+def placed(drawn: Values) -> Call:
+    """Let a parameter carry a placement, and ask for it."""
+    parameter = nn.Parameter(torch.ones(2))
+    placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
+
+    def judge(found: nn.Parameter) -> None:
+        assert found is parameter
+        assert placement_of(found) is placement
+
+    return Call(place, {"parameter": parameter, "placement": placement}, judge)
+
+
+def constructed(name: str, drawn: Values) -> Call:
+    """Call a constructor of `Placement`, and compare with what each rank is to hold."""
+    length, size = drawn["shape"][0 if name == "replicated" else drawn["dim"]], drawn["size"]
+    if name == "replicated":
+        given = {"shape": drawn["shape"], "size": size, "partial": drawn["partial"]}
+        wanted = Placement(drawn["shape"], 0, HELD["all on every rank"](Random(), length, size), drawn["partial"])
+    else:
+        given = {"shape": drawn["shape"], "dim": drawn["dim"], "size": size}
+        wanted = Placement(drawn["shape"], drawn["dim"], HELD["evenly"](Random(), length, size))
+    given["shape"] = list(given["shape"]) if drawn["seed"] % 2 else torch.Size(given["shape"])
+    return Call(getattr(Placement, name), given, lambda found: judge_held(found, wanted))
+
+
+def judge_held(found: Placement, wanted: Placement) -> None:
+    """Compare two placements by the slices of each rank."""
+    assert (found.shape, found.dim, found.partial, found.copy) == (wanted.shape, wanted.dim, wanted.partial, wanted.copy)
+    assert [[i for part in held for i in part] for held in found.held] == [
+        [i for part in held for i in part] for held in wanted.held
+    ]
+
+
+SUBJECTS = [
+    pure("gradients.Placement.replicated", PLACED | {"partial": values(False, True)}, partial(constructed, "replicated")),
+    pure("gradients.Placement.split", PLACED, partial(constructed, "split")),
+    *(
+        pure(
+            f"gradients.Placement.{method}",
+            ASKED | {name: values("drawn") for name in ("whole", "part", "parts") if name in used},
+            partial(asked, method),
+            *(["gradients.Placement"] if method == "take" else []),
+        )
+        for method, used in {
+            "local_shape": (),
+            "take": ("whole",),
+            "spread": ("part",),
+            "join": ("parts",),
+            "counted": ("part",),
+        }.items()
+    ),
+    pure("gradients.place", ASKED | {"parameter": values("any"), "placement": values("any")}, placed, "gradients.placement_of"),
+]
