@@ -74,8 +74,9 @@ class Placement:
 
     def join(self, parts: Tensor) -> Tensor:
         """The whole parameter, from what all ranks hold put together along `dim` in rank order."""
-        places = torch.tensor([index for indices in self._indices for index in indices], device=parts.device)
-        return parts.new_empty(self.shape).index_copy_(self.dim, places, parts)
+        places = [index for indices in self._indices for index in indices]
+        at = torch.tensor(places, dtype=torch.int64, device=parts.device)
+        return parts.new_empty(self.shape).index_copy_(self.dim, at, parts)
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
         """The slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
