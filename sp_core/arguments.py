@@ -34,6 +34,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
     **dict.fromkeys(("deterministic", "return_lse", "causal"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
+    "shape": (_are_whole, "a list or tuple of whole numbers"),
+    "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
+    "count": (lambda value: value is None or _is_whole(value), "a whole number, or None"),
     "softmax_scale": (lambda value: value is None or _is_number(value), "a finite number, or None for 1/sqrt(head_dim)"),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }

@@ -14,9 +14,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.agreement import ERRORS
 from sp_core.attention import accumulation_dtype
 from sp_core.autograd import all_gather, all_reduce, reduce_from_group
+from sp_core.collectives.build import check_tensor
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
@@ -45,9 +47,13 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
     Raises:
         ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
     """
-    comm.agree_on(
-        lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", lambda: check_shard(tokens, comm, sharding)
-    )
+
+    def check() -> int:
+        if mask is not None:
+            arguments.check_type("mask", mask, Mask, "Pass Mask(documents=...), or None.")
+        return check_shard(tokens, comm, sharding)
+
+    comm.agree_on(lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", check)
     whole = sharding.restore(all_gather(tokens, comm=comm, dim=1, sizes=sharding.lengths), 1)
     positions = torch.cat([sharding.positions(rank) for rank in range(sharding.size)]).sort().values
     follows = positions[1:] == positions[:-1] + 1
@@ -61,6 +67,8 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
 
 def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
     """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
+    check_tensor(tokens, comm)
+    arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
     if tokens.dtype != torch.int64:
         raise DtypeError(f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long().")
     if sharding.size != comm.size or tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(comm.rank):
@@ -123,10 +131,15 @@ def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Co
     """The parts of the vocabulary. What one rank finds wrong reaches its tensor group first, and with it every data group."""
     sizes: Sequence[int] = ()
     found: Exception | None = None
-    call = f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
+
+    def call() -> str:
+        return f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
+
+    def same() -> str:
+        return f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
+
     try:
-        same = f"{call}, labels {tuple(labels.shape)} with sum {int(labels.sum())}"
-        sizes = tensor.agree_on(lambda: f"{same} on {tensor.name}", lambda: _check_loss(logits, labels))
+        sizes = tensor.agree_on(same, lambda: _check_loss(logits, labels, tensor, count))
     except ERRORS as error:
         found = error
 
@@ -138,12 +151,15 @@ def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Co
             raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{sum(sizes) - 1}, and {IGNORED} means none.")
         return 0
 
-    data.agree_on(lambda: f"{call} on {data.name}", check)
+    data.agree_on(lambda: f"{call()} on {data.name}", check)
     return sizes
 
 
-def _check_loss(logits: Tensor, labels: Tensor) -> int:
+def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
     """This rank's part of the vocabulary."""
+    arguments.check(count=count)
+    for x in (logits, labels):
+        check_tensor(x, comm)
     if logits.shape[:-1] != labels.shape or not logits.shape[-1]:
         raise ShapeError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) and (...).")
     if labels.dtype != torch.int64 or not logits.is_floating_point():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sp_core import agreement, axes
+from sp_core import agreement, arguments, axes
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cores, cpu_model, node_name, node_number
@@ -83,8 +83,8 @@ class Mesh:
         self._freed = False
         self.device, error = _resolved(device)
         self._transport = transport = _meant(transport, self.device.type)
-        given = os.environ.get("SP_NODES", "").split(",") if nodes is None else list(map(str, nodes))
-        constants, tuning_error = _constants(tuning) if self.rank == 0 else (None, None)
+        given = os.environ.get("SP_NODES", "").split(",") if nodes is None else _shown(nodes)
+        constants, tuning_error = _constants(tuning, self.rank)
         error = error or self._problem() or self._nodes_problem(given) or tuning_error
         call = f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=}"
         call += f", algorithm={self._algorithm!r}, nodes={given})"
@@ -203,6 +203,12 @@ class Mesh:
 
     def _problem(self) -> Exception | None:
         """What is wrong with the arguments on this rank."""
+        try:
+            for length in self.axes.values():
+                arguments.check(size=length)
+            defaults(self._algorithm)
+        except (TypeError, ValueError) as error:
+            return error
         bad = [axis for axis, length in self.axes.items() if length < 1]
         if bad or not self.axes or math.prod(self.axes.values()) != self.size:
             sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items()) or "no axes"
@@ -212,10 +218,6 @@ class Mesh:
             )
         if self._check not in ("agree", "off"):
             return ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")
-        try:
-            defaults(self._algorithm)
-        except ValueError as error:
-            return error
         return self._device_problem()
 
     def _nodes_problem(self, given: Sequence[str]) -> Exception | None:
@@ -248,7 +250,7 @@ def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exceptio
     """The device with its index, or what is wrong with it."""
     try:
         found = torch.device(device or "cpu")
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         return torch.device("cpu"), DeviceError(f"device={device!r} was given: {str(error).splitlines()[0]} Pass 'cpu' or 'cuda'.")
     if found.type != "cuda":
         return found, None
@@ -272,10 +274,16 @@ def fingerprint() -> dict[str, str]:
     return {"host": node_name(), "processor": cpu_model(), "cores": str(cores()), "mpi": f"{vendor} {'.'.join(map(str, version))}"}
 
 
-def _constants(tuning: Tuning | str | Path | None) -> tuple[Tuning | None, Exception | None]:
-    """The constants that were asked for, or what is wrong with them."""
-    if isinstance(tuning, Tuning):
-        return tuning, None
+def _shown(nodes: Sequence[int]) -> list[str]:
+    return list(map(str, nodes)) if hasattr(nodes, "__iter__") else [repr(nodes)]
+
+
+def _constants(tuning: Tuning | str | Path | None, rank: int) -> tuple[Tuning | None, Exception | None]:
+    """The constants that were asked for on rank 0, or what is wrong with them."""
+    if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
+        return None, TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
+    if rank or isinstance(tuning, Tuning):
+        return (None if rank else tuning), None
     try:
         return find(fingerprint, tuning), None
     except FileError as error:

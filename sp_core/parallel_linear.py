@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from sp_core import arguments
 from sp_core.autograd import copy_to_group
+from sp_core.collectives.build import check_tensor
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
-from sp_core.errors import ShapeError
+from sp_core.errors import DtypeError, ShapeError
 from sp_core.schemes.tp_sp import gather_linear, linear_scatter
 from sp_core.sharding import Sharding, split_sizes
 
@@ -22,28 +24,38 @@ class _ParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, comm: Communicator, sharding: Sharding, sizes: Sequence[int] | None) -> None:
         super().__init__()
-        features = linear.weight.shape[self.split_dim]
+        arguments.check_communicator(comm)
         self.comm = comm
         self.sharding = sharding
-        self.sizes = split_sizes(features, comm.size) if sizes is None else tuple(sizes)
-        self._agree(linear, features)
+        self.sizes = self._agreed_sizes(linear, sizes)
         part = linear.weight.detach().split(list(self.sizes), self.split_dim)[comm.rank]
         self.weight = nn.Parameter(part.clone().to(comm.device), requires_grad=linear.weight.requires_grad)
 
-    def _agree(self, linear: nn.Linear, features: int) -> None:
-        kind, shape = type(self).__name__, tuple(linear.weight.shape)
+    def _agreed_sizes(self, linear: nn.Linear, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        kind = type(self).__name__
+
+        def cut() -> tuple[int, ...]:
+            return split_sizes(linear.weight.shape[self.split_dim], self.comm.size) if sizes is None else tuple(sizes)
 
         def check() -> int:
-            if len(self.sizes) != self.comm.size or min(self.sizes) < 0 or sum(self.sizes) != features:
+            arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
+            arguments.check_type("sharding", self.sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
+            arguments.check(sizes=sizes)
+            features = linear.weight.shape[self.split_dim]
+            if len(cut()) != self.comm.size or min(cut()) < 0 or sum(cut()) != features:
                 raise ShapeError(
-                    f"{kind}: sizes={self.sizes} were given; {self.comm.size} sizes >= 0 that add up to {features} are needed."
+                    f"{kind}: sizes={cut()} were given; {self.comm.size} sizes >= 0 that add up to {features} are needed."
                 )
             if self.sharding.size != self.comm.size:
                 raise ShapeError(f"{kind}: the sharding is for {self.sharding.size} ranks, {self.comm.name} has {self.comm.size}.")
             return 0
 
-        call = f"{kind}.from_linear({shape}, {linear.weight.dtype}, bias={linear.bias is not None}, sizes={self.sizes}, "
-        self.comm.agree_on(lambda: f"{call}{self.sharding.fingerprint}) on {self.comm.name}", check)
+        def call() -> str:
+            shown = f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"
+            return f"{kind}.from_linear({shown}, sizes={cut()}, {self.sharding.fingerprint}) on {self.comm.name}"
+
+        self.comm.agree_on(call, check)
+        return cut()
 
     def _whole_bias(self) -> Tensor | None:
         raise NotImplementedError
@@ -53,14 +65,20 @@ class _ParallelLinear(nn.Module):
         kind = type(self).__name__
 
         def check() -> int:
+            check_tensor(x, self.comm)
             if x.dim() != 3 or x.shape[1] != tokens or x.shape[2] != features:
                 raise ShapeError(
                     f"{kind}: x has shape {tuple(x.shape)}; (batch, {tokens}, {features}) is needed on rank {self.comm.rank}."
                 )
+            if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise DtypeError(f"{kind} has weights of {self.weight.dtype} and was given {x.dtype}. Convert one of them.")
             return 0
 
-        grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
-        self.comm.agree_on(lambda: f"{kind}(batch {x.shape[0]}, {x.dtype}, requires_grad={grad}) on {self.comm.name}", check)
+        def call() -> str:
+            grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
+            return f"{kind}(batch {x.shape[0]}, {x.dtype}, requires_grad={grad}) on {self.comm.name}"
+
+        self.comm.agree_on(call, check)
 
     def to_linear(self) -> nn.Linear:
         """The whole layer again, on every rank.

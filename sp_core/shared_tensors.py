@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, RankError, ShapeError
 from sp_core.transport.window import MAX_DIMS
@@ -55,9 +56,11 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
         The other rank's tensor, with its shape; read it between two calls of `fence`.
 
     Raises:
-        RankError: x is not such a tensor, or there is no such rank; on this rank.
+        RankError, TypeError: x is not such a tensor, or there is no such rank; on this rank.
     """
     comm.ensure_open()
+    arguments.check(rank=rank)
+    arguments.check_type("x", x, Tensor, "Pass what shared_empty gave.")
     tensors = [] if comm.window is None else comm.window.tensors(x)
     if not 0 <= rank < len(tensors):
         raise RankError(
@@ -81,6 +84,8 @@ def fence(*, comm: Communicator) -> None:
 
 
 def _check(shape: Sequence[int], dtype: torch.dtype) -> int:
+    arguments.check(shape=shape)
+    arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
     if len(shape) > MAX_DIMS or any(length < 0 for length in shape):
         raise ShapeError(f"shape {tuple(shape)} was given; at most {MAX_DIMS} lengths >= 0 are needed. Reshape the tensor.")
     if dtype.is_complex:

@@ -201,13 +201,18 @@ def check_device(x: Tensor, comm: Communicator) -> None:
         )
 
 
-def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...], op: str, algorithm: str) -> None:
-    comm.ensure_open()
+def check_tensor(x: Tensor, comm: Communicator) -> None:
+    """Refuse what is no dense tensor on the device of the communicator."""
     if not isinstance(x, Tensor):
         raise DtypeError(f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
     check_device(x, comm)
     if x.layout is not torch.strided:
         raise ShapeError(f"a tensor of layout {x.layout} was given; a dense one is needed. Pass x.to_dense().")
+
+
+def _check(x: Tensor, comm: Communicator, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...], op: str, algorithm: str) -> None:
+    comm.ensure_open()
+    check_tensor(x, comm)
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first.")
@@ -256,6 +261,7 @@ def _in_rank_order(algorithm: str, comm: Communicator) -> str:
 
 def check_all(tensors: Sequence[Tensor], comm: Communicator) -> int:
     """Refuse tensors that an all-reduce could not take."""
+    arguments.check(tensors=tensors)
     for x in tensors:
         _check(x, comm, SUMMABLE, (), "all_reduce", "auto")
     return 0

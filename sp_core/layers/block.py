@@ -96,7 +96,8 @@ class TransformerBlock(nn.Module):
         """
         if self.training and self.dropout:
             self.comm.agree_on(lambda: f"a block with dropout={self.dropout}, seed={seed}", partial(_check_seed, seed))
-        x = x + self._drop(self.attention(self.norm1(x), sharding=sharding, mask=mask or self.mask), sharding, seed, 0)
+        mask = self.mask if mask is None else mask
+        x = x + self._drop(self.attention(self.norm1(x), sharding=sharding, mask=mask), sharding, seed, 0)
         out: Tensor = x + self._drop(self.feed_forward(self.norm2(x)), sharding, seed, 1)
         return out
 

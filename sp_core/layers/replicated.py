@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sp_core import arguments
 from sp_core.autograd.replicated import copy_all, describe_all
-from sp_core.collectives.build import check_device
+from sp_core.collectives.build import check_tensor
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.sharding import Sharding
@@ -50,9 +51,7 @@ class ReplicatedLayer(nn.Module):
 
     def _check(self, x: Tensor, parameters: tuple[Tensor, ...], sharding: Sharding | None) -> int:
         kind, rank = type(self).__name__, self.comm.rank
-        if not isinstance(x, Tensor):
-            raise DtypeError(f"{kind} needs a tensor, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
-        check_device(x, self.comm)
+        check_tensor(x, self.comm)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ShapeError(
                 f"{kind} of hidden size {self.hidden} was given a tensor of shape {tuple(x.shape)}; its last dim must match."
@@ -61,6 +60,7 @@ class ReplicatedLayer(nn.Module):
             raise DtypeError(f"{kind} has weights of {parameters[0].dtype} and was given {x.dtype}. Convert one of them.")
         if sharding is None:
             return 0
+        arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
         if sharding.size != self.comm.size:
             raise ShapeError(
                 f"{kind}: the sharding is for {sharding.size} ranks, {self.comm.name} has {self.comm.size}. "

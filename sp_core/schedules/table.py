@@ -125,8 +125,10 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
             text, `"all_reduce=ring,all_gather=bruck"`.
 
     Raises:
-        ValueError: an unknown collective or algorithm.
+        ValueError: an unknown collective or algorithm; TypeError: neither a name nor names.
     """
+    if not isinstance(choice, str | Mapping):
+        raise TypeError(f"algorithm={choice!r} was given; pass a name, or names by collective.")
     if isinstance(choice, str) and "=" not in choice:
         if not any(choice in names for names in ALGORITHMS.values()):
             known = sorted({name for names in ALGORITHMS.values() for name in names})
