@@ -12,10 +12,11 @@ from domains.subjects import SUBJECTS
 from sp_core.agreement import _gather_texts
 from sp_core.testing import spmd
 
-BY_RANKS = {
-    size: [s for s in SUBJECTS if any(f.startswith(("comm.", "mesh.")) for f in s.factors) and s.ranks(s.draw(s.base, 1)) == size]
-    for size in (2, 4)
-}
+SPLIT = ("comm.", "mesh.", "logits.")
+"""What the factors of a call over ranks begin with."""
+
+ON_RANKS = [s for s in SUBJECTS if any(factor.startswith(SPLIT) for factor in s.factors) and not s.alone]
+BY_RANKS = {size: [s for s in ON_RANKS if s.ranks(s.draw(s.base, 1)) == size] for size in (2, 4)}
 
 
 TWO = pytest.mark.parametrize("subject", BY_RANKS[2], ids=lambda subject: subject.name)

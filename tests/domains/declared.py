@@ -53,6 +53,7 @@ class Subject:
         covers: further public names whose parameters are among these factors, such as methods of what the call makes.
         outside: parameters that have no domain, each with the reason.
         allowed: differences between ranks that are valid and change the result, as `differing` names them.
+        alone: whether a wrong argument is an error on its rank alone, or there is none but the communicator.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Subject:
     covers: tuple[str, ...] = ()
     outside: Mapping[str, str] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
+    alone: bool = False
 
     @property
     def base(self) -> Row:

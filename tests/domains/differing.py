@@ -48,6 +48,7 @@ NEVER: dict[type, dict[str, Change]] = {
         "too many": lambda x: (*x, *x),
         "fractions": lambda x: tuple(0.5 for _ in x),
     },
+    list: {"a number": lambda x: 3, "None among them": lambda x: [*x, None], "None": lambda x: None, "a tensor": lambda x: x[0]},
     sp.Mask: {"True": lambda x: True, "a tensor": lambda x: torch.ones(2, 2), "text": lambda x: "causal"},
     sp.Sharding: {
         "None": lambda x: None,
@@ -63,13 +64,14 @@ SOMETIMES: dict[type, dict[str, Change]] = {
         "another dtype": lambda x: x.detach().to(torch.float32 if x.dtype != torch.float32 else torch.float64),
         "longer at the end": lambda x: torch.cat([x.detach()] * 2, -1),
         "one dim more": lambda x: x.detach()[None],
-        "another gradient": lambda x: x.detach().requires_grad_(not x.requires_grad),
+        "another gradient": lambda x: x.detach().requires_grad_(x.is_floating_point() and not x.requires_grad),
     },
     bool: {"the other": lambda x: not x},
     int: {"one more": lambda x: x + 1, "one less": lambda x: x - 1},
     float: {"twice": lambda x: 2 * x, "None": lambda x: None},
     str: {"auto": lambda x: "auto", "ring": lambda x: "ring", "max": lambda x: "max"},
     tuple: {"None": lambda x: None, "in another order": lambda x: x[::-1]},
+    list: {"one less": lambda x: x[:-1], "in another order": lambda x: x[::-1]},
     sp.Mask: {"None": lambda x: None, "causal": lambda x: sp.Mask(causal=not x.causal), "a window": lambda x: sp.Mask(window=3)},
     sp.Sharding: {
         "another layout": lambda x: sp.Sharding.striped(x.seq_len, x.size),

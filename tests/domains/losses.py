@@ -209,5 +209,5 @@ SUBJECTS = [
         partial(labels, "next_token_labels"),
         situations.ranks,
     ),
-    Subject("loss.check_shard", COMMUNICATOR | LABELS | SITUATIONS, partial(labels, "check_shard"), situations.ranks),
+    Subject("loss.check_shard", COMMUNICATOR | LABELS | SITUATIONS, partial(labels, "check_shard"), situations.ranks, alone=True),
 ]
