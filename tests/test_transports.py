@@ -128,30 +128,6 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(mon
     run_threads(4, body)
 
 
-def test_a_product_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks whose group was made keep nothing of it."""
-    failing = threading.Event()
-
-    def made(made_for: Any, device: torch.device) -> None:
-        if failing.is_set() and "rank 3" in made_for.allgather(threading.current_thread().name):
-            raise sp.DeviceError("rank 3 has no way out")
-
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, transport="distributed", a=2, b=1, c=2) as mesh:
-            comm.Barrier()
-            failing.set()
-            for _ in range(2):
-                with pytest.raises(sp.DeviceError, match="no way out"):
-                    mesh["b", "a"]
-            comm.Barrier()
-            failing.clear()
-            comm.Barrier()
-            assert mesh["b", "a"].size == 2
-
-    monkeypatch.setattr(transport, "make_group", made)
-    run_threads(4, body)
-
-
 def test_nccl_is_not_asked_to_share_a_gpu() -> None:
     group.refuse_shared_gpus(["a", "b", "c"])
     with pytest.raises(sp.DeviceError, match=r"4 ranks have 2 \(ranks 0, 2, 3: a\).*transport='ipc'"):
