@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from sp_core import errors, progress
 from sp_core.errors import CollectiveMismatch
 from sp_core.progress import Progress
 from sp_core.transport.base import wait
-from sp_core.transport.host import Request
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -58,22 +57,57 @@ def agree(
         The error of the lowest rank that has one, on every rank, with the rank in its text; `CollectiveMismatch` where the
         calls differ.
     """
-    record = np.zeros(_FIELDS, np.int64)
-    record[:3] = (error is not None, _hash(call), value)
-    records = np.empty((comm.size, _FIELDS), np.int64)
-    request = comm.Iallgather(record, records.reshape(-1))
-    _finish(request, under_way or progress.of_this_rank())
-    if records[:, 0].any() or (records[:, 1] != records[0, 1]).any():
-        _raise(comm, call, error, records[:, 0].astype(bool).tolist())
-    return tuple(int(v) for v in records[:, 2])
-
-
-def _finish(request: Any, under_way: Progress) -> None:
-    """Wait for a request of MPI. Inside a wait of MPI nothing else of ours could make progress."""
-    if under_way.idle:
-        request.Wait()
+    question = Question(comm, call, value, error)
+    under_way = under_way or progress.of_this_rank()
+    if under_way.idle:  # else nothing of ours could make progress inside a wait of MPI
+        question.wait()
     else:
-        wait(Request([request]), under_way.poll)
+        wait(question, under_way.poll)
+    return question.answer()
+
+
+class Question:
+    """A comparison over the ranks that is under way; arguments as in `agree`."""
+
+    def __init__(self, comm: Intracomm, call: str, value: int = 0, error: Exception | None = None) -> None:
+        self._comm, self._call, self._error = comm, call, error
+        record = np.zeros(_FIELDS, np.int64)
+        record[:3] = (error is not None, _hash(call), value)
+        self._record, self._records = record, np.empty((comm.size, _FIELDS), np.int64)  # MPI holds only their addresses
+        self._request = comm.Iallgather(record, self._records.reshape(-1))
+
+    def test(self) -> bool:
+        """Return whether the records of all ranks are here."""
+        return bool(self._request.Test())
+
+    def wait(self) -> None:
+        """Wait for the records of all ranks."""
+        self._request.Wait()
+
+    def answer(self) -> tuple[int, ...]:
+        """Return and raise as `agree`; once `test` has returned True."""
+        records = self._records
+        if records[:, 0].any() or (records[:, 1] != records[0, 1]).any():
+            _raise(self._comm, self._call, self._error, records[:, 0].astype(bool).tolist())
+        return tuple(int(v) for v in records[:, 2])
+
+
+class Questions:
+    """Comparisons on several communicators at once, so that a rank which waits on one of them does not hide the others.
+
+    Raises:
+        As `agree`, in `test`.
+    """
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        self._open = list(questions)
+
+    def test(self) -> bool:
+        """Return whether all are answered, or raise for one that differs."""
+        for question in [question for question in self._open if question.test()]:
+            self._open.remove(question)
+            question.answer()
+        return not self._open
 
 
 def _hash(text: str) -> int:

@@ -235,12 +235,24 @@ class Communicator:
         if self._freed:
             raise self._closed()
 
-    def free(self) -> None:
-        """Free the MPI communicator, on every rank; a second call does nothing."""
+    def ask_to_free(self) -> list[agreement.Question]:
+        """Begin to compare whether every rank is about to free this communicator."""
+        if self._freed:
+            return []
+        self.counters["control"].add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
+        return [agreement.Question(self._control, f"free() of {self.name}")]
+
+    def free(self, *, is_agreed: bool = False) -> None:
+        """Free the MPI communicator, on every rank; a second call does nothing.
+
+        Args:
+            is_agreed: whether the ranks have compared that all of them are about to do so.
+        """
         if self._freed:
             return
         try:
-            self._agree(f"free() of {self.name}", 0, None)
+            if not is_agreed:
+                wait(agreement.Questions(self.ask_to_free()), self.poll)
             for handle in self._pending:
                 wait(handle, self.poll)
         except RankError:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sp_core import agreement, arguments, axes
+from sp_core import agreement, arguments, axes, progress
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cores, cpu_model, node_name, node_number
 from sp_core.reordered import Reordered
 from sp_core.schedules import defaults
-from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel
+from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
 from sp_core.tuning import FileError, Tuning, find
 
 if TYPE_CHECKING:
@@ -127,9 +127,12 @@ class Mesh:
         """Free every communicator of the mesh, on every rank; a second call does nothing."""
         if self._freed:
             return
+        order = sorted(self._made, key=lambda names: (names == axes.in_order(self.axes, names), names))
         try:
-            for names in sorted(self._made, key=lambda names: (names == axes.in_order(self.axes, names), -len(names), names)):
-                self._made[names].free()  # the largest first: calls that differ are compared there first
+            questions = [question for names in order for question in self._made[names].ask_to_free()]
+            wait(agreement.Questions(questions), progress.of_this_rank().poll)
+            for names in order:
+                self._made[names].free(is_agreed=True)
         except RankError:
             self._abandon()
             raise
@@ -282,8 +285,10 @@ def _constants(tuning: Tuning | str | Path | None, rank: int) -> tuple[Tuning | 
     """The constants that were asked for on rank 0, or what is wrong with them."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         return None, TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
-    if rank or isinstance(tuning, Tuning):
-        return (None if rank else tuning), None
+    if rank:
+        return None, None
+    if isinstance(tuning, Tuning):
+        return tuning, None
     try:
         return find(fingerprint, tuning), None
     except FileError as error:

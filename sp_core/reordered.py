@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from sp_core.agreement import Question
 from sp_core.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -47,8 +48,12 @@ class Reordered(Communicator):
         told = super()._agree(call, value, error)
         return tuple(told[place] for place in self._order)
 
-    def free(self) -> None:
+    def ask_to_free(self) -> list[Question]:
+        """As in the base class; nothing is sent if it was never used."""
+        return super().ask_to_free() if self.is_made else []
+
+    def free(self, *, is_agreed: bool = False) -> None:
         """As in the base class; nothing is sent if it was never used."""
         if self.is_made:
-            super().free()
+            super().free(is_agreed=is_agreed)
         self._freed = True

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_core import autograd
 from sp_core.arguments import check_communicator
 from sp_core.collectives import build, choice
 from sp_core.collectives.execution import Ready
@@ -153,16 +152,27 @@ class _InPlace(AllReduce):
         return replace(prepared, result=Result(x, lambda: x.detach().copy_(prepared.result())))
 
 
-def _in_place(name: str, x: Tensor, comm: Communicator, *arguments: Any, **named: Any) -> _InPlace:
-    mapping = build.all_reduce(name, x, comm, *arguments, in_place=True, **named)
+def _in_place(
+    name: str, x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False
+) -> _InPlace:
+    mapping = build.all_reduce(name, x, comm, op, algorithm, deterministic, in_place=True)
     nbytes, planned = x.numel() * x.itemsize, name != "all_reduce_"
-    algorithm = choice.chosen(comm, mapping.name, mapping.algorithm, nbytes, planned=planned)  # it says where the result is made
-    return _InPlace(comm, mapping.reduction, algorithm=algorithm)
+    chosen = choice.chosen(comm, mapping.name, mapping.algorithm, nbytes, planned=planned)  # it says where the result is made
+    return _InPlace(comm, mapping.reduction, algorithm=chosen)
 
 
-def _all_to_all(name: str, x: Tensor, comm: Communicator, *, split_dim: int, concat_dim: int, **named: Any) -> AllToAll:
-    sizes = named.pop("split_sizes", None), named.pop("concat_sizes", None)
-    return build.all_to_all(name, x, comm, (split_dim, concat_dim), *sizes, **named)
+def _all_to_all(
+    name: str,
+    x: Tensor,
+    comm: Communicator,
+    *,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: build.Sizes = None,
+    concat_sizes: build.Sizes = None,
+    algorithm: str = "auto",
+) -> AllToAll:
+    return build.all_to_all(name, x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm)
 
 
 def _shift(
@@ -187,11 +197,12 @@ def _problem(op: str, given: Mapping[str, Any]) -> str:
     """Say what is wrong with the names of a plan's arguments; nothing if all is well."""
     if op not in _BUILDERS:
         return f"a plan of {op!r} was asked for; there are {tuple(_BUILDERS)}. Pass one of them."
-    taken = {**inspect.signature(getattr(autograd, op, all_reduce_)).parameters}
-    needed = {name for name, parameter in taken.items() if parameter.default is parameter.empty} - {"x", "comm"}
-    if set(given) <= set(taken) - {"x", "comm"} and needed <= set(given):
+    parameters = inspect.signature(_BUILDERS[op]).parameters.values()
+    taken = {parameter.name for parameter in parameters} - {"name", "x", "comm", "in_place"}
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty} & taken
+    if needed <= set(given) <= taken:
         return ""
-    return f"a plan of {op} was given {sorted(given)}; it takes {sorted(set(taken) - {'x', 'comm'})} and needs {sorted(needed)}."
+    return f"a plan of {op} was given {sorted(given)}; it takes {sorted(taken)} and needs {sorted(needed)}."
 
 
 def _refuse(problem: str) -> int:
