@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from sp_core import arguments
+from sp_core.arguments import check
 from sp_core.errors import ShapeError
 from sp_core.segments import Segment, arithmetic_segments, concatenated, first, moved, split_ranges, split_sizes
 
@@ -234,7 +234,7 @@ class Sharding:
 
     def _checked(self, rank: int) -> int:
         """A rank of this sharding."""
-        arguments.check(rank=rank)
+        check(rank=rank)
         if not 0 <= rank < self.size:
             raise ShapeError(f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}.")
         return rank
@@ -280,6 +280,6 @@ class Sharding:
 
 
 def _check(seq_len: int, size: int, start: int) -> None:
-    arguments.check(seq_len=seq_len, size=size, start=start)
+    check(seq_len=seq_len, size=size, start=start)
     if seq_len < 0 or size < 1 or start < 0:
         raise ShapeError(f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}.")

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sp_core import arguments
+from sp_core.arguments import check
 from sp_core.errors import ShapeError
 
 Positions = range | Sequence[int] | Tensor
@@ -45,7 +45,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         """Normalise to hashable ints, because plans are cached on the mask."""
-        arguments.check(causal=self.causal)
+        check(causal=self.causal)
         object.__setattr__(self, "window", _window(self.window))
         object.__setattr__(self, "documents", _boundaries("documents", self.documents))
         object.__setattr__(self, "kv_documents", _boundaries("kv_documents", self.kv_documents))
