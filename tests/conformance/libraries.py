@@ -192,15 +192,12 @@ ALST_SDPA = {
         "github.com/huggingface/accelerate, docs/source/concept_guides/sequence_parallelism.md",
     ),
 }
-ALST_FLEX = {
-    **ALST,
-    "window": Says(
-        REFUSED,
-        "models with sliding window would need the mask_mod extracted from the original BlockMask",
-        "deepspeed/runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.forward",
-    ),
-    "documents": Says(REFUSED, "currently hardcodes a causal mask_mod", "deepspeed/runtime/sequence_parallel/ulysses_sp.py"),
-}
+HARDCODED = Says(
+    REFUSED,
+    "currently hardcodes a causal mask_mod: models with sliding window or other non-standard patterns would need ...",
+    "deepspeed/runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.forward",
+)
+ALST_FLEX = {**ALST, "full": HARDCODED, "window": HARDCODED, "documents": HARDCODED}
 ACCELERATE = {
     **TORCH,
     "window": Says(
@@ -255,7 +252,7 @@ LIBRARIES = (
         needs=Needs(dtype="bfloat16", one_sequence=True),  # transformers knows packed documents in a batch of one only
         flash=True,
     ),
-    _alst("flex_attention", ALST_FLEX, patience=60.0),  # each rank compiles for itself
+    _alst("flex_attention", ALST_FLEX, full=False, patience=60.0),  # each rank compiles for itself
     *(
         Library(
             *(f"accelerate {variant}".strip(), "accelerate_context_parallel", "accelerate", variant),

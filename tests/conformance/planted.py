@@ -61,6 +61,10 @@ def _half_a_gradient(real: Function) -> Function:
     return combined
 
 
+def _shifted(real: Function) -> Function:
+    return lambda self, context: real(self, context.roll(1, 0))
+
+
 def _ends_at_once(real: Function) -> Function:
     @contextmanager
     def context(self: Any, **options: Any) -> Any:
@@ -100,6 +104,10 @@ FAULTS = (
     Fault(
         *("ALST Ulysses flash_attention_2", "backward", "k gets half its gradient", ALST),
         *("UlyssesSPAttentionHF._combine_local_sequences", _half_a_gradient),
+    ),
+    Fault(
+        *("ALST Ulysses flex_attention", "causal", "each token gets another's output", ALST),
+        *("UlyssesSPAttentionHF._partition_global_sequence", _shifted),
     ),
     Fault(
         *("accelerate CPU stand-in", "full", "the context ends before attention", "accelerate"),

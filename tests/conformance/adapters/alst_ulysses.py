@@ -72,7 +72,7 @@ def attend(
         "sliding_window": window,
         "position_ids": positions.expand(q.shape[0], -1).contiguous(),
     }
-    mask = _block_mask(len(mine), causal, q.shape[0]) if variant == "flex_attention" else None
+    mask = _block_mask(len(mine), q.shape[0]) if variant == "flex_attention" else None
     attention = _registered(config, variant, q.shape[0])
     out, _ = attention(layer, *(x.transpose(1, 2) for x in (q, k, v)), mask, **options)
     return out.unflatten(-1, q.shape[2:])
@@ -95,8 +95,7 @@ def _registered(config: Any, variant: str, batch: int) -> Any:
     return functions[variant]
 
 
-def _block_mask(tokens: int, causal: bool, batch: int) -> Any:
-    """Make a mask over this rank's tokens, as transformers does; the library makes that of all."""
+def _block_mask(tokens: int, batch: int) -> Any:
+    """Make a causal mask over this rank's tokens, as transformers does."""
     create = importlib.import_module("torch.nn.attention.flex_attention").create_block_mask
-    seen = lambda b, h, query, key: (query >= key) | (not causal)  # noqa: E731
-    return create(seen, batch, None, tokens, tokens, device="cpu")
+    return create(lambda b, h, q, k: q >= k, batch, None, tokens, tokens, device="cpu")
