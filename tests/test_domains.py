@@ -28,7 +28,8 @@ def test_every_public_parameter_has_a_domain() -> None:
 def test_every_part_was_explored() -> None:
     """The committed report lists the parts that are declared: none was added or lost since."""
     assert changed(SUBJECTS, committed()) == []
-    assert all(record["drawn"] == record["possible"] and not record["fault"] for record in committed())
+    assert not [record["subject"] for record in committed() if record["fault"]]
+    assert all(record["drawn"] == record["possible"] for record in committed() if record["depth"] == "pairs")
 
 
 def test_a_part_without_its_generator_is_seen() -> None:

@@ -16,9 +16,10 @@ import torch
 
 from domains import subjects
 from domains.declared import Pair, Subject
-from domains.trial import Tried, every_pair
+from domains.trial import Tried, every_pair, every_part
 
 COMMITTED = Path(__file__).with_name("REPORT.json")
+PART_SEEDS = 3
 Record = dict[str, Any]
 
 
@@ -50,8 +51,8 @@ def impossible_pairs(name: str, records: Iterable[Record]) -> set[Pair]:
     return {((a, b), (c, d)) for (a, b), (c, d) in split}
 
 
-def explored(name: str, seed: int) -> Record:
-    """Draw the pairs of one subject.
+def explored(name: str, seed: int, depth: str = "pairs") -> Record:
+    """Draw the pairs of one subject, or its single parts with `PART_SEEDS` seeds.
 
     Returns:
         Its parts, its counts, its impossible pairs by the library's reason, and its fault if there is one.
@@ -60,7 +61,7 @@ def explored(name: str, seed: int) -> Record:
     subject = subjects.BY_NAME[name]
     tried, fault = Tried(), ""
     try:
-        every_pair(subject, seed, tried)
+        every_pair(subject, seed, tried) if depth == "pairs" else every_part(subject, range(seed, seed + PART_SEEDS), tried)
     except AssertionError as error:
         fault = str(error)
     impossible = defaultdict(list)
@@ -68,6 +69,7 @@ def explored(name: str, seed: int) -> Record:
         impossible[re.sub(r"^(\w+: )rank \d+: ", r"\1", reason)[:300]].append(" & ".join("=".join(one) for one in pair))
     return {
         "subject": name,
+        "depth": depth,
         "parts": parts_of(subject),
         "possible": len(subject.pairs()) - len(tried.impossible),
         "drawn": len(subject.pairs() & tried.pairs),
@@ -79,18 +81,21 @@ def explored(name: str, seed: int) -> Record:
 
 def markdown(records: Sequence[Record], seed: int) -> str:
     """Return the report as Markdown."""
-    drawn, possible, calls = (sum(record[key] for record in records) for key in ("drawn", "possible", "calls"))
+    in_pairs = [record for record in records if record["depth"] == "pairs"]
+    drawn, possible = (sum(record[key] for record in in_pairs) for key in ("drawn", "possible"))
+    calls = sum(record["calls"] for record in records)
     reasons = Counter({reason: len(pairs) for record in records for reason, pairs in record["impossible"].items()})
     return "\n".join(
         [
             "# Domains: the parts of every parameter, drawn in pairs",
             "",
-            f"Seed {seed}: {drawn} of {possible} possible pairs drawn and judged, {calls} calls, {len(records)} functions.",
+            f"Seed {seed}: {drawn} of {possible} possible pairs of {len(in_pairs)} functions drawn and judged, {calls} calls.",
+            f"Of {len(records) - len(in_pairs)} more functions only single parts were drawn, with {PART_SEEDS} seeds.",
             "A pair is impossible where the library refuses it in the base row; the reasons below are the library's.",
             "`REPORT.json` lists the parts and the impossible pairs.",
             "",
-            "| call | parts | possible pairs | drawn | impossible | calls |",
-            "| --- | --- | --- | --- | --- | --- |",
+            "| call | parts | drawn in | possible pairs | drawn | impossible | calls |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
             *map(_line, records),
             "",
             "## Reasons why pairs are impossible",
@@ -104,4 +109,5 @@ def markdown(records: Sequence[Record], seed: int) -> str:
 def _line(record: Record) -> str:
     impossible = sum(map(len, record["impossible"].values()))
     parts = sum(map(len, record["parts"].values()))
-    return f"| {record['subject']} | {parts} | {record['possible']} | {record['drawn']} | {impossible} | {record['calls']} |"
+    cells = (record["subject"], parts, record["depth"], record["possible"], record["drawn"], impossible, record["calls"])
+    return f"| {' | '.join(map(str, cells))} |"

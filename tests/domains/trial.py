@@ -129,3 +129,36 @@ def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
         if pair not in tried.pairs and (reason := tried.row(subject, subject.base | dict(pair), seed)):
             tried.impossible[pair] = reason
     tried.check_refusals(subject, tried.impossible)
+
+
+def blamed(subject: Subject, row: Row, seed: int, tried: Tried) -> None:
+    """Find the pair of parts for which the library refuses a row, by leaving out one part after the other.
+
+    Raises:
+        AssertionError: no pair alone is refused.
+    """
+    needed = {factor: part for factor, part in row.items() if part != subject.base[factor]}
+    reason = ""
+    for factor in sorted(needed):
+        fewer = {other: part for other, part in needed.items() if other != factor}
+        if again := tried.row(subject, subject.base | fewer, seed):
+            needed, reason = fewer, again
+    if len(needed) > 2 or not reason:
+        raise AssertionError(f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}")
+    others = [factor for factor in sorted(subject.factors) if factor not in needed]
+    pairs = [tuple(sorted(needed.items()))] if len(needed) == 2 else []
+    pairs += [tuple(sorted([*needed.items(), (factor, subject.base[factor])])) for factor in others if len(needed) == 1]
+    for one, two in pairs:
+        tried.impossible[one, two] = reason
+
+
+def every_part(subject: Subject, seeds: range, tried: Tried) -> None:
+    """Draw every part with some seeds, and find the pairs of parts that the library refuses.
+
+    Raises:
+        AssertionError: a wrong result, a hang, or a refusal without reason.
+    """
+    for seed in seeds:
+        for row in subject.each_part(seed):
+            if tried.row(subject, row, seed) and not pairs_of(row) & set(tried.impossible):
+                blamed(subject, row, seed, tried)
