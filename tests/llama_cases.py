@@ -58,6 +58,9 @@ class Case:
     tied: bool = False
     dtype: str = "float64"
     seed: int = 0
+    theta: float = 100.0
+    eps: float = 1e-6
+    stops: tuple[int, ...] = ()
 
     @property
     def config(self) -> LlamaConfig:
@@ -69,10 +72,12 @@ class Case:
             num_attention_heads=self.heads[0],
             num_key_value_heads=self.heads[1],
             head_dim=self.head_dim,
-            rope_theta=100.0,
+            rms_norm_eps=self.eps,
+            rope_theta=self.theta,
             rope_scaling=SCALINGS[self.scaling],
             tie_word_embeddings=self.tied,
             max_position_embeddings=128,
+            eos_token_id=self.stops,
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -110,7 +115,8 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """For the reference."""
-        return {"num_heads": self.heads[0], "rope_theta": 100.0, "rope_scaling": SCALINGS[self.scaling]}
+        scaling = SCALINGS[self.scaling]
+        return {"num_heads": self.heads[0], "rope_theta": self.theta, "rope_scaling": scaling, "eps": self.eps}
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The reference's logits of whole sequences."""

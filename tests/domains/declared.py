@@ -54,6 +54,7 @@ class Subject:
         outside: parameters that have no domain, each with the reason.
         allowed: differences between ranks that are valid and change the result, as `differing` names them.
         alone: whether a wrong argument is an error on its rank alone, or there is none but the communicator.
+        together: rows drawn in every run beside the single parts, in which parts meet that hid a fault when they met.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Subject:
     outside: Mapping[str, str] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
     alone: bool = False
+    together: tuple[Row, ...] = ()
 
     @property
     def base(self) -> Row:

@@ -17,7 +17,7 @@ from sp_core.testing.ways import CHOICES
 
 LATE_SECONDS = 0.002
 CARRIERS = carriers(part=3000)
-CALLS = {"first": 1, "second": 2, "100th": 100}
+CALLS = {"first": 1, "second": 2, "10th": 10, "100th": 100}
 
 AXES = {
     "one": ("own",),
@@ -36,7 +36,7 @@ def situations(*carried: str) -> dict[str, Parts]:
         "(transport)": values("window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)),
         "(algorithm)": values(*sorted(CHOICES, key=lambda name: name != "auto")),
         "(check)": values("agree", "off"),
-        "(call)": values(*CALLS),
+        "(call)": values("first", "second", "100th"),
         "(lateness)": values("no rank", "a rank"),
     }
 

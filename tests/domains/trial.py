@@ -111,8 +111,9 @@ def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ())
     tried = Tried()
     for row in subject.each_part(seed):
         tried.row(subject, row, seed)
-    for factor, part in sorted(subject.singles() - tried.singles):
-        tried.row(subject, subject.base | {factor: part}, seed)
+    missing = ({factor: part} for factor, part in sorted(subject.singles() - tried.singles))
+    for row in (*subject.together, *missing):
+        tried.row(subject, subject.base | row, seed)
     tried.check_refusals(subject, impossible)
     return tried
 

@@ -31,6 +31,7 @@ def llama(
     rope_scaling: Mapping[str, Any] | None = None,
     eps: float = 1e-6,
     rounding: Rounding = lambda t: t,
+    **seen: Any,
 ) -> Tensor:
     """The logits of every next token of whole sequences, for autograd to differentiate.
 
@@ -42,6 +43,7 @@ def llama(
         rope_theta, rope_scaling: as `llama_frequencies`.
         eps: of the norms.
         rounding: as in `transformer_block`.
+        seen: positions, causal, window and documents as in `transformer_block`; causal if not given.
 
     Returns:
         (B, S, V) in the dtype of the weights: float64 for the reference proper.
@@ -51,11 +53,10 @@ def llama(
     numbers = sorted({int(name.split(".")[2]) for name in weights if name.startswith("model.layers.")})
     head_dim = weights[f"model.layers.{numbers[0]}.self_attn.q_proj.weight"].shape[0] // num_heads
     frequencies = llama_frequencies(head_dim, rope_theta, rope_scaling)
+    options = {"num_heads": num_heads, "norm": "rms", "eps": eps, "rope_base": frequencies, "causal": True, **seen}
     for number in numbers:
         layer = {f"{ours}.weight": weights[f"model.layers.{number}.{theirs}.weight"] for ours, theirs in _PARTS.items()}
-        x = transformer_block(
-            *(x, layer), num_heads=num_heads, norm="rms", eps=eps, rope_base=frequencies, causal=True, rounding=rounding
-        )
+        x = transformer_block(x, layer, rounding=rounding, **options)
     x = rounding(rms_norm(x, weights["model.norm.weight"], eps))
     return rounding(x @ weights.get("lm_head.weight", embedding).T)
 
