@@ -168,6 +168,17 @@ def test_bad_tokens_on_one_rank_are_refused_on_all(comm: Any, wrong: str) -> Non
         assert model(good, sharding=sharding).shape == (1, 3, 13)
 
 
+@spmd(2, 4)
+def test_documents_that_end_before_the_sequence_are_refused_on_all(comm: Any) -> None:
+    """Also on ranks whose own tokens lie inside of the documents."""
+    case = Case((4, 2), layers=1)
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        sharding, mask = sp.Sharding.contiguous(8, comm.size), sp.Mask(causal=True, documents=(0, 7))
+        tokens = sharding.shard(case.tokens(1, 8), comm.rank, 1)
+        with pytest.raises(sp.ShapeError, match="documents end at 7"):
+            case.model(mesh)(tokens, sharding=sharding, mask=mask)
+
+
 @spmd(1, 3)
 def test_meshes_and_ranks_that_a_model_cannot_use_are_refused(comm: Any) -> None:
     with sp.Mesh(comm, tp=comm.size) as mesh:

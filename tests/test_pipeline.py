@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sp_core.llama import Decoder, Grid, Llama, generate, load
 from sp_core.llama import model as llama_model
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
-from sp_core.loss import next_token_labels
+from sp_core.loss import IGNORED, next_token_labels
 from sp_core.scheduling import gpipe, one_forward_one_backward
 from sp_core.testing import device, event, given, record_ratio, reference, spmd
 from sp_core.testing.once import contents, once
@@ -204,11 +205,17 @@ def test_what_stages_cannot_do_is_refused_on_every_rank(comm: Any) -> None:
         bad = MicroBatch(good.tokens + 31, good.labels, good.sharding)
         for given_here, kind, words in (
             ([], sp.ShapeError, "no micro-batch"),
-            ([bad], ValueError, "vocabulary has 0..30"),
-            ([MicroBatch(good.tokens, good.labels[:, 1:], good.sharding)], sp.ShapeError, "needed as many"),
+            ([bad], ValueError, "token .* vocabulary has 0..30"),
+            ([replace(good, labels=good.labels[:, 1:])], sp.ShapeError, "needed as many"),
+            ([replace(good, labels=good.labels.double())], sp.ShapeError, "needed as many, of int64"),
+            ([replace(good, labels=good.labels + 31)], ValueError, "label .* vocabulary has 0..30"),
+            ([replace(good, mask=sp.Mask(causal=True, documents=(0, 3)))], sp.ShapeError, "documents"),
         ):
-            with pytest.raises(kind, match=words):
-                loss_and_gradients(model, given_here if comm.rank == comm.size - 1 else [good])
+            for ranks in (range(comm.size), (comm.size - 1,)):
+                with pytest.raises(kind, match=words):
+                    loss_and_gradients(model, given_here if comm.rank in ranks else [good])
+        with pytest.raises(ValueError, match="no label of any micro-batch is valid"):
+            loss_and_gradients(model, [replace(good, labels=torch.full_like(good.labels, IGNORED))])
         with pytest.raises(sp.RankError, match="2 micro-batches"):
             loss_and_gradients(model, [good] * (1 + (comm.rank == 0)))
         with pytest.raises(sp.ShapeError, match="micro_batches=0"):

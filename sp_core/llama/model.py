@@ -86,10 +86,11 @@ class Llama(nn.Module):
             before each split; backward the same, and each all-gather once more.
 
         Raises:
-            ShapeError, DtypeError, ValueError: tokens that do not fit, or are not in the vocabulary, or layers that are split over
-                stages, for which there are `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
+            ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are not in the vocabulary, or layers
+                that are split over stages, for which there are `Decoder` and `pipeline.loss_and_gradients`. On every rank of the
+                mesh.
         """
-        self.grid.everyone.agree_on(lambda: f"Llama({self.dtype}, tp_sp={self.tp_sp})", lambda: self._check(tokens, sharding))
+        self.grid.everyone.agree_on(lambda: f"Llama({self.dtype}, tp_sp={self.tp_sp})", lambda: self._check(tokens, sharding, mask))
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
         lengths = self.lengths(tokens)
@@ -127,26 +128,27 @@ class Llama(nn.Module):
         """Key/value heads (B, S, K/T, D) in the slots in which this rank's query heads read them."""
         return x if self.slots is None else x[:, :, self.slots]
 
-    def _check(self, tokens: Tensor, sharding: Sharding) -> int:
+    def _check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> int:
         if self.grid.stages.size > 1:
             raise ShapeError(
                 f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. Use "
                 "Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
             )
         check_shard(tokens, self.grid.sequence, sharding)
+        mask.check_lengths(sharding.end)
         check_tokens(tokens, self.config)
         return 0
 
 
-def check_tokens(tokens: Tensor, config: LlamaConfig) -> None:
-    """Refuse tokens outside the vocabulary, for which a split embedding would give zeros.
+def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
+    """Refuse tokens or labels outside the vocabulary, for which a split embedding would give zeros.
 
     Raises:
         ValueError: there is one.
     """
     wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
     if wrong.numel():
-        raise ValueError(f"token {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}.")
+        raise ValueError(f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}.")
 
 
 def checkpoint_name(name: str) -> str:

@@ -103,12 +103,15 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
         of a number. Over the other ranks that of the layers and of `next_token_loss`.
 
     Raises:
-        ShapeError, DtypeError, ValueError: no micro-batch, or tokens or labels that do not fit. On every rank of the mesh.
+        ShapeError, DtypeError, ValueError: no micro-batch, no valid label, or tokens, labels or a mask that do not fit. On every
+            rank of the mesh.
     """
     grid = model.grid
     _agree(model, batches)
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=grid.data))
+    if count == 0:  # on every stage: the loss, which would say so, is computed on the last one only
+        raise ValueError(f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not defined.")
     order = ordering(grid.stages.size, len(batches))[grid.stages.rank]
     every = [(slot.direction, batches[slot.batch].tokens) for slot in order]
     shapes = {d: [_shape(model, tokens, model.lengths(tokens)) for direction, tokens in every if direction == d] for d in "FB"}
@@ -207,7 +210,12 @@ def _check(model: Llama, batches: Sequence[MicroBatch]) -> int:
         raise ShapeError("no micro-batch was given; give at least one.")
     for batch in batches:
         check_shard(batch.tokens, model.grid.sequence, batch.sharding)
+        batch.mask.check_lengths(batch.sharding.end)
         check_tokens(batch.tokens, model.config)
-        if batch.labels.shape != batch.tokens.shape:
-            raise ShapeError(f"labels {tuple(batch.labels.shape)} for tokens {tuple(batch.tokens.shape)} given; needed as many.")
+        if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
+            raise ShapeError(
+                f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens {tuple(batch.tokens.shape)} given; needed "
+                "as many, of int64."
+            )
+        check_tokens(batch.labels[batch.labels != IGNORED], model.config, "label")
     return 0
