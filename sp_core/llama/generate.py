@@ -26,7 +26,7 @@ class Sampling:
         temperature: 0 takes the most likely one; else the logits are divided by it.
         top_k: only from so many of the most likely ones; all if None.
         top_p: only from the fewest most likely ones whose probabilities add up to this; all if None.
-        seed: of the random numbers; each prompt has its own sequence of them.
+        seed: of the random numbers, any whole number; each prompt has its own sequence of them.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -50,14 +50,14 @@ class Sampling:
 
     def random(self, prompt: int) -> torch.Generator:
         """The random numbers of a prompt, whichever ranks it is on."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + prompt)
+        return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
         """A token, from logits (V,); the first one of equal ones."""
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
-        p = (order.values / self.temperature).softmax(0)
+        p = ((order.values - order.values[0]) / self.temperature).softmax(0)  # at most 0: no quotient is infinity
         if self.top_k is not None:
             p[self.top_k :] = 0
         if self.top_p is not None:
