@@ -97,6 +97,8 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
             save(model, folder / "file")
         with pytest.raises(sp.CheckpointError, match="cannot be written"):
             save(model, folder / "file" / "model")
+        with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=-1 was given"):
+            save(model, folder / "other", max_file_bytes=-1)
         assert contents(folder / "empty") == before
         assert (folder / "file").read_text() == "notes"
         if comm.size > 1:

@@ -40,7 +40,8 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
         Over the tensor ranks one all-gather of each weight; over all ranks two agreements, and one for each file.
 
     Raises:
-        CheckpointError: something is there already, the folder cannot be written, or the layers are split over stages.
+        CheckpointError: something is there already, the folder cannot be written, max_file_bytes is less than 1, or the layers
+            are split over stages.
         CollectiveMismatch: ranks that save differently. Both on every rank.
     """
     target, everyone = Path(folder), model.grid.everyone
@@ -54,7 +55,7 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
         )
 
     try:
-        on_first(partial(_begin, model.grid.stages.size, target, draft))
+        on_first(partial(_begin, model.grid.stages.size, max_file_bytes, target, draft))
         for file, weights in files.items():
             tensors = {name: gathered(weight, model.grid.tensor).cpu().contiguous() for name, weight in weights.items()}
             on_first(partial(_write, tensors, draft / file))
@@ -106,7 +107,9 @@ def _attempt(write: Callable[[], None], target: Path) -> int:
     return 0
 
 
-def _begin(stages: int, target: Path, draft: Path) -> None:
+def _begin(stages: int, limit: int | None, target: Path, draft: Path) -> None:
+    if limit is not None and limit < 1:
+        raise CheckpointError(f"max_file_bytes={limit} was given; pass at least 1, or None for one file.")
     if stages > 1:
         raise CheckpointError(f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
