@@ -6,16 +6,22 @@ from domains import (
     attention,
     blocks,
     collectives,
+    config,
+    decoding,
     exact,
+    folders,
     gradients,
     layers,
     linear,
+    llama,
     losses,
     masks,
     meshes,
     numeric,
     placements,
     plans,
+    sampling,
+    training,
 )
 
 SUBJECTS = [
@@ -32,5 +38,11 @@ SUBJECTS = [
     *losses.SUBJECTS,
     *placements.SUBJECTS,
     *gradients.SUBJECTS,
+    *llama.SUBJECTS,
+    *training.SUBJECTS,
+    *decoding.SUBJECTS,
+    *sampling.SUBJECTS,
+    *folders.SUBJECTS,
+    *config.SUBJECTS,
 ]
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

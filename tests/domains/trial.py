@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -26,8 +27,9 @@ def attempt(subject: Subject, drawn: Values, comm: Any) -> str:
     Returns:
         Nothing, or how the library refused it.
     """
-    with subject.prepare(comm, drawn) as call:
+    with ExitStack() as opened:
         try:
+            call = opened.enter_context(subject.prepare(comm, drawn))
             for _ in range(CALLS[drawn.get("(call)", "first")] - 1):
                 finished(call())
             result = call()
@@ -98,7 +100,9 @@ def told(subject: Subject, row: Row) -> str:
 
 
 def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ()) -> Tried:
-    """Draw every part at least once in a row that is judged; a part that only refused rows had is tried in the base row.
+    """Draw every part at least once in a row that is judged.
+
+    A part that only refused rows had is tried in other rows, then in the base row.
 
     Args:
         subject: whose parts.
@@ -109,8 +113,9 @@ def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ())
         AssertionError: a wrong result, a hang, a refusal without reason, or a part that only refused rows had.
     """
     tried = Tried()
-    for row in subject.each_part(seed):
-        tried.row(subject, row, seed)
+    for row in (*subject.each_part(seed), *subject.each_part(seed + 1)):
+        if not row.items() <= tried.singles:
+            tried.row(subject, row, seed)
     missing = ({factor: part} for factor, part in sorted(subject.singles() - tried.singles))
     for row in (*subject.together, *missing):
         tried.row(subject, subject.base | row, seed)

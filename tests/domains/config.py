@@ -1,0 +1,166 @@
+"""The domain of configurations and of the tokenizer of bytes: what a `config.json` means, of any age and any size."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from llama_cases import SCALINGS
+
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from sp_core.llama import LlamaConfig, byte_tokenizer
+from sp_core.testing import reference
+
+Settings = dict[str, Any]
+
+
+def some(*items: Any) -> Parts:
+    """Parts named by how they print."""
+    return {repr(item): (lambda _, __, item=item: item) for item in items}
+
+
+CONFIG: dict[str, Parts] = {
+    "vocab_size": spans((300, 300), (1, 1), (32_000, 256_000)),
+    "hidden_size": spans((64, 64), (1, 1), (4096, 16_384)),
+    "intermediate_size": spans((90, 90), (1, 1), (11_008, 53_248)),
+    "num_hidden_layers": spans((2, 2), (1, 1), (32, 126)),
+    "num_key_value_heads": spans((4, 4), (1, 1), (5, 32)),
+    "num_attention_heads": {
+        "as many": lambda c, v: v["num_key_value_heads"],
+        "a multiple": lambda c, v: v["num_key_value_heads"] * c.randint(2, 16),
+    },
+    "head_dim": {**values(16, 2, 256), "18 to 128": lambda c, v: 2 * c.randint(9, 64)},
+    "rms_norm_eps": values(1e-6, 1e-5, 0.0),
+    "rope_theta": values(10_000.0, 500_000.0, 1.0, 3.5),
+    "rope_scaling": {name: (lambda c, v, name=name: SCALINGS[name]) for name in ("none", "linear", "llama3")},
+    "tie_word_embeddings": values(False, True),
+    "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
+    "eos_token_id": some((), (2,), (128_001, 128_008, 128_009)),
+}
+WRITTEN: dict[str, Parts] = {
+    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
+    "values.rope": values("two entries", "one entry", "type", "default", "missing"),
+    "values.heads": values("given", "no num_key_value_heads", "no head_dim", "null"),
+    "values.eos": values("a list", "a number", "null", "missing"),
+    "values.more": values("nothing", "supported settings", "unknown settings", "defaults missing"),
+}
+
+
+@contextmanager
+def configured(_: Any, drawn: Values) -> Iterator[Call]:
+    """A configuration from its fields."""
+    given = {name: drawn[name] for name in CONFIG}
+    yield Call(LlamaConfig, given, partial(judge_fields, given))
+
+
+def judge_fields(given: Values, config: LlamaConfig) -> None:
+    """Compare fields, what a file keeps of them, and the angles."""
+    assert {name: getattr(config, name) for name in given} == given
+    assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    x = torch.randn(1, 3, 2, config.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    frequencies = reference.llama_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    positions = [0, 7, 1000]
+    torch.testing.assert_close(config.rope().apply(x, positions), reference.rotate(x, positions, frequencies), rtol=0, atol=1e-10)
+
+
+def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
+    """The contents of a `config.json`, and the fields that it means instead of those of the configuration."""
+    contents, meant = config.to_dict(), Settings()
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    rope = {
+        "two entries": ({"rope_theta": 5e5, "rope_scaling": scaling}, {"rope_theta": 5e5, "rope_scaling": scaling}),
+        "one entry": (
+            {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": 7.0}},
+            {"rope_theta": 7.0, "rope_scaling": scaling},
+        ),
+        "type": (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        ),
+        "default": ({"rope_scaling": {"rope_type": "default"}}, {"rope_scaling": None}),
+        "missing": ({}, {"rope_theta": 1e4, "rope_scaling": None}),
+    }
+    heads = {
+        "given": ((), {}),
+        "no num_key_value_heads": (("num_key_value_heads",), {"num_key_value_heads": 8}),
+        "no head_dim": (("head_dim",), {"head_dim": 12}),
+        "null": ((), {"num_key_value_heads": 8, "head_dim": 12}),
+    }
+    contents |= rope[drawn["values.rope"]][0]
+    meant |= rope[drawn["values.rope"]][1]
+    dropped, changed = heads[drawn["values.heads"]]
+    meant |= changed
+    contents |= dict.fromkeys(changed if drawn["values.heads"] == "null" else ())
+    eos = {"a list": ([5, 6], (5, 6)), "a number": (7, (7,)), "null": (None, ()), "missing": (None, ())}
+    contents["eos_token_id"], meant["eos_token_id"] = eos[drawn["values.eos"]]
+    missing = [*dropped, *(["eos_token_id"] if drawn["values.eos"] == "missing" else [])]
+    missing += ["rope_theta", "rope_scaling"] if drawn["values.rope"] == "missing" else []
+    if drawn["values.more"] == "defaults missing":
+        missing += ["rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "architectures", "hidden_act"]
+        meant |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+    more = {"supported settings": {"attention_bias": False, "attention_dropout": 0.0}, "unknown settings": {"use_cache": True}}
+    contents |= more.get(drawn["values.more"], {})
+    return {name: value for name, value in contents.items() if name not in missing}, meant
+
+
+@contextmanager
+def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
+    """A `config.json` as other programs write it."""
+    chance = Random(drawn["seed"])
+    fields = {"vocab_size": 99, "hidden_size": 96, "intermediate_size": 7, "num_hidden_layers": chance.randint(1, 9)}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 20, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    config = LlamaConfig(**fields, **heads, max_position_embeddings=512)
+    contents, meant = written(config, drawn)
+    wanted = LlamaConfig(**{**{name: getattr(config, name) for name in CONFIG}, **meant})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(contents), encoding="utf-8")
+        given = {"folder": drawn["folder.type"](folder)}
+        yield Call(LlamaConfig.from_folder, given, partial(judge_read, wanted, contents))
+
+
+def judge_read(wanted: LlamaConfig, contents: Settings, config: LlamaConfig) -> None:
+    """Compare with the fields that the file means."""
+    assert config == wanted
+    assert LlamaConfig.from_dict(contents) == wanted
+
+
+TEXTS: Parts = {
+    "ascii": lambda c, v: "def f(x): return 2 * x",
+    "empty": lambda c, v: "",
+    "spaces and lines": lambda c, v: "  a\t\n\r\n  b ",
+    "control characters": lambda c, v: "".join(map(chr, range(128))),
+    "other scripts": lambda c, v: "für \u4e16\u754c \U0001f469\u200d\U0001f52c",
+    "any": lambda c, v: "".join(chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)])) for _ in range(60)),
+}
+
+
+@contextmanager
+def tokenized(_: Any, drawn: Values) -> Iterator[Call]:
+    """A tokenizer, and a text for it."""
+    yield Call(byte_tokenizer, {}, partial(judge_tokenizer, drawn["(text)"]))
+
+
+def judge_tokenizer(text: str, tokenizer: Any) -> None:
+    """Compare the tokens of a text with its bytes, both ways."""
+    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.get_vocab_size() == 256
+
+
+def one_rank(_: Values) -> int:
+    """Nothing here communicates."""
+    return 1
+
+
+SUBJECTS = [
+    Subject("llama.LlamaConfig", CONFIG, configured, one_rank, covers=("llama.LlamaConfig.rope", "llama.LlamaConfig.to_dict")),
+    Subject("llama.LlamaConfig.from_folder", WRITTEN, from_folder, one_rank, covers=("llama.LlamaConfig.from_dict",)),
+    Subject("llama.byte_tokenizer", {"(text)": TEXTS}, tokenized, one_rank),
+]

@@ -1,0 +1,234 @@
+"""The domain of growing sequences: decoders, generation and unequal prefills, each against the dense float64 model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from llama_cases import Case
+from torch import Tensor
+
+from domains import models, situations
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.sampling import SAMPLING
+from domains.models import FEW_CALLS, SCHEMES, SITUATIONS, SMALL, Expected, architecture, case_of, meshes
+from domains.situations import CALLS, LATE_SECONDS
+from sp_core.llama import Decoder, Sampling, generate, prefill_unequal
+from sp_core.llama.unequal import work_of
+from sp_core.scheduling import POLICIES, Plan
+from sp_core.testing import reference
+from sp_core.testing.once import once
+
+COUNTS = spans((2, 3), (1, 1), (7, 9))
+ALL_DTYPES = {"dtype": values("float64", "float32", "bfloat16", "float16")}
+
+
+def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
+    """How many tokens each sequence gets, at least one in all."""
+    found = [chance.randint(low, high) for _ in range(drawn["room.sequences"])]
+    return found if any(found) else [1, *found[1:]]
+
+
+NEW: Parts = {
+    "unequal": partial(new, low=1, high=7),
+    "one each": partial(new, low=1, high=1),
+    "none for some": partial(new, low=0, high=2),
+    "many": partial(new, low=20, high=33),
+}
+DECODER: dict[str, Parts] = {
+    "tp_sp": values(False, True),
+    "grid.scheme": values(*SCHEMES),
+    "room.sequences": COUNTS,
+    "room.spare": spans((0, 0), (1, 40)),
+    "micro_batches": {"default": lambda c, v: None, "1": lambda c, v: 1, "2 to 3": lambda c, v: c.randint(2, 3), "50": lambda c, v: 50},
+    "tokens": NEW,
+    "(history)": values("none", "prefill", "prefill and decode"),
+}
+
+
+def last_logits(what: str, case: Case, sequences: Sequence[Sequence[int]]) -> Expected:
+    """The logits after the last token of each sequence; each is computed by itself."""
+
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = [reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1] for x in sequences]
+        return {"logits": torch.stack(rows) if rows else torch.empty(0, case.vocab, dtype=torch.float64)}
+
+    return Expected(what, case, run, repr(sequences), tokens=max(map(len, sequences), default=0))
+
+
+@contextmanager
+def decoder(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
+    """A decoder in which sequences already are; each call adds the same tokens."""
+    case = case_of(drawn, drawn["model.dtype"])
+    count, calls = drawn["room.sequences"], CALLS[drawn["(call)"]]
+    before = [0 if drawn["(history)"] == "none" else 3 + number % 2 for number in range(count)]
+    sequences = models.text(case, [old + more for old, more in zip(before, drawn["tokens"], strict=True)])
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
+        room = [old + calls * more + drawn["room.spare"] for old, more in zip(before, drawn["tokens"], strict=True)]
+        made = Decoder(model, room, micro_batches=drawn["micro_batches"])
+        if drawn["(history)"] == "prefill":
+            made.prefill([tokens[:old] for tokens, old in zip(sequences, before, strict=True)])
+        if drawn["(history)"] == "prefill and decode":
+            made.prefill([tokens[: old - 1] for tokens, old in zip(sequences, before, strict=True)])
+            made.decode([tokens[old - 1 : old] for tokens, old in zip(sequences, before, strict=True)])
+        given = {"tokens": [tokens[old:] for tokens, old in zip(sequences, before, strict=True)]}
+        old = [tokens[:length] for tokens, length in zip(sequences, before, strict=True)]
+        yield Call(getattr(made, name), given, partial(judge_decoder, case, given, old, calls))
+
+
+def judge_decoder(case: Case, given: Values, old: Sequence[list[int]], calls: int, logits: Tensor) -> None:
+    """Compare the logits after all tokens so far, of the sequences that got any."""
+    sequences = [past + calls * list(more) for past, more in zip(old, given["tokens"], strict=True) if more]
+    last_logits("llama decoder", case, sequences).check("logits", logits)
+
+
+PROMPTS: dict[str, Parts] = {
+    "model.stops": {"none": lambda c, v: (), "some": lambda c, v: tuple(range(c.randint(2, 6)))},
+    "tp_sp": values(False, True),
+    "grid.scheme": values(*SCHEMES),
+    "prompts.count": spans((2, 3), (0, 0), (1, 1), (7, 9)),
+    "prompts.lengths": values("unequal", "one token", "equal", "long"),
+    "max_tokens": spans((2, 4), (0, 0), (1, 1), (8, 10)),
+    "stop": {
+        "default": lambda c, v: None,
+        "none": lambda c, v: (),
+        "some": lambda c, v: tuple(range(c.randint(2, 6))),
+        "all": lambda c, v: tuple(range(400)),
+    },
+    "on_token": values("none", "recorded"),
+}
+
+
+def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
+    """Prompts or sequences of the lengths that were drawn."""
+    chance, count = Random(drawn["seed"]), drawn[f"{parameter}.count"]
+    bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (30, 50)}
+    return models.text(case, [chance.randint(*bounds[drawn[f"{parameter}.lengths"]]) for _ in range(count)])
+
+
+@contextmanager
+def generated(comm: Any, drawn: Values) -> Iterator[Call]:
+    """Prompts that a model continues; replicas take shares of them."""
+    case = replace(case_of(drawn, drawn["model.dtype"]), stops=drawn["model.stops"])
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
+        seen: list[tuple[int, int]] = []
+        given = {
+            "model": model,
+            "prompts": texts(case, drawn, "prompts"),
+            "max_tokens": drawn["max_tokens"],
+            "sampling": Sampling(*(drawn[f"sampling.{name}"] for name in SAMPLING)),
+            "stop": drawn["stop"],
+            "on_token": None if drawn["on_token"] == "none" else lambda *what: seen.append(what),
+        }
+        yield Call(generate, given, partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]]))
+
+
+def judge_generated(
+    case: Case, given: Values, seen: list[tuple[int, int]], calls: int, results: Sequence[Sequence[int]]
+) -> None:
+    """Compare all tokens with those after the reference's logits, and with those told as they were chosen."""
+    stops = case.stops if given["stop"] is None else given["stop"]
+    rest = (given["max_tokens"], given["sampling"], stops)
+    wanted = [
+        once(("generate", case, tuple(prompt), number, rest), partial(continued, case, prompt, number, *rest))
+        for number, prompt in enumerate(given["prompts"])
+    ]
+    assert results == wanted
+    if given["on_token"] is not None:
+        replicas = given["model"].grid.replicas
+        own = torch.arange(len(wanted)).tensor_split(replicas.size)[replicas.rank].tolist()
+        steps = range(given["max_tokens"])
+        assert seen == [(n, wanted[n][step]) for step in steps for n in own if step < len(wanted[n])] * calls
+
+
+def continued(
+    case: Case, prompt: Sequence[int], number: int, max_tokens: int, sampling: Sampling, stops: Sequence[int]
+) -> list[int]:
+    """The new tokens of a prompt, from the logits of the whole sequence each time."""
+    random, found = sampling.random(number), list[int]()
+    while len(found) < max_tokens and not (found and found[-1] in stops):
+        tokens = torch.tensor([[*prompt, *found]])
+        logits = reference.llama(tokens, models.weights_of(case), **case.options())[0, -1]
+        found.append(sampling.choose(logits, random))
+    return found
+
+
+UNEQUAL: dict[str, Parts] = {
+    "tp_sp": values(False, True),
+    "grid.scheme": values(*SCHEMES),
+    "sequences.count": spans((2, 4), (0, 0), (1, 1), (8, 12)),
+    "sequences.lengths": values("unequal", "one token", "equal", "long"),
+    "plan.policy": values(*POLICIES, "all shared", "all waiting"),
+    "plan.tolerance": values(0.02, 10.0),
+    "pass_tokens": values(1024, 1, 8),
+    "(lateness)": values("no rank", "a rank", "a rank in each pass"),
+}
+
+
+def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Plan:
+    """The plan of a policy, or one made by hand."""
+    policy, numbers = drawn["plan.policy"], tuple(range(len(lengths)))
+    if policy not in POLICIES:
+        placed = {"sharded": numbers} if policy == "all shared" else {"sharded": (), "waiting": numbers[::-1]}
+        return Plan(tuple(lengths), packed=((),) * size, **placed)
+    extra = {"tolerance": drawn["plan.tolerance"]} if policy in ("balanced", "dynamic") else {}
+    return POLICIES[policy](lengths, size, work_of(case.config), **extra)
+
+
+@contextmanager
+def unequal(comm: Any, drawn: Values) -> Iterator[Call]:
+    """Sequences that a plan deals out; one rank may be late whenever it computes something."""
+    case = case_of(drawn, drawn["model.dtype"])
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
+        if drawn["(lateness)"] == "a rank in each pass" and comm.rank == drawn["seed"] % comm.size:
+            model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
+        sequences = texts(case, drawn, "sequences")
+        plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
+        given = {"model": model, "sequences": sequences, "plan": plan, "pass_tokens": drawn["pass_tokens"]}
+        judge = partial(judge_unequal, case, given)
+        yield Call(prefill_unequal, given, judge)
+
+
+def judge_unequal(case: Case, given: Values, logits: Tensor) -> None:
+    """Compare the logits after the last token of each sequence."""
+    last_logits("llama unequal", case, given["sequences"]).check("logits", logits)
+
+
+MODEL = architecture("model", SMALL | ALL_DTYPES)
+EXACT = architecture("model", SMALL | {"dtype": values("float64", "float32")})
+STAGED = ("ring, ulysses", "tp", "pp", "pp, ring", "ring, tp", "pp, tp", "dp, ulysses", "pp, ring, tp")
+LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
+SUBJECTS = [
+    Subject(
+        "llama.Decoder.prefill",
+        MODEL | meshes(*STAGED) | DECODER | SITUATIONS,
+        partial(decoder, "prefill"),
+        models.ranks,
+        covers=("llama.Decoder",),
+    ),
+    Subject(
+        "llama.Decoder.decode", MODEL | meshes(*STAGED) | DECODER | SITUATIONS, partial(decoder, "decode"), models.ranks
+    ),
+    Subject(
+        "llama.generate",
+        EXACT | meshes(*STAGED, "dp, pp") | PROMPTS | {f"sampling.{name}": parts for name, parts in SAMPLING.items()} | FEW_CALLS,
+        generated,
+        models.ranks,
+    ),
+    Subject(
+        "llama.prefill_unequal",
+        MODEL | meshes("ring, ulysses", "tp", "ring", "ring, tp", "tp, ulysses") | FEW_CALLS | UNEQUAL,
+        unequal,
+        models.ranks,
+        together=tuple({**LATE, "plan.policy": policy} for policy in ("dynamic", "all waiting")),
+    ),
+]

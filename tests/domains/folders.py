@@ -1,0 +1,300 @@
+"""The domain of model folders: what is created, saved, read and loaded, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from llama_cases import Case
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import sp_core as sp
+from domains import models, situations
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.models import ARCHITECTURE, DTYPES, FEW_CALLS, SCHEMES, SMALL, architecture, case_of, meshes
+from sp_core.gradients import Placement, placement_of
+from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
+from sp_core.llama.model import checkpoint_name
+from sp_core.testing import run_threads
+from sp_core.testing.once import once
+
+AXES = ("ring, ulysses", "tp", "pp", "dp", "ring, tp", "pp, tp", "dp, pp", "pp, ring, tp", "tp, ulysses, pp")
+UNSTAGED = ("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring")
+MADE: dict[str, Parts] = {
+    "dtype": values(*(getattr(torch, name) for name in DTYPES)),
+    "scheme": values(*SCHEMES),
+    "tp_sp": values(False, True),
+}
+SEEDS: Parts = {**values(0, 10**30, -7), "1 to 99": lambda c, v: c.randint(1, 99)}
+
+WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def folder_of(comm: Any) -> Iterator[Path]:
+    """A new folder, the same one for all ranks; it goes when all are done."""
+    made: Path = comm.bcast(Path(tempfile.mkdtemp()) if comm.rank == 0 else None, root=0)
+    try:
+        yield made
+    finally:
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(made)
+
+
+def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
+    """Compare every parameter of this rank with its part of a whole tensor, bit for bit."""
+    held = dict(model.named_parameters())
+    for name, parameter in held.items():
+        part = placement_of(parameter).take(whole[checkpoint_name(name)], model.grid.tensor.rank)
+        assert torch.equal(parameter, part.to(parameter.dtype)), name
+    layers = {int(name.split(".")[1]) for name in held if name.startswith("layers.")}
+    assert layers == set(model.own)
+    assert ("embed_tokens.weight" in held) == (model.is_first or (model.is_last and model.config.tie_word_embeddings))
+    assert ("norm.weight" in held) == model.is_last
+
+
+@contextmanager
+def created(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A model with random weights."""
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        given = {"config": case_of(drawn).config, "mesh": mesh, **{name: drawn[name] for name in ("seed", *MADE)}}
+        yield Call(create, given, partial(judge_created, given))
+
+
+def judge_created(given: Values, model: Llama) -> None:
+    """Compare the weights with those of one rank alone, and those with their distribution."""
+    assert (model.config, model.dtype, model.tp_sp) == (given["config"], given["dtype"], given["tp_sp"])
+    key = ("create", repr(given["config"]), given["seed"])
+    whole = once(key, lambda: run_threads(1, partial(alone, given["config"], given["seed"]))[0])
+    check_parts(model, whole)
+    drawn = {name: x for name, x in whole.items() if x.dim() > 1}
+    assert all((x == 1).all() for name, x in whole.items() if name not in drawn)
+    line = torch.cat([x.flatten() for x in drawn.values()])
+    assert abs(float(line.std()) / 0.02 - 1) < 5 / math.sqrt(2 * len(line))
+    assert len(line.unique()) == len(line), "a number was drawn twice"
+
+
+def alone(config: LlamaConfig, seed: int, comm: Any) -> dict[str, Tensor]:
+    """The weights of a model on one rank."""
+    with sp.Mesh(comm, tp=1) as mesh:
+        model = create(config, mesh, seed=seed, dtype=torch.float64)
+        return {checkpoint_name(name): weight.detach() for name, weight in model.named_parameters()}
+
+
+def written(case: Case, folder: Path, drawn: Values) -> dict[str, Tensor]:
+    """Write a folder as other programs write it, and return its tensors."""
+    tensors = {name: x.to(getattr(torch, case.dtype)).contiguous() for name, x in models.weights_of(case).items()}
+    if drawn["folder.dtypes"] == "two":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    if drawn["folder.more"] == "angles and a tied head":
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+        tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()} if case.tied else {}
+    (folder / "config.json").write_text(json.dumps(case.config.to_dict()))
+    count = {"one": 1, "two": 2, "one a tensor": len(tensors)}[drawn["folder.files"]]
+    names = [f"part-{number}.safetensors" for number in range(count)] if count > 1 else [WEIGHTS]
+    places = {name: names[number % count] for number, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: x for name, x in tensors.items() if places[name] == file}, folder / file)
+    if count > 1:
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+    return tensors
+
+
+FOLDER: dict[str, Parts] = {
+    "folder.files": values("one", "two", "one a tensor"),
+    "folder.dtype": values(*DTYPES),
+    "folder.dtypes": values("one", "two"),
+    "folder.more": values("nothing", "angles and a tied head"),
+    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
+}
+
+
+@contextmanager
+def loaded(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A folder that one rank writes and all ranks load."""
+    case = case_of(drawn, drawn["folder.dtype"])
+    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
+        given = {"folder": drawn["folder.type"](folder), "mesh": mesh, **{name: drawn[name] for name in MADE}}
+        yield Call(load, given, partial(judge_loaded, case, given, tensors))
+
+
+def judge_loaded(case: Case, given: Values, tensors: dict[str, Tensor], model: Llama) -> None:
+    """Compare every parameter with what the files hold."""
+    assert model.config == case.config
+    assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
+    check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
+
+
+READ: dict[str, Parts] = {
+    "name": values(
+        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"), "model.embed_tokens.weight", "model.norm.weight"
+    ),
+    "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
+    "rank": spans((0, 0), (1, 3)),
+}
+DTYPE_OR_FILE: Parts = {**MADE["dtype"], "of the file": lambda c, v: None}
+
+
+@contextmanager
+def read(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A part of one tensor of a folder."""
+    case, chance = case_of(drawn, drawn["folder.dtype"]), Random(drawn["seed"])
+    with folder_of(comm) as folder:
+        tensors = written(case, folder, drawn)
+        checkpoint = Checkpoint(drawn["folder.type"](folder))
+        (folder / "other").mkdir()
+        written(replace(case, layers=case.layers + 1), folder / "other", drawn)
+        shape, dim = tensors[drawn["name"]].shape, 0 if drawn["placement"] == "pieces of rows" else -1
+        cuts = sorted(chance.randint(0, shape[dim]) for _ in range(8))
+        pieces = tuple((range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True))
+        size = drawn["rank"] + 1
+        placements = {
+            "replicated": Placement.replicated(shape, size),
+            "split": Placement.split(shape, 0, size),
+            "pieces of rows": Placement(shape, 0, pieces * size),
+            "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
+        }
+        given = {"name": drawn["name"], "placement": placements[drawn["placement"]], "rank": drawn["rank"]}
+        yield Call(checkpoint.read, given, partial(judge_read, checkpoint, tensors, given))
+
+
+def judge_read(checkpoint: Checkpoint, tensors: dict[str, Tensor], given: Values, part: Tensor) -> None:
+    """Compare the part, and what is told of all tensors."""
+    assert torch.equal(part, given["placement"].take(tensors[given["name"]], given["rank"]))
+    assert sorted(checkpoint.names) == sorted(tensors)
+    assert {name: (checkpoint.shape(name), checkpoint.dtype(name)) for name in tensors} == {
+        name: (tuple(x.shape), x.dtype) for name, x in tensors.items()
+    }
+    again, other = (Checkpoint(folder).fingerprint() for folder in (checkpoint.folder, checkpoint.folder / "other"))
+    assert again == checkpoint.fingerprint() != other
+
+
+SAVED: dict[str, Parts] = {
+    "tp_sp": values(False, True),
+    "folder": values("new", "there and empty", "below folders that are missing"),
+    "folder.type": FOLDER["folder.type"],
+    "tokenizer": {"none": lambda c, v: None, "of bytes": lambda c, v: byte_tokenizer()},
+    "max_file_bytes": {"none": lambda c, v: None, "1": lambda c, v: 1, "some": lambda c, v: c.randint(500, 4000), "10**12": lambda c, v: 10**12},
+}
+
+
+@contextmanager
+def saved(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A model that all ranks write together."""
+    case = case_of(drawn, drawn["model.dtype"])
+    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
+        if comm.rank == 0 and drawn["folder"] == "there and empty":
+            target.mkdir()
+        comm.Barrier()
+        given = {
+            "model": models.model_of(case, mesh, tp_sp=drawn["tp_sp"]),
+            "folder": drawn["folder.type"](target),
+            "tokenizer": drawn["tokenizer"],
+            "max_file_bytes": drawn["max_file_bytes"],
+        }
+        yield Call(save, given, lambda _: judge_saved(case, target, given))
+
+
+def judge_saved(case: Case, target: Path, given: Values) -> None:
+    """Compare what another reader finds in the folder."""
+    limit, files = given["max_file_bytes"], sorted(target.glob("*.safetensors"))
+    weights, found = models.weights_of(case), dict[str, Tensor]()
+    sizes = [0] * len(files)
+    for number, file in enumerate(files):
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a dict
+        sizes[number] = sum(x.nbytes for x in tensors.values())
+        assert limit is None or len(tensors) == 1 or sizes[number] <= limit
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    assert limit is None or all(a + b > limit for a, b in pairwise(sizes)) or len(files) == 1 or limit > 1
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(x, weights[name].to(x.dtype)) and x.dtype == getattr(torch, case.dtype) for name, x in found.items())
+    assert LlamaConfig.from_dict(json.loads((target / "config.json").read_text())) == case.config
+    texts = [path.read_text() for path in target.glob("tokenizer.json")]
+    assert texts == ([] if given["tokenizer"] is None else [given["tokenizer"].to_str(pretty=True)])
+    assert (target / f"{WEIGHTS}.index.json").exists() == (len(files) > 1)
+
+
+@contextmanager
+def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
+    """The groups of a mesh."""
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        given = {"mesh": mesh, "scheme": drawn["scheme"]}
+        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank))
+
+
+def judge_grid(mesh: sp.Mesh, rank: int, grid: Grid) -> None:
+    """Compare the ranks of each group with those that differ from this one along its axes only."""
+    places = torch.arange(mesh.size).view(*mesh.axes.values())
+    own = dict(zip(mesh.axes, (int(x) for x in (places == rank).nonzero()[0]), strict=True))
+    inside = {
+        "tensor": ("tp",),
+        "sequence": ("ring", "ulysses"),
+        "stages": ("pp",),
+        "replicas": ("dp",),
+        "data": ("dp", "ring", "ulysses"),
+        "model": ("pp", "ring", "ulysses", "tp"),
+        "everyone": tuple(mesh.axes),
+    }
+    for name, axes in inside.items():
+        index = tuple(slice(None) if axis in axes else own[axis] for axis in mesh.axes)
+        group = getattr(grid, name)
+        found = sp.all_gather(torch.tensor([rank], device=group.device), comm=group)
+        assert found.tolist() == places[index].flatten().tolist(), name
+
+
+WITHOUT_CALLS = {name: parts for name, parts in FEW_CALLS.items() if name != "(call)"}
+SUBJECTS = [
+    Subject(
+        "llama.create",
+        architecture("config", ARCHITECTURE) | meshes(*AXES) | MADE | {"seed": SEEDS} | FEW_CALLS,
+        created,
+        models.ranks,
+    ),
+    Subject(
+        "llama.load",
+        architecture("folder", SMALL) | FOLDER | meshes(*AXES) | MADE | {"dtype": DTYPE_OR_FILE} | FEW_CALLS,
+        loaded,
+        models.ranks,
+    ),
+    Subject(
+        "llama.Checkpoint.read",
+        architecture("folder", SMALL) | FOLDER | READ,
+        read,
+        lambda drawn: 1,
+        covers=tuple(f"llama.Checkpoint{name}" for name in ("", ".shape", ".dtype", ".fingerprint")),
+    ),
+    Subject(
+        "llama.save",
+        architecture("model", SMALL | {"dtype": values(*DTYPES)}) | meshes(*UNSTAGED) | SAVED | WITHOUT_CALLS,
+        saved,
+        models.ranks,
+    ),
+    Subject(
+        "llama.Grid.of",
+        meshes(*AXES, "ulysses, ring") | {"scheme": MADE["scheme"]} | FEW_CALLS,
+        gridded,
+        models.ranks,
+        covers=("llama.Grid",),
+        outside=dict.fromkeys(
+            ("tensor", "sequence", "stages", "replicas", "data", "model", "everyone", "attention"), "`Grid.of` makes it"
+        ),
+    ),
+]

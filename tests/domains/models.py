@@ -1,0 +1,193 @@
+"""Small LLaMAs as parts: sizes, rotary embeddings, dtypes, and the meshes over which a model is split; their reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from llama_cases import SCALINGS, Case
+from torch import Tensor
+
+from domains import situations
+from domains.declared import Parts, Values, spans, values
+from sp_core.gradients import placement_of
+from sp_core.llama import Grid, Llama
+from sp_core.llama.model import checkpoint_name
+from sp_core.mesh import Mesh
+from sp_core.testing import record_ratio, reference
+from sp_core.testing.once import contents, once
+from sp_core.testing.reference.block import Rounding
+from sp_core.testing.tolerance import bound, check_close
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SCHEMES = (None, "allgather_kv", "ring", "ulysses", "hybrid")
+SITUATIONS = situations.situations() | {
+    "(algorithm)": values("auto", "ring", "window", "mpi"),
+    "(call)": values("first", "second", "10th"),
+}
+"""Fewer than those of a collective: what a model calls is drawn for itself, by every algorithm."""
+FEW_CALLS = SITUATIONS | {"(call)": values("first", "second")}
+
+
+
+def even(chance: Random, _: Values, *, low: int, high: int) -> int:
+    """An even number between two."""
+    return 2 * chance.randint(low // 2, high // 2)
+
+
+HEAD_DIMS = {f"{low} to {high}": partial(even, low=low, high=high) for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))}
+ARCHITECTURE: dict[str, Parts] = {
+    "kv_heads": spans((2, 2), (1, 1), (3, 3), (4, 7)),
+    "group": spans((2, 3), (1, 1), (4, 6)),
+    "layers": spans((2, 2), (1, 1), (3, 4)),
+    "head_dim": {**HEAD_DIMS, "2": lambda c, v: 2},
+    "hidden": spans((5, 16), (33, 64), (65, 90)),
+    "ffn": spans((4, 9), (33, 90)),
+    "vocab": spans((8, 31), (100, 300)),
+    "scaling": values(*sorted(SCALINGS, key=lambda name: name != "none")),
+    "theta": values(100.0, 10_000.0, 500_000.0),
+    "eps": values(1e-6, 1e-5, 0.0),
+    "tied": values(False, True),
+}
+"""Aspects of a configuration, of which those of small ones come first."""
+
+SMALL = {
+    **{aspect: dict([*parts.items()][:1]) for aspect, parts in ARCHITECTURE.items()},
+    **{aspect: ARCHITECTURE[aspect] for aspect in ("kv_heads", "layers", "scaling", "tied")},
+    "group": spans((2, 3), (1, 1)),
+}
+"""Aspects of a model that is called in ways which do not depend on its sizes."""
+
+
+def architecture(parameter: str, aspects: dict[str, Parts]) -> dict[str, Parts]:
+    """Return the domain of a parameter that is a configuration, or has one."""
+    return {f"{parameter}.{aspect}": parts for aspect, parts in aspects.items()}
+
+
+def meshes(*axes: str) -> dict[str, Parts]:
+    """Return the domain of a mesh with these axes, several in one part, of two ranks each but for one of them."""
+    return {"mesh.axes": values(*axes), "mesh.lengths": values("2 each", "3 along the last", "1 along the first")}
+
+
+def lengths(drawn: Values) -> dict[str, int]:
+    """Return the axes of the mesh and how many ranks each has."""
+    found = dict.fromkeys(drawn["mesh.axes"].split(", "), 2)
+    number, _, which = drawn["mesh.lengths"].partition(" along the ")
+    chosen = {"last": list(found)[-1], "first": next(iter(found))}
+    return found | ({chosen[which]: int(number)} if which else {})
+
+
+def ranks(drawn: Values) -> int:
+    """Return how many ranks the mesh has."""
+    return math.prod(lengths(drawn).values())
+
+
+def sequence_ranks(drawn: Values) -> int:
+    """Return over how many ranks a sequence is split."""
+    return math.prod(length for axis, length in lengths(drawn).items() if axis in ("ring", "ulysses"))
+
+
+def aspect(drawn: Values, name: str) -> Any:
+    """Return the value of an aspect, whichever parameter it belongs to."""
+    return next(value for factor, value in drawn.items() if factor.endswith(f".{name}"))
+
+
+def case_of(drawn: Values, dtype: str = "float64") -> Case:
+    """Return the model that drawn values stand for."""
+    kv_heads = aspect(drawn, "kv_heads")
+    sizes = {name: aspect(drawn, name) for name in ARCHITECTURE if name not in ("kv_heads", "group")}
+    return Case((kv_heads * aspect(drawn, "group"), kv_heads), **sizes, dtype=dtype, seed=drawn["seed"])
+
+
+def weights_of(case: Case) -> dict[str, Tensor]:
+    """Return all whole tensors by their names in a checkpoint, made once for all ranks."""
+    return once(("weights", replace(case, stops=())), case.weights)
+
+
+def model_of(case: Case, mesh: Mesh, *, scheme: str | None = None, tp_sp: bool = False) -> Llama:
+    """Return the model over a mesh, each rank with its part of the weights."""
+    grid = Grid.of(mesh, scheme)
+    model = Llama(case.config, grid, dtype=getattr(torch, case.dtype), tp_sp=tp_sp)
+    model.fill(lambda name, placement: placement.take(weights_of(case)[name], grid.tensor.rank))
+    return model
+
+
+class Expected:
+    """What a function of whole weights gives in float64 on one device, and how far rounding may move it.
+
+    Args:
+        what: for messages.
+        case: the model.
+        run: of (rounding, weights by name) to tensors by name; without communication.
+        key: everything that `run` depends on besides.
+        tokens: the longest sequence.
+        positions: one more than the greatest position: an angle of p radians has an error of its round-off times p.
+    """
+
+    def __init__(
+        self, what: str, case: Case, run: Callable[..., dict[str, Tensor]], key: object, *, tokens: int, positions: int = 1
+    ) -> None:
+        self.what, self._case, self._positions = what, case, positions
+        self._longest_sum = max(case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab, tokens)
+        weights, names = weights_of(case), list[str]()
+
+        def results(rounding: Rounding, *given: Tensor) -> tuple[Tensor, ...]:
+            found = run(rounding, dict(zip(weights, given, strict=True)))
+            names[:] = found
+            return tuple(found.values())
+
+        def made() -> tuple[dict[str, Tensor], ...]:
+            found = reference.sensitivity(results, list(weights.values()), samples=2)
+            return tuple(dict(zip(names, tensors, strict=True)) for tensors in found)
+
+        self.values, self._scales = once((what, case, key), made)
+
+    def check(self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """Compare a result with its part of what is expected."""
+        value, scale = part(self.values[name]), part(self._scales[name])
+        dtype = getattr(torch, self._case.dtype)
+        allowed = bound(scale, dtype, self._longest_sum) + bound(scale, torch.float64, self._positions)
+        record_ratio(self.what, check_close(f"{self.what}: {name}", result.detach().cpu(), value, allowed))
+
+    def check_gradients(self, model: Llama) -> None:
+        """Compare the gradient of every parameter of this rank."""
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            self._check_part(model, name, parameter, parameter.grad)
+
+    def check_weights(self, model: Llama) -> None:
+        """Compare every parameter of this rank."""
+        for name, parameter in model.named_parameters():
+            self._check_part(model, name, parameter, parameter)
+
+    def _check_part(self, model: Llama, name: str, parameter: Tensor, result: Tensor) -> None:
+        placement = placement_of(parameter)
+        self.check(checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank))
+
+
+def with_gradients(outputs: Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return outputs by name, and the gradient of a number for each weight under the weight's name.
+
+    Args:
+        outputs: of the weights: the number, and the outputs.
+        weights: by name.
+    """
+    leaves = {name: x.detach().requires_grad_() for name, x in weights.items()}
+    total, found = outputs(leaves)
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    return {**{name: x.detach() for name, x in found.items()}, **dict(zip(weights, grads, strict=True))}
+
+
+def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:
+    """Return random sequences of these lengths."""
+    return [row.tolist() for row in case.tokens(sum(lengths)).split(list(lengths))] if lengths else []
+
+
+def told(*tensors: Tensor) -> object:
+    """Return what tensors hold, to know them again."""
+    return contents(*tensors)

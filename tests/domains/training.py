@@ -1,0 +1,212 @@
+"""The domain of training: pipelined micro-batches and whole steps, against the dense float64 model and an optimizer of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from llama_cases import Case
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import sp_core as sp
+from domains import models, situations
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.llama import own
+from domains.models import FEW_CALLS, SMALL, Expected, architecture, case_of, meshes, with_gradients
+from domains.situations import CALLS
+from sp_core.gradients import clip_gradient_norm, reduce_gradients
+from sp_core.llama import Llama
+from sp_core.llama.pipeline import MicroBatch, Order, loss_and_gradients, sum_tied_gradients
+from sp_core.llama.train import backward, train_step
+from sp_core.loss import IGNORED
+from sp_core.scheduling import Slot, gpipe, one_forward_one_backward
+from sp_core.testing import reference
+from sp_core.testing.attention_check import ascending
+from sp_core.testing.strategies import LAYOUTS
+
+Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
+"""Tokens and labels (B, S) of all replicas and ranks, who owns which tokens, and who sees whom."""
+
+
+def one_by_one(stages: int, batches: int) -> tuple[Order, ...]:
+    """A schedule of the user's own: each micro-batch forward and back before the next one begins."""
+    return (tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),) * stages
+
+
+def counts(*, low: int, high: int) -> Any:
+    """Lengths between two, one for each of so many."""
+    return lambda chance, drawn: [chance.randint(low, high) for _ in range(models.aspect(drawn, "count"))]
+
+
+LENGTHS: Parts = {
+    "unequal": counts(low=2, high=9),
+    "equal": lambda c, v: [4] * models.aspect(v, "count"),
+    "one token": lambda c, v: [5] + [1] * (models.aspect(v, "count") - 1),
+    "long": counts(low=20, high=33),
+}
+DEEP: dict[str, Parts] = {"layers": spans((3, 4), (2, 2)), "dtype": values("float64", "float32", "bfloat16")}
+PIPELINE: dict[str, Parts] = {
+    "tp_sp": values(False, True),
+    "batches.count": spans((3, 3), (1, 1), (2, 2), (4, 6)),
+    "tokens.batch": spans((2, 2), (1, 1), (3, 3)),
+    "tokens.lengths": LENGTHS,
+    "labels": values("of every token", "some ignored", "none in one micro-batch"),
+    "sharding.layout": values(*LAYOUTS),
+    "mask.documents": {"none": lambda c, v: 1, "2 to 6": lambda c, v: c.randint(2, 6)},
+    "ordering": {"1f1b": lambda c, v: one_forward_one_backward, "gpipe": lambda c, v: gpipe, "own": lambda c, v: one_by_one},
+}
+
+
+def labels_of(tokens: Tensor, mask: sp.Mask) -> Tensor:
+    """The next token, but for the last one of each document."""
+    labels = torch.cat([tokens[:, 1:], tokens.new_full((len(tokens), 1), IGNORED)], 1)
+    ends = [end - 1 for end in mask.documents or () if end]
+    labels[:, ends] = IGNORED
+    return labels
+
+
+def micro_batches(case: Case, drawn: Values) -> list[Whole]:
+    """All micro-batches; the first one has a label that counts."""
+    chance, found = Random(drawn["seed"]), list[Whole]()
+    size = models.sequence_ranks(drawn)
+    for number, length in enumerate(drawn["tokens.lengths"]):
+        cuts = sorted(chance.randint(0, length) for _ in range(drawn["mask.documents"] - 1))
+        mask = sp.Mask(causal=True, documents=(0, *cuts, length) if cuts else None)
+        tokens = (case.tokens(drawn["tokens.batch"], length) + number) % case.vocab
+        labels = labels_of(tokens, mask)
+        if drawn["labels"] == "some ignored":
+            labels[:, chance.randrange(length)] = IGNORED
+        if drawn["labels"] == "none in one micro-batch" and number:
+            labels[:] = IGNORED
+        found.append((tokens, labels, LAYOUTS[drawn["sharding.layout"]](length, size), mask))
+    return found
+
+
+def mean_loss(case: Case, batches: Sequence[Whole], rounding: Any, leaves: dict[str, Tensor]) -> Tensor:
+    """The mean over all labels that count, of whole micro-batches."""
+    total, number = torch.zeros((), dtype=torch.float64), 0
+    for tokens, labels, sharding, mask in batches:
+        seen = {"positions": ascending(sharding), "documents": mask.documents}
+        logits = reference.llama(tokens, leaves, rounding=rounding, **case.options(), **seen)
+        total = total + cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        number += int((labels != IGNORED).sum())
+    return total / number
+
+
+@contextmanager
+def pipelined(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A model with or without stages; each replica has its own sequences of each micro-batch."""
+    case = case_of(drawn, drawn["model.dtype"])
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+        wholes = micro_batches(case, drawn)
+        batches = [MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m) for x, y, s, m in wholes]
+        given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
+        yield Call(loss_and_gradients, given, partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]]))
+
+
+def judge_pipelined(case: Case, model: Llama, wholes: Sequence[Whole], calls: int, loss: Tensor) -> None:
+    """Compare the loss, and the sums of the gradients of all calls."""
+
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = mean_loss(case, wholes, rounding, leaves)
+            return loss * calls, {"loss": loss.reshape(1)}
+
+        return with_gradients(outputs, weights)
+
+    key = (calls, [(models.told(tokens, labels), repr(mask)) for tokens, labels, _, mask in wholes])
+    wanted = Expected("llama pipeline", case, run, repr(key), tokens=max(x.shape[1] for x, *_ in wholes))
+    wanted.check("loss", loss.reshape(1))
+    sum_tied_gradients(model)
+    reduce_gradients(model.parameters(), data=model.grid.data, tensor=model.grid.tensor)
+    wanted.check_gradients(model)
+    norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=model.grid.tensor, stages=model.grid.stages)
+    squares = [float(wanted.values[name].norm()) ** 2 for name in models.weights_of(case)]
+    assert abs(norm / sum(squares) ** 0.5 - 1) < {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}[case.dtype]
+
+
+OPTIMIZERS: Parts = {
+    "SGD": lambda c, v: partial(torch.optim.SGD, lr=0.1),
+    "momentum": lambda c, v: partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": lambda c, v: partial(torch.optim.AdamW, lr=0.01, eps=0.1),
+}
+TRAINING: dict[str, Parts] = {
+    "tp_sp": values(False, True),
+    "sequences.count": spans((3, 5), (1, 1), (7, 12)),
+    "sequences.lengths": LENGTHS,
+    "layout": {name: (lambda c, v, layout=layout: layout) for name, layout in reversed(LAYOUTS.items())},
+}
+STEP: dict[str, Parts] = {
+    "optimizer": OPTIMIZERS,
+    "max_norm": values(1e-3, 1e6, torch.inf),
+}
+
+
+@contextmanager
+def trained(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A backward or a whole step; replicas take shares of the sequences."""
+    case = case_of(drawn, drawn["model.dtype"])
+    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+        given = {"model": model, "sequences": models.text(case, drawn["sequences.lengths"]), "layout": drawn["layout"]}
+        if "optimizer" not in drawn:
+            yield Call(backward, given, partial(judge_trained, case, given, drawn))
+        else:
+            step = {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
+            yield Call(train_step, given | step, partial(judge_trained, case, given, drawn))
+
+
+def judge_trained(case: Case, given: Values, drawn: Values, result: Any) -> None:
+    """Compare the loss and the gradients, or the loss and norm before the step, and the weights after it."""
+    rows = [torch.tensor([sequence]) for sequence in given["sequences"]]
+    wholes = [(x, labels_of(x, sp.Mask()), sp.Sharding.contiguous(x.shape[1], 1), sp.Mask()) for x in rows]
+    calls = CALLS[drawn["(call)"]] if "optimizer" in drawn else 1
+
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
+        optimizer = drawn["optimizer"](leaves.values()) if "optimizer" in drawn else None
+        for call in range(calls):
+            loss = mean_loss(case, wholes, rounding, leaves)
+            found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+            norm = torch.cat([x.flatten() for x in found.values()]).norm()
+            for x, grad in zip(leaves.values(), found.values(), strict=True):
+                x.grad = grad * min(1.0, float(drawn.get("max_norm", torch.inf) / norm))
+            if optimizer is not None:
+                optimizer.step()
+        after = {name: x.detach() for name, x in leaves.items()} if optimizer else found
+        return {"loss": loss.detach().reshape(1), "norm": norm.reshape(1), **after}
+
+    key = repr((calls, str(drawn.get("optimizer")), drawn.get("max_norm"), given["sequences"]))
+    wanted = Expected("llama training", case, run, key, tokens=max(map(len, given["sequences"])))
+    loss = result if isinstance(result, float) else result.loss
+    wanted.check("loss", torch.tensor([loss], dtype=torch.float64))
+    if "optimizer" not in drawn:
+        wanted.check_gradients(given["model"])
+        return
+    wanted.check("norm", torch.tensor([result.norm], dtype=torch.float64))
+    wanted.check_weights(given["model"])
+
+
+MODEL = architecture("model", SMALL | DEEP)
+AXES = ("dp, ring", "tp", "ring, ulysses", "dp", "dp, tp", "tp, dp, ring")
+STAGED = ("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
+UNEQUAL = {"mesh.axes": "pp, ring", "tokens.lengths": "unequal"}
+UNEVEN = {"mesh.axes": "pp, ring, tp", "model.kv_heads": "3", "model.tied": "True", "tokens.lengths": "unequal"}
+SUBJECTS = [
+    Subject(
+        "llama.pipeline.loss_and_gradients",
+        MODEL | meshes(*STAGED) | PIPELINE | FEW_CALLS,
+        pipelined,
+        models.ranks,
+        covers=("llama.pipeline.MicroBatch", "llama.pipeline.sum_tied_gradients"),
+        together=(*({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]), UNEVEN),
+    ),
+    Subject("llama.train.backward", MODEL | meshes(*AXES) | TRAINING | FEW_CALLS, trained, models.ranks),
+    Subject("llama.train.train_step", MODEL | meshes(*AXES) | TRAINING | STEP | FEW_CALLS, trained, models.ranks),
+]
