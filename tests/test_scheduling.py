@@ -16,40 +16,19 @@ from sp_core.scheduling import (
     Plan,
     Work,
     balanced,
-    bubble_share,
     dynamic,
     gpipe,
     one_forward_one_backward,
     picture,
-    prefill_only,
     split_stages,
     timeline,
 )
-from sp_core.scheduling.pipeline import Slot, needs
+from sp_core.scheduling.pipeline import Slot
 from sp_core.scheduling.plan import imbalance, passes
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size=40)
 SIZES = st.integers(1, 8)
 WORKS = st.builds(Work, st.integers(1, 100), st.integers(0, 10))
-
-
-@given(length=st.integers(0, 60), size=SIZES, work=WORKS)
-def test_the_work_of_a_shard_is_that_of_its_tokens(length: int, size: int, work: Work) -> None:
-    """By counting pairs one by one, with the shards of `Sharding.zigzag`."""
-    sharding = sp.Sharding.zigzag(length, size)
-    want = [sum(work.per_token + work.per_pair * (t + 1) for t in sharding.positions(rank).tolist()) for rank in range(size)]
-    assert list(work.shares(length, size)) == want
-    assert work.of(length) == sum(want)
-
-
-@given(policy=st.sampled_from(sorted(POLICIES)), lengths=LENGTHS, size=SIZES, work=WORKS)
-def test_every_sequence_is_placed_once_and_all_work_is_counted(policy: str, lengths: list[int], size: int, work: Work) -> None:
-    plan = POLICIES[policy](lengths, size, work)
-    places = [*plan.sharded, *plan.waiting, *(number for numbers in plan.packed for number in numbers)]
-    assert sorted(places) == list(range(len(lengths)))
-    assert plan.size == len(plan.loads(work)) == size
-    assert sum(plan.loads(work)) == sum(work.of(plan.tokens(number)) for number in range(len(lengths)))
-    assert plan == POLICIES[policy](lengths, size, work)
 
 
 @example(lengths=[], size=3, work=Work(1, 1), tolerance=0.02)
@@ -149,28 +128,6 @@ def test_layers_are_split_as_evenly_as_can_be(costs: list[int], stages: int, end
     found = split_stages(costs, stages, first=ends[0], last=ends[1])
     assert found in splits(0, stages)
     assert worst(found) == min(map(worst, splits(0, stages)))
-
-
-SCHEDULES = {"forward": prefill_only, "gpipe": gpipe, "1f1b": one_forward_one_backward}
-
-
-@given(name=st.sampled_from(sorted(SCHEDULES)), stages=st.integers(1, 6), batches=st.integers(1, 9))
-def test_a_schedule_does_everything_once_in_an_order_that_can_be(name: str, stages: int, batches: int) -> None:
-    """With the bubble of the formula, and in 1F1B no more micro-batches held than there are stages ahead."""
-    orders = SCHEDULES[name](stages, batches)
-    directions = ("F",) if name == "forward" else ("F", "B")
-    for order in orders:
-        assert sorted((s.direction, s.batch) for s in order) == sorted((d, b) for d in directions for b in range(batches))
-    shown = timeline(orders)
-    ends = {(stage, slot): stop for stage, slots in enumerate(shown.stages) for slot, _, stop in slots}
-    for stage, slots in enumerate(shown.stages):
-        assert all(a[2] <= b[1] for a, b in pairwise(slots))
-        assert all(ends[need] <= start for slot, start, _ in slots for need in needs(slot, stage, stages))
-    assert shown.bubble == pytest.approx(bubble_share(stages, batches), abs=1e-12)
-    if name == "1f1b":
-        for stage, order in enumerate(orders):
-            held = [sum(1 if s.direction == "F" else -1 for s in order[: n + 1]) for n in range(len(order))]
-            assert max(held) == min(stages - stage, batches)
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:

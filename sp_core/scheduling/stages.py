@@ -18,7 +18,8 @@ def split_stages(layers: Sequence[float], stages: int, *, first: float = 0, last
         last: what the last one has, such as the head.
 
     Returns:
-        The layers of each stage; of equally good splits the one whose first stages have fewest layers.
+        The layers of each stage. Equally good splits are told apart by their stages before the last, which are split as evenly
+        as can be, and then by fewer layers on the first stages.
 
     Raises:
         ShapeError: no stage, or more of them than layers.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.sampling import SAMPLING
 from domains.models import FEW_CALLS, SCHEMES, SITUATIONS, SMALL, Expected, architecture, case_of, meshes
+from domains.sampling import SAMPLING
 from domains.situations import CALLS, LATE_SECONDS
 from sp_core.llama import Decoder, Sampling, generate, prefill_unequal
 from sp_core.llama.unequal import work_of
@@ -46,7 +46,7 @@ DECODER: dict[str, Parts] = {
     "grid.scheme": values(*SCHEMES),
     "room.sequences": COUNTS,
     "room.spare": spans((0, 0), (1, 40)),
-    "micro_batches": {"default": lambda c, v: None, "1": lambda c, v: 1, "2 to 3": lambda c, v: c.randint(2, 3), "50": lambda c, v: 50},
+    "micro_batches": {**values(None, 1, 50), "2 to 3": lambda c, v: c.randint(2, 3)},
     "tokens": NEW,
     "(history)": values("none", "prefill", "prefill and decode"),
 }
@@ -131,9 +131,7 @@ def generated(comm: Any, drawn: Values) -> Iterator[Call]:
         yield Call(generate, given, partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]]))
 
 
-def judge_generated(
-    case: Case, given: Values, seen: list[tuple[int, int]], calls: int, results: Sequence[Sequence[int]]
-) -> None:
+def judge_generated(case: Case, given: Values, seen: list[tuple[int, int]], calls: int, results: Sequence[Sequence[int]]) -> None:
     """Compare all tokens with those after the reference's logits, and with those told as they were chosen."""
     stops = case.stops if given["stop"] is None else given["stop"]
     rest = (given["max_tokens"], given["sampling"], stops)
@@ -215,9 +213,7 @@ SUBJECTS = [
         models.ranks,
         covers=("llama.Decoder",),
     ),
-    Subject(
-        "llama.Decoder.decode", MODEL | meshes(*STAGED) | DECODER | SITUATIONS, partial(decoder, "decode"), models.ranks
-    ),
+    Subject("llama.Decoder.decode", MODEL | meshes(*STAGED) | DECODER | SITUATIONS, partial(decoder, "decode"), models.ranks),
     Subject(
         "llama.generate",
         EXACT | meshes(*STAGED, "dp, pp") | PROMPTS | {f"sampling.{name}": parts for name, parts in SAMPLING.items()} | FEW_CALLS,

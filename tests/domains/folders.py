@@ -189,7 +189,7 @@ SAVED: dict[str, Parts] = {
     "folder": values("new", "there and empty", "below folders that are missing"),
     "folder.type": FOLDER["folder.type"],
     "tokenizer": {"none": lambda c, v: None, "of bytes": lambda c, v: byte_tokenizer()},
-    "max_file_bytes": {"none": lambda c, v: None, "1": lambda c, v: 1, "some": lambda c, v: c.randint(500, 4000), "10**12": lambda c, v: 10**12},
+    "max_file_bytes": {**values(None, 1, 10**12), "some": lambda c, v: c.randint(500, 4000)},
 }
 
 

@@ -9,13 +9,13 @@ from random import Random
 from typing import Any
 
 import torch
+from llama_cases import Case
 from torch import Tensor
 
 import sp_core as sp
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import ARCHITECTURE, DTYPES, SCHEMES, SITUATIONS, Expected, architecture, case_of, meshes
-from llama_cases import Case
 from sp_core.gradients import reduce_gradients
 from sp_core.llama import Llama
 from sp_core.testing import reference

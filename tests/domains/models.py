@@ -34,7 +34,6 @@ SITUATIONS = situations.situations() | {
 FEW_CALLS = SITUATIONS | {"(call)": values("first", "second")}
 
 
-
 def even(chance: Random, _: Values, *, low: int, high: int) -> int:
     """An even number between two."""
     return 2 * chance.randint(low // 2, high // 2)
@@ -170,7 +169,10 @@ class Expected:
         self.check(checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank))
 
 
-def with_gradients(outputs: Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+Tensors = dict[str, Tensor]
+
+
+def with_gradients(outputs: Callable[[Tensors], tuple[Tensor, Tensors]], weights: Tensors) -> Tensors:
     """Return outputs by name, and the gradient of a number for each weight under the weight's name.
 
     Args:

@@ -171,7 +171,7 @@ def judge_trained(case: Case, given: Values, drawn: Values, result: Any) -> None
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
         optimizer = drawn["optimizer"](leaves.values()) if "optimizer" in drawn else None
-        for call in range(calls):
+        for _ in range(calls):
             loss = mean_loss(case, wholes, rounding, leaves)
             found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
             norm = torch.cat([x.flatten() for x in found.values()]).norm()

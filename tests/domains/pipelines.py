@@ -1,0 +1,255 @@
+"""The domain of pipelines as plain data: orders, time lines, pictures and the split of layers, against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations, pairwise
+from random import Random
+from typing import Any
+
+from domains.declared import Parts, Values, spans, values
+from domains.scheduling import LEFT_OUT, subject
+from sp_core.scheduling import Slot, Timeline, gpipe, one_forward_one_backward, prefill_only, split_stages
+from sp_core.scheduling.pipeline import Order
+
+COUNTS: dict[str, Parts] = {"stages": spans((2, 4), (1, 1), (5, 8), (30, 40)), "batches": spans((2, 5), (1, 1), (6, 9), (30, 40))}
+Starts = list[list[tuple[Slot, float, float]]]
+
+
+def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
+    """When each slot starts and ends, by moving late starts further back until nothing has to move."""
+    ends: dict[tuple[int, Slot], float] = {}
+    begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
+    before = {(stage, b): (stage, a) for stage, order in enumerate(orders) for a, b in pairwise(order)}
+    moved = True
+    while moved:
+        ends = {(stage, slot): begin + seconds(stage, slot) for (stage, slot), begin in begins.items()}
+        moved = False
+        for (stage, slot), begin in begins.items():
+            forward = stage - 1 if slot.direction == "F" else stage + 1
+            last = slot.direction == "B" and forward == len(orders)
+            need = (stage, Slot("F", slot.batch)) if last else (forward, slot)
+            wanted = max(ends.get(need, 0.0), ends.get(before.get((stage, slot), (-1, slot)), 0.0))
+            if wanted > begin:
+                begins[stage, slot], moved = wanted, True
+    return [[(slot, begins[stage, slot], ends[stage, slot]) for slot in order] for stage, order in enumerate(orders)]
+
+
+def judge_forward(given: Values, orders: Sequence[Order]) -> None:
+    """Each stage takes all micro-batches as they come."""
+    assert orders == (tuple(Slot("F", batch) for batch in range(given["batches"])),) * given["stages"]
+
+
+def judge_gpipe(given: Values, orders: Sequence[Order]) -> None:
+    """All forwards, then all backwards from the last one on."""
+    numbers = range(given["batches"])
+    assert orders == ((*(Slot("F", n) for n in numbers), *(Slot("B", n) for n in numbers[::-1])),) * given["stages"]
+
+
+def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
+    """A stage with so many stages behind it runs that many forwards ahead, then one backward and one forward in turn."""
+    for stage, order in enumerate(orders):
+        for direction in ("F", "B"):
+            assert [slot.batch for slot in order if slot.direction == direction] == list(range(given["batches"]))
+        held = [sum(1 if slot.direction == "F" else -1 for slot in order[: n + 1]) for n in range(len(order))]
+        most = min(given["stages"] - stage, given["batches"])
+        assert max(held) == most
+        assert held == [*range(1, most), *[most, most - 1] * (given["batches"] - most + 1), *reversed(range(most - 1))]
+
+
+def judge_bubble(given: Values, share: float) -> None:
+    """Compare with the time line of a schedule of equal slots."""
+    made = starts_of(gpipe(given["stages"], given["batches"]), lambda stage, slot: 1.0)
+    end = max(stop for slots in made for _, _, stop in slots)
+    assert abs(share - (1 - 2 * given["batches"] / end)) < 1e-12
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "forward": prefill_only}
+
+
+def orders_of(chance: Random, drawn: Values, *, name: str) -> Sequence[Order]:
+    """The orders of a schedule."""
+    return SCHEDULES[name](drawn["orders.stages"], drawn["orders.batches"])
+
+
+def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
+    """Each micro-batch forward and back before the next one begins."""
+    slots = tuple(Slot(direction, batch) for batch in range(drawn["orders.batches"]) for direction in ("F", "B"))
+    return (slots,) * drawn["orders.stages"]
+
+
+def seconds_of(chance: Random, _: Values, *, longest: int) -> Any:
+    """A whole number of seconds for each slot of each stage, 0 included."""
+    seed = chance.randrange(2**16)
+    return lambda stage, slot: float(Random(f"{seed} {stage} {slot}").randint(0, longest))
+
+
+ORDERS: dict[str, Parts] = {
+    "orders.stages": spans((2, 4), (1, 1), (5, 8)),
+    "orders.batches": spans((2, 5), (1, 1), (6, 12)),
+    "orders": {
+        **{name: partial(orders_of, name=name) for name in SCHEDULES},
+        "one by one": one_by_one,
+        "nothing to do": lambda c, v: ((),) * v["orders.stages"],
+        "no stage": lambda c, v: (),
+    },
+    "seconds": {
+        "default": lambda c, v: LEFT_OUT,
+        "unequal": partial(seconds_of, longest=5),
+        "long": partial(seconds_of, longest=10**6),
+        "none": partial(seconds_of, longest=0),
+    },
+}
+
+
+def seconds_given(given: Values) -> Any:
+    """How long slots take."""
+    return (lambda stage, slot: 1.0) if given["seconds"] is LEFT_OUT else given["seconds"]
+
+
+def judge_timeline(given: Values, made: Timeline) -> None:
+    """Compare all starts and ends; busy and idle time follow from them."""
+    wanted = starts_of(given["orders"], seconds_given(given))
+    assert [list(slots) for slots in made.stages] == wanted
+    judge_times({"stages": made.stages, "end": max((stop for slots in wanted for *_, stop in slots), default=0.0)}, made)
+
+
+def judge_times(given: Values, made: Timeline) -> None:
+    """Compare what a time line tells with sums over its slots."""
+    busy = [sum(stop - start for _, start, stop in slots) for slots in given["stages"]]
+    assert (made.stages, made.end, list(made.busy)) == (given["stages"], given["end"], busy)
+    idle = len(busy) * given["end"] - sum(busy)
+    assert abs(made.bubble * len(busy) * given["end"] - idle) <= 1e-9 * given["end"]
+    assert 0 <= made.bubble <= 1
+
+
+def slots_of(chance: Random, drawn: Values, *, stages: tuple[int, int], slots: tuple[int, int]) -> Any:
+    """Stages with slots one after the other, some with pauses between."""
+    found = []
+    for _ in range(chance.randint(*stages)):
+        times = sorted(chance.randint(0, 40) / 4 for _ in range(2 * chance.randint(*slots)))
+        named = (Slot(drawn["direction"], drawn["batch"] + number) for number in range(len(times) // 2))
+        found.append(tuple(zip(named, times[::2], times[1::2], strict=True)))
+    return tuple(found)
+
+
+SLOTS: dict[str, Parts] = {
+    "direction": values("F", "B"),
+    "batch": spans((0, 9), (10, 9999)),
+}
+TIMES: dict[str, Parts] = {
+    "stages": {
+        "some": partial(slots_of, stages=(2, 4), slots=(1, 4)),
+        "one": partial(slots_of, stages=(1, 1), slots=(1, 4)),
+        "idle": partial(slots_of, stages=(1, 3), slots=(0, 0)),
+        "many": partial(slots_of, stages=(20, 30), slots=(5, 9)),
+    },
+    "end": {
+        "of the last slot": lambda c, v: max((stop for slots in v["stages"] for *_, stop in slots), default=0.0),
+        "later": lambda c, v: 12.5,
+    },
+}
+
+
+def judge_slot(given: Values, slot: Slot) -> None:
+    """Compare its fields; equal slots are one key."""
+    assert (slot.direction, slot.batch) == (given["direction"], given["batch"])
+    assert {slot: 1}[Slot(given["direction"], given["batch"])] == 1
+
+
+def judge_picture(given: Values, text: str) -> None:
+    """Compare each cell with the slot that holds its column, from start to end rounded to whole columns."""
+    shown, unit = given["shown"], given["unit"] if given["unit"] is not LEFT_OUT else 1.0
+    *lines, last = text.splitlines()
+    assert last == f"bubble: {shown.bubble:.1%} of the stages' time"
+    assert len(lines) == len(shown.stages)
+    mark = "" if given["direction"] == "F" else "'"
+    width = 1 + max((len(f"{slot.batch}{mark}") for slots in shown.stages for slot, *_ in slots), default=1)
+    for stage, (line, slots) in enumerate(zip(lines, shown.stages, strict=True)):
+        cells = line.removeprefix(f"stage {stage} |")
+        wanted = []
+        for column in range(round(shown.end / unit)):
+            inside = [f"{slot.batch}{mark}" for slot, a, b in slots if round(a / unit) <= column < round(b / unit)]
+            wanted.append((inside or ["." * (width - 1)])[0].rjust(width))
+        assert cells == "".join(wanted)
+
+
+def layers_of(chance: Random, drawn: Values, *, count: tuple[int, int], cost: tuple[float, ...]) -> list[float]:
+    """Costs of layers, as many as stages at least."""
+    return [chance.choice(cost) for _ in range(chance.randint(*count) + drawn["stages"] - 1)]
+
+
+SPLIT: dict[str, Parts] = {
+    "stages": spans((2, 4), (1, 1), (5, 8)),
+    "layers": {
+        "few": partial(layers_of, count=(1, 6), cost=(1, 2, 3, 9)),
+        "as many as stages": partial(layers_of, count=(1, 1), cost=(1, 2, 3, 9)),
+        "equal": partial(layers_of, count=(4, 9), cost=(5,)),
+        "many": partial(layers_of, count=(60, 120), cost=(1.5, 2.0, 40.0)),
+        "of no cost": partial(layers_of, count=(3, 5), cost=(0,)),
+        "large": partial(layers_of, count=(3, 5), cost=(3 * 10**11, 10**12)),
+    },
+    "first": {"default": lambda c, v: LEFT_OUT, "some": lambda c, v: c.randint(1, 9), "most": lambda c, v: 10**9},
+    "last": {"default": lambda c, v: LEFT_OUT, "some": lambda c, v: c.randint(1, 9), "most": lambda c, v: 10**9},
+}
+
+
+def can_be_split(given: Values, limit: float) -> bool:
+    """Whether no stage need cost more than a limit: each takes as many layers as it can and leaves one for each after it."""
+    layers, stages, place = given["layers"], given["stages"], 0
+    for stage in range(stages):
+        cost = given["first"] * (stage == 0) + given["last"] * (stage == stages - 1)
+        start = place
+        while place < len(layers) - (stages - 1 - stage) and cost + layers[place] <= limit:
+            cost, place = cost + layers[place], place + 1
+        if place == start or cost > limit:
+            return False
+    return place == len(layers)
+
+
+def judge_split(given: Values, parts: Sequence[range]) -> None:
+    """No smaller limit allows a split; stages before the last are split as evenly, and of equal splits the first is taken."""
+    given = given | {name: 0 for name in ("first", "last") if given[name] is LEFT_OUT}
+    layers, first = given["layers"], given["first"]
+    assert [layer for part in parts for layer in part] == list(range(len(layers)))
+    assert all(parts)
+    assert len(parts) == given["stages"]
+
+    def worst(parts: Sequence[range]) -> float:
+        costs = [sum(layers[layer] for layer in part) for part in parts]
+        costs[0] += first
+        costs[-1] += given["last"]
+        return max(costs)
+
+    assert can_be_split(given, worst(parts))
+    ends = {0.0, float(first)}, {0.0, float(given["last"])}
+    sums = {sum(layers[a:b]) + one + two for a, b in combinations(range(len(layers) + 1), 2) for one in ends[0] for two in ends[1]}
+    assert not can_be_split(given, max((total for total in sums if total < worst(parts)), default=-1.0))
+    if len(layers) <= 12 and len(parts) > 1:
+        cuts = range(len(parts) - 1, len(layers))
+        others = [(*split_stages(layers[:cut], len(parts) - 1, first=first), range(cut, len(layers))) for cut in cuts]
+        assert parts == min(others, key=lambda other: (worst(other), [part.start for part in other]))
+
+
+SUBJECTS = [
+    subject("prefill_only", COUNTS, judge_forward),
+    subject("gpipe", COUNTS, judge_gpipe),
+    subject("one_forward_one_backward", COUNTS, judge_1f1b),
+    subject("bubble_share", COUNTS, judge_bubble),
+    subject("timeline", ORDERS, judge_timeline, "orders", "seconds"),
+    subject("Slot", SLOTS, judge_slot),
+    subject("Timeline", SLOTS | TIMES, judge_times, "stages", "end"),
+    subject(
+        "picture",
+        SLOTS
+        | TIMES
+        | {
+            "shown": {"any": lambda c, v: Timeline(v["stages"], v["end"])},
+            "unit": {"default": lambda c, v: LEFT_OUT, **values(0.25, 0.5, 3.0)},
+        },
+        judge_picture,
+        *("shown", "unit"),
+    ),
+    subject("split_stages", SPLIT, judge_split),
+]
