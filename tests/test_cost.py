@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from domains.cost import TRANSPORT, measured, sizes_of
 from hypothesis import strategies as st
 
 import sp_core as sp
@@ -23,47 +24,6 @@ from sp_core.testing.schedule_cases import schedule
 from sp_core.testing.strategies import AttentionProblem, attention_problems
 
 pytestmark = pytest.mark.usefixtures("short_slots")
-TRANSPORT = {False: "host", True: "window"}
-
-
-def sizes_of(problem: AttentionProblem, size: int, *, shared: bool) -> cost.Attention:
-    return cost.Attention(
-        sharding=problem.sharding(size),
-        kv_sharding=problem.kv_sharding(size),
-        mask=problem.mask,
-        batch=problem.batch,
-        num_heads=problem.kv_heads * problem.group,
-        num_kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        itemsize=problem.torch_dtype.itemsize,
-        return_lse=True,
-        needs_grad=problem.needs_grad,
-        lse_grad=problem.upstream_lse_gradient() is not None,
-        shared=shared,
-    )
-
-
-COLLECTIVES = ("all_to_all", "reduce_scatter")
-
-
-def measured(scheme: Any, shards: Shards, *comms: sp.Communicator) -> cost.Both:
-    """What the counters say, forward and backward."""
-    seen = []
-    out, lse = shards.run(scheme)
-    seen.append(_drained(*comms))
-    shards.gradients(out, lse)
-    seen.append(_drained(*comms))
-    return seen[0], seen[1]
-
-
-def _drained(*comms: sp.Communicator) -> cost.Traffic:
-    total = cost.Traffic()
-    for comm in comms:
-        count = comm.counters.total()
-        inside = sum(comm.counters[name].messages for name in COLLECTIVES)  # in a window collectives count what they read
-        total += cost.Traffic(count.messages - inside, count.bytes_sent)
-        comm.counters.reset()
-    return total
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))

@@ -1,0 +1,234 @@
+"""The domain of the formulas of `sp_core.cost`: each against what a scheme that is carried out hands to its transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+import sp_core as sp
+from domains import attention, situations
+from domains.declared import Call, Draw, Parts, Subject, Values, spans, values
+from sp_core import cost
+from sp_core.schemes import SCHEMES
+from sp_core.testing.attention_check import Shards
+from sp_core.testing.strategies import LAYOUTS, AttentionProblem
+
+TRANSPORT = {False: "host", True: "window"}
+MATTERS = (
+    *("q.seq_len", "q.batch", "q.head_dim", "q.dtype", "q.group", "k.heads", "k.gradients", "kv_sharding"),
+    *("sharding.layout", "sharding.start", "kv_sharding.layout", "kv_sharding.start", "kv_sharding.kv_len"),
+    *("mask.causal", "mask.window", "mask.documents", "return_lse"),
+)
+"""Factors of attention that its bytes may depend on; the others keep their first part."""
+OTHERS: Values = {"q.memory": "plain", "q.magnitude": 1.0, "v.values": "normal", "v.upstream": "normal"}
+
+
+def inner(drawn: Values) -> Values:
+    """Values by the names that attention has for its factors, without the parameter of the formula in front."""
+    return OTHERS | {name.partition(".")[2] or name: value for name, value in drawn.items()}
+
+
+def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Factors of attention as aspects of a parameter of the formula."""
+
+    def drawn(draw: Draw) -> Draw:
+        return lambda chance, values: draw(chance, inner(values))
+
+    return {f"{parameter}.{name}": {part: drawn(draw) for part, draw in parts.items()} for name, parts in factors.items()}
+
+
+FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS})
+FORMULA["problem.shared"] = values(False, True)
+FORMULA["problem.q.head_dim"] = spans((2, 16), (1, 1), (65, 80))
+FORMULA["problem.k.heads"] = spans((2, 4), (1, 1), (5, 5), (6, 9))
+RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8))})
+GRID = {
+    **under("ring_rank", {"mesh.ring": spans((2, 2), (1, 1), (3, 3))}),
+    **under("ulysses_rank", {"mesh.ulysses": spans((2, 2), (1, 1), (3, 4))}),
+    **under("groups", {name: attention.GRID[name] for name in ("mesh.axes", "mesh.order", "axes", "ulysses")}),
+}
+
+
+def sizes_of(problem: AttentionProblem, size: int, *, shared: bool, return_lse: bool = True) -> cost.Attention:
+    """The sizes of a problem on so many ranks."""
+    return cost.Attention(
+        sharding=problem.sharding(size),
+        kv_sharding=problem.kv_sharding(size),
+        mask=problem.mask,
+        batch=problem.batch,
+        num_heads=problem.kv_heads * problem.group,
+        num_kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        itemsize=problem.torch_dtype.itemsize,
+        return_lse=return_lse,
+        needs_grad=problem.needs_grad,
+        lse_grad=problem.upstream_lse_gradient() is not None,
+        shared=shared,
+    )
+
+
+COLLECTIVES = ("all_to_all", "reduce_scatter")
+
+
+def measured(scheme: Any, shards: Shards, *comms: sp.Communicator, return_lse: bool = True) -> cost.Both:
+    """What the counters say, forward and backward."""
+    seen = []
+    if return_lse:
+        out, lse = shards.run(scheme)
+    else:
+        out = lse = scheme(
+            *shards.local,
+            sharding=shards.sharding,
+            kv_sharding=shards.kv_sharding,
+            mask=shards.problem.mask,
+            softmax_scale=shards.problem.softmax_scale,
+        )
+    seen.append(drained(*comms))
+    shards.gradients(out, lse)
+    seen.append(drained(*comms))
+    return seen[0], seen[1]
+
+
+def drained(*comms: sp.Communicator) -> cost.Traffic:
+    """What was sent since the last time."""
+    total = cost.Traffic()
+    for comm in comms:
+        count = comm.counters.total()
+        inside = sum(comm.counters[name].messages for name in COLLECTIVES)  # in a window collectives count what they read
+        total += cost.Traffic(count.messages - inside, count.bytes_sent)
+        comm.counters.reset()
+    return total
+
+
+@contextmanager
+def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
+    """A scheme on one axis."""
+    asked, shared = drawn["problem.return_lse"] != "no", drawn["problem.shared"]
+    problem = attention.problem_of(inner(drawn))
+    with sp.Mesh(comm, device=situations.device(), transport=TRANSPORT[shared], sp=comm.size) as mesh:
+        shards = Shards(problem, comm.rank, comm.size, mesh.device)
+        found = measured(partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"], return_lse=asked)
+        sizes = sizes_of(problem, comm.size, shared=shared, return_lse=asked)
+        yield Call(getattr(cost, name), {"problem": sizes, "rank": comm.rank}, partial(judge, sizes, shards, found))
+
+
+def judge(sizes: cost.Attention, shards: Shards, found: cost.Both, formula: cost.Both) -> None:
+    """Compare message by message and byte by byte."""
+    assert formula == found
+    own = sum(x.numel() for x in shards.local[1:])
+    assert [sizes.kv_block(shards.rank, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
+
+
+@contextmanager
+def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A hybrid on two axes; along a third one the same problem."""
+    asked, shared, named = drawn["problem.return_lse"] != "no", drawn["problem.shared"], inner(drawn)
+    problem = attention.problem_of(named)
+    third = {"third": 2} if named["mesh.axes"] == "three" else {}
+    lengths = {"ring": named["mesh.ring"], "ulysses": named["mesh.ulysses"], **third}
+    order = sorted(lengths, reverse=named["mesh.order"] == "reversed")
+    axes = [axis for axis in order if axis != "third"][:: -1 if named["axes"] == "not the mesh's order" else 1]
+    heads = named["ulysses"]
+    around = next(axis for axis in axes if axis != heads)
+    with sp.Mesh(comm, device=situations.device(), transport=TRANSPORT[shared], **{axis: lengths[axis] for axis in order}) as mesh:
+        tokens = mesh[tuple(axes)]
+        shards = Shards(problem, tokens.rank, tokens.size, mesh.device)
+        scheme = partial(sp.hybrid_attention, mesh=mesh, axes=tuple(axes), ulysses=heads)
+        found = measured(scheme, shards, mesh[around], mesh[heads], return_lse=asked)
+        numbers = torch.arange(tokens.size).view([lengths[axis] for axis in axes])
+        given = {
+            "problem": sizes_of(problem, tokens.size, shared=shared, return_lse=asked),
+            "ring_rank": mesh[around].rank,
+            "ulysses_rank": mesh[heads].rank,
+            "groups": (numbers if axes[1] == heads else numbers.T).tolist(),
+        }
+        yield Call(cost.hybrid, given, partial(judge, given["problem"], shards, found))
+
+
+def grid_ranks(drawn: Values) -> int:
+    """How many ranks the whole mesh has."""
+    return attention.grid_ranks(inner(drawn))
+
+
+LAYERS: dict[str, Parts] = {
+    **RANKS,
+    "sharding.layout": values(*LAYOUTS),
+    "sharding.seq_len": spans((9, 20), (0, 0), (1, 3), (100, 130)),
+    "batch": spans((1, 3), (5, 9)),
+    "hidden": spans((3, 8), (1, 1), (65, 90)),
+    "itemsize": values(8, 4, 2),
+    "(features)": values("even", "uneven"),
+}
+
+
+@contextmanager
+def layers(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A column-parallel layer and the row-parallel one after it."""
+    sharding = LAYOUTS[drawn["sharding.layout"]](drawn["sharding.seq_len"], comm.size)
+    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[drawn["itemsize"]]
+    chance, size, hidden = Random(drawn["seed"]), comm.size, drawn["hidden"]
+    features = [chance.randint(0, 9) for _ in range(size)] if drawn["(features)"] == "uneven" else [4] * size
+    up, down = (nn.Linear(*shape, bias=False, dtype=dtype) for shape in ((hidden, sum(features)), (sum(features), hidden)))
+    with sp.Mesh(comm, device=situations.device(), transport="host", sp=size) as mesh:
+        group = mesh["sp"]
+        column = sp.ColumnParallelLinear.from_linear(up, comm=group, sharding=sharding, sizes=features)
+        row = sp.RowParallelLinear.from_linear(down, comm=group, sharding=sharding, sizes=features)
+        x = torch.ones(drawn["batch"], sharding.local_len(comm.rank), hidden, dtype=dtype, device=mesh.device)
+        group.counters.reset()
+        out = row(column(x.requires_grad_()))
+        forward = group.counters.total().bytes_sent
+        out.backward(torch.ones_like(out))
+        found = (forward, group.counters.total().bytes_sent - forward)
+        given = {name: drawn[name] for name in ("batch", "hidden", "itemsize")} | {"sharding": sharding, "rank": comm.rank}
+        yield Call(cost.tp_sp, given, partial(judge_layers, found))
+
+
+def judge_layers(found: tuple[int, int], formula: cost.Both) -> None:
+    """Compare byte by byte."""
+    assert formula == tuple(cost.Traffic(0, sent) for sent in found)
+
+
+@contextmanager
+def added(_: Any, drawn: Values) -> Iterator[Call]:
+    """What one rank sends."""
+    given = {"messages": drawn["messages"], "bytes_sent": drawn["bytes_sent"]}
+    yield Call(cost.Traffic, given, partial(judge_sum, given))
+
+
+def judge_sum(given: Values, traffic: cost.Traffic) -> None:
+    """Compare a sum with the sums of both numbers."""
+    assert traffic + cost.Traffic(3, 5) == cost.Traffic(given["messages"] + 3, given["bytes_sent"] + 5)
+
+
+SIZES = ("sharding", "kv_sharding", "mask", "batch", "num_heads", "num_kv_heads", "head_dim", "itemsize")
+TRAFFIC = {"messages": spans((0, 9), (1000, 9999)), "bytes_sent": spans((0, 9), (10**9, 10**12))}
+FLAGS = ("return_lse", "needs_grad", "lse_grad", "shared")
+UNEVEN = {"ring_rank.mesh.ring": "2", "ulysses_rank.mesh.ulysses": "3 to 4"}
+SUBJECTS = [
+    Subject(
+        f"cost.{name}",
+        RANKS | FORMULA,
+        partial(alone, name),
+        lambda drawn: int(drawn["rank.comm.ranks"]),
+        covers=("cost.Attention", "cost.Attention.kv_block"),
+        outside=dict.fromkeys((*SIZES, *FLAGS), "an aspect of problem"),
+    )
+    for name in ("allgather_kv", "ring", "ulysses")
+]
+SUBJECTS += [
+    Subject(
+        "cost.hybrid",
+        GRID | FORMULA,
+        gridded,
+        grid_ranks,
+        together=tuple({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")),
+    ),
+    Subject("cost.tp_sp", LAYERS, layers, lambda drawn: int(drawn["rank.comm.ranks"])),
+    Subject("cost.Traffic", TRAFFIC, added, lambda drawn: 1),
+]
