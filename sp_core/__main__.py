@@ -5,15 +5,38 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sp_core import doctor, inference, planning
 from sp_core.machine import node_name
 from sp_core.tuning import latest
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+
+def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: of the command line; those of this process if not given.
+        comm: the ranks that carry out `generate` or `logits`. If not given, those of MPI, which are started where there are none.
+
+    Returns:
+        The exit code.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = make_parser()
+    options = parser.parse_args(given)
+    if options.command == "doctor":
+        return doctor.main(options.device, measure=options.measure)
+    if options.command == "plan":
+        return _plan(parser, options)
+    return inference.main(options, given, comm)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="sp-core", description="Sequence-parallel Transformers over MPI.")
     commands = parser.add_subparsers(dest="command", required=True)
     text = "say what this machine offers, try it, and name a remedy for what is broken (exit code 1)"
@@ -22,12 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examine.add_argument("--measure", action="store_true", help="measure what algorithm='auto' decides by (seconds), and keep it")
     planning.add_arguments(commands)
     inference.add_arguments(commands)
-    options = parser.parse_args(given)
-    if options.command == "doctor":
-        return doctor.main(options.device, measure=options.measure)
-    if options.command == "plan":
-        return _plan(parser, options)
-    return inference.main(options, given)
+    return parser
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

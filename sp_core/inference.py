@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
 from sp_core.testing import launch
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 AXES = ("dp", "pp", "ring", "ulysses", "tp")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -46,19 +49,20 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     reader.add_argument("--top", type=int, default=5, help="how many tokens to show (default: 5)")
 
 
-def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm | None = None) -> int:
     """Run a command.
 
     Args:
         options: as parsed.
         arguments: from which they were parsed, for the ranks that are started.
+        comm: the ranks that carry it out. If not given, those of MPI, which are started where there are none.
 
     Returns:
         The exit code.
     """
     sizes = {axis: getattr(options, axis, 1) for axis in AXES}
-    if any(name in os.environ for name in JOB_VARIABLES):
-        return _run(options, sizes)
+    if comm is not None or any(name in os.environ for name in JOB_VARIABLES):
+        return _run(options, sizes, comm)
     try:
         if min(sizes.values()) < 1:
             raise ShapeError(f"{sizes} ranks along the axes were asked for; each needs at least 1.")
@@ -70,7 +74,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _refuse(error)
     ranks = math.prod(sizes.values())
     if ranks == 1:
-        return _run(options, sizes)
+        return _run(options, sizes, comm)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     try:
         return launch.run(ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout)
@@ -100,20 +104,22 @@ def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
     parser.add_argument("--timeout", type=float, default=86400.0, help="seconds for ranks that are started (default: a day)")
 
 
-def _run(options: argparse.Namespace, sizes: dict[str, int]) -> int:
+def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
     """The part of one rank."""
-    from mpi4py import MPI
+    if comm is None:
+        from mpi4py import MPI
 
+        comm = MPI.COMM_WORLD
     axes: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1} or {"tp": 1}
     try:
-        with Mesh(MPI.COMM_WORLD, device=options.device, check="off", algorithm=options.algorithm, **axes) as mesh:
+        with Mesh(comm, device=options.device, check="off", algorithm=options.algorithm, **axes) as mesh:
             (_generate if options.command == "generate" else _logits)(options, mesh)
     except ERRORS as error:
-        return _refuse(error) if MPI.COMM_WORLD.rank == 0 else REFUSED
+        return _refuse(error) if comm.rank == 0 else REFUSED
     except Exception:
-        if MPI.COMM_WORLD.size > 1:  # nobody foresaw it, so the other ranks may be waiting for this one
+        if comm.size > 1:  # nobody foresaw it, so the other ranks may be waiting for this one
             traceback.print_exc()
-            MPI.COMM_WORLD.Abort(1)
+            comm.Abort(1)
         raise
     return 0
 
@@ -160,13 +166,15 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
 
 
 def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
+    if options.top < 1:
+        raise ValueError(f"--top {options.top} was given; pass at least 1.")
     text, prompts = _read(options, mesh)
     model = _load(options, mesh)
     logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
     if mesh.rank:
         return
     for number, row in enumerate(logits.double().log_softmax(-1)):
-        best = row.topk(min(max(options.top, 1), len(row)))
+        best = row.topk(min(options.top, len(row)))
         print(f"[{number}]", flush=True)
         for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             print(f"  {token:>8}  {value:>10.4f}  {text.decode([token])!r}", flush=True)

@@ -15,6 +15,7 @@ wider. A message of n bytes takes alpha + beta n. The bytes and messages are tho
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -220,6 +221,8 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
             )
         inside = Link(tuning.alpha, tuning.beta)
     network = link_of(options.link)
+    if options.show < 1 or (options.flops is not None and not 0 < options.flops < math.inf):
+        raise ValueError(f"--show {options.show} and --flops {options.flops} were given; pass at least 1, and a number above 0.")
     itemsize = getattr(torch, options.dtype).itemsize
     flops = options.flops or timed_flops(options.head_dim)
     sizes = (options.seq, options.batch, options.heads, options.kv_heads or options.heads, options.head_dim, itemsize)

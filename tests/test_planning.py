@@ -114,6 +114,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         (["--kv-heads", "5"], "even splits"),
         (["--ranks", "0"], "at least 1"),
         (["--link", "quick"], "RATE,LATENCY"),
+        (["--show", "-1"], "pass at least 1"),
+        (["--flops", "0"], "a number above 0"),
+        (["--flops", "nan"], "a number above 0"),
     ],
 )
 def test_what_cannot_be_planned(
