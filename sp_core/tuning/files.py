@@ -45,7 +45,7 @@ def find(fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None
     Raises:
         FileError: the file that was named cannot be used.
     """
-    choice = os.environ.get(VARIABLE, "auto") if choice is None else choice
+    choice = (os.environ.get(VARIABLE) or "auto") if choice is None else choice
     if choice == "off":
         return None
     if choice != "auto":

@@ -52,14 +52,14 @@ DECODER: dict[str, Parts] = {
 }
 
 
-def last_logits(what: str, case: Case, sequences: Sequence[Sequence[int]]) -> Expected:
+def last_logits(what: str, case: Case, sequences: Sequence[Sequence[int]], dtype: str = "") -> Expected:
     """The logits after the last token of each sequence; each is computed by itself."""
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = [reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1] for x in sequences]
         return {"logits": torch.stack(rows) if rows else torch.empty(0, case.vocab, dtype=torch.float64)}
 
-    return Expected(what, case, run, repr(sequences), tokens=max(map(len, sequences), default=0))
+    return Expected(what, case, run, repr(sequences), tokens=max(map(len, sequences), default=0), dtype=dtype)
 
 
 @contextmanager

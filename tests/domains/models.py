@@ -126,12 +126,21 @@ class Expected:
         key: everything that `run` depends on besides.
         tokens: the longest sequence.
         positions: one more than the greatest position: an angle of p radians has an error of its round-off times p.
+        dtype: in which the result is computed; that of the case if not given.
     """
 
     def __init__(
-        self, what: str, case: Case, run: Callable[..., dict[str, Tensor]], key: object, *, tokens: int, positions: int = 1
+        self,
+        what: str,
+        case: Case,
+        run: Callable[..., dict[str, Tensor]],
+        key: object,
+        *,
+        tokens: int,
+        positions: int = 1,
+        dtype: str = "",
     ) -> None:
-        self.what, self._case, self._positions = what, case, positions
+        self.what, self._dtype, self._positions = what, getattr(torch, dtype or case.dtype), positions
         self._longest_sum = max(case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab, tokens)
         weights, names = weights_of(case), list[str]()
 
@@ -148,10 +157,13 @@ class Expected:
 
     def check(self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """Compare a result with its part of what is expected."""
-        value, scale = part(self.values[name]), part(self._scales[name])
-        dtype = getattr(torch, self._case.dtype)
-        allowed = bound(scale, dtype, self._longest_sum) + bound(scale, torch.float64, self._positions)
+        value, allowed = part(self.values[name]), part(self.allowed(name))
         record_ratio(self.what, check_close(f"{self.what}: {name}", result.detach().cpu(), value, allowed))
+
+    def allowed(self, name: str) -> Tensor:
+        """Return how far a result may be off."""
+        scale = self._scales[name]
+        return bound(scale, self._dtype, self._longest_sum) + bound(scale, torch.float64, self._positions)
 
     def check_gradients(self, model: Llama) -> None:
         """Compare the gradient of every parameter of this rank."""

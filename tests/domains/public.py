@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 from collections import defaultdict
@@ -9,23 +10,40 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from domains.declared import Subject
+from sp_core.__main__ import make_parser
 
-MODULES = ("sp_core", "sp_core.llama", "sp_core.loss", "sp_core.gradients", "sp_core.scheduling", "sp_core.cost")
+MODULES = (
+    *("sp_core", "sp_core.llama", "sp_core.llama.pipeline", "sp_core.llama.train"),
+    *("sp_core.loss", "sp_core.gradients", "sp_core.scheduling", "sp_core.cost"),
+)
 
 OUTSIDE = {
     "Communicator": "`Mesh` makes it",
     "Pending": "the started collectives make it",
     "Plan": "`plan` makes it",
+    "llama.pipeline.Flight": "`Decoder` makes it",
+    "llama.pipeline.forward": "`Decoder` calls it",
+    "llama.pipeline.from_last": "`Decoder` calls it",
+    "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
 }
 """Public names without a domain of their own, each with the reason; methods are named by their class."""
 
 
-def functions() -> dict[str, Callable[..., Any]]:
-    """Return public functions, classes, and public methods of classes by name, such as "Rope" and "Rope.apply".
+Public = Callable[..., Any] | argparse.ArgumentParser
+
+
+def functions() -> dict[str, Public]:
+    """Return functions, classes, public methods and commands by name, such as "Rope.apply" and "sp-core plan".
 
     Names outside `sp_core` itself have that of their module in front, such as "llama.generate".
     """
-    return {name: function for module in MODULES for name, function in _members(module)}
+    return {name: function for module in MODULES for name, function in _members(module)} | commands()
+
+
+def commands() -> dict[str, Public]:
+    """Return the parser of each command by name."""
+    parsers = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return {f"sp-core {name}": parser for action in parsers for name, parser in action.choices.items()}
 
 
 def without_domain(subjects: Iterable[Subject]) -> list[str]:
@@ -34,14 +52,20 @@ def without_domain(subjects: Iterable[Subject]) -> list[str]:
     for subject in subjects:
         for name in (subject.name, *subject.covers):
             declared[name] |= {factor.split(".")[0] for factor in subject.factors} | set(subject.outside)
-    wanted = {name: parameters(function) for name, function in functions().items() if name.split(".")[0] not in OUTSIDE}
+    wanted = {name: parameters(function) for name, function in functions().items() if not _is_outside(name)}
     undeclared = [f"{name}(): no subject" for name in wanted if name not in declared]
     return undeclared + [f"{name}({p})" for name in declared for p in sorted(wanted.get(name, set()) - declared[name])]
 
 
-def parameters(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's parameters."""
+def parameters(function: Public) -> set[str]:
+    """Return the names of a function's parameters, or the options of a command."""
+    if isinstance(function, argparse.ArgumentParser):
+        return {action.option_strings[-1] for action in function._actions if action.dest != "help"}
     return {name for name in inspect.signature(function).parameters if name != "self"}
+
+
+def _is_outside(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{outside}.") for outside in OUTSIDE)
 
 
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:

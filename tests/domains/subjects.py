@@ -6,7 +6,9 @@ from domains import (
     attention,
     blocks,
     collectives,
+    commands,
     config,
+    cost,
     decoding,
     exact,
     folders,
@@ -18,9 +20,11 @@ from domains import (
     masks,
     meshes,
     numeric,
+    pipelines,
     placements,
     plans,
     sampling,
+    scheduling,
     training,
 )
 
@@ -44,5 +48,9 @@ SUBJECTS = [
     *sampling.SUBJECTS,
     *folders.SUBJECTS,
     *config.SUBJECTS,
+    *scheduling.SUBJECTS,
+    *pipelines.SUBJECTS,
+    *cost.SUBJECTS,
+    *commands.SUBJECTS,
 ]
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

@@ -207,6 +207,19 @@ SUBJECTS = [
         covers=("llama.pipeline.MicroBatch", "llama.pipeline.sum_tied_gradients"),
         together=(*({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]), UNEVEN),
     ),
-    Subject("llama.train.backward", MODEL | meshes(*AXES) | TRAINING | FEW_CALLS, trained, models.ranks),
-    Subject("llama.train.train_step", MODEL | meshes(*AXES) | TRAINING | STEP | FEW_CALLS, trained, models.ranks),
+    Subject(
+        "llama.train.backward",
+        MODEL | meshes(*AXES) | TRAINING | FEW_CALLS,
+        trained,
+        models.ranks,
+        covers=("llama.train.packed",),
+    ),
+    Subject(
+        "llama.train.train_step",
+        MODEL | meshes(*AXES) | TRAINING | STEP | FEW_CALLS,
+        trained,
+        models.ranks,
+        covers=("llama.train.Step",),
+        outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),
+    ),
 ]

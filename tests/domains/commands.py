@@ -1,0 +1,248 @@
+"""The domain of the commands: what `sp-core generate` and `sp-core logits` print on ranks, and `sp-core plan` on one."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from llama_cases import Case
+
+import sp_core as sp
+from domains import decoding, models
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.folders import folder_of, written
+from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
+from domains.sampling import SAMPLING
+from sp_core import cost
+from sp_core.__main__ import main
+from sp_core.llama import Sampling, byte_tokenizer
+from sp_core.testing import device
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+REFUSED = 2
+
+
+def words(options: Values) -> list[str]:
+    """A command line: what is None or False is left out, and what is a list is given several times."""
+    found: list[str] = []
+    for name, value in options.items():
+        for item in value if isinstance(value, list) else [value]:
+            found += [] if item is None or item is False else [name] if item is True else [name, str(item)]
+    return found
+
+
+def printed(command: str, comm: Any, **options: Any) -> str:
+    """What a command prints on the first rank.
+
+    Raises:
+        ValueError: the command refuses what was given.
+    """
+    out, errors = io.StringIO(), io.StringIO()
+    if comm.rank:
+        code = main([command, *words(options)], comm)
+    else:
+        with redirect_stdout(out), redirect_stderr(errors):
+            code = main([command, *words(options)], comm)
+    if code == REFUSED:
+        raise ValueError(errors.getvalue())
+    assert code == 0
+    return out.getvalue()
+
+
+TEXTS = {
+    "letters": "def f(",
+    "one letter": "a",
+    "other scripts": "f\u00fcr \u4e16\U0001f469",
+    "long": "0123456789" * 4,
+    "spaces and lines": " \n\t x\n",
+}
+FEW = {aspect: dict([*parts.items()][:1]) for aspect, parts in SMALL.items()}
+INFERENCE: dict[str, Parts] = {
+    **architecture("--model", FEW | {"vocab": values(256), "tied": values(False, True)}),
+    "--model.stops": {"none": lambda c, v: (), "some": lambda c, v: tuple(c.sample(range(256), 40))},
+    "--model.dtype": values(*DTYPES[:2]),
+    "--prompt.count": spans((1, 1), (2, 3), (5, 6)),
+    "--prompt.text": values(*TEXTS),
+    "--scheme": values(*SCHEMES),
+    "--tp-sp": values(False, True),
+    "--algorithm": values(None, "ring", "all_reduce=ring,all_gather=bruck", "auto"),
+    "--dtype": values(None, *DTYPES[:2]),
+    "--device": values("cpu") if device().type == "cpu" else values("cpu", "cuda"),
+    "(axes)": values("ring, ulysses", "tp", "pp", "ring, tp", "pp, tp", "ulysses"),
+    "(lengths)": values("2 each", "1 along the first", "3 along the last"),
+}
+AXES = ("--dp", "--pp", "--ring", "--ulysses", "--tp")
+BY_AXES = dict.fromkeys(AXES, "by (axes)") | {"--timeout": "of ranks that are started: test_llama_command.py"}
+GENERATE: dict[str, Parts] = {
+    "--max-tokens": values(3, 0, 1, 9),
+    "--temperature": values(0.0, 1.5, None),
+    "--top-k": values(None, 1, 7),
+    "--top-p": values(None, 0.5, 1.0),
+    "--seed": values(0, 5, 10**18, None),
+}
+
+
+def on_mesh(drawn: Values) -> Values:
+    """Values with the names that a mesh has for them."""
+    return {**drawn, "mesh.axes": drawn["(axes)"], "mesh.lengths": drawn["(lengths)"]}
+
+
+def ranks(drawn: Values) -> int:
+    """How many ranks carry the command out."""
+    return models.ranks(on_mesh(drawn))
+
+
+@contextmanager
+def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
+    """A command inside of a job, on a folder that one rank writes."""
+    case = replace(case_of(drawn, drawn["--model.dtype"]), stops=drawn["--model.stops"])
+    with folder_of(comm) as folder:
+        if comm.rank == 0:
+            written(case, folder, {"folder.dtypes": "one", "folder.more": "nothing", "folder.files": "two"})
+            byte_tokenizer().save(str(folder / "tokenizer.json"))
+        comm.Barrier()
+        text = TEXTS[drawn["--prompt.text"]]
+        prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
+        axes = {f"--{axis}": length for axis, length in models.lengths(on_mesh(drawn)).items()}
+        own = {option: value for option, value in drawn.items() if option.startswith("--") and "." not in option}
+        given = {"--model": str(folder), "--prompt": prompts, **axes, **own}
+        judge = {"generate": judge_generate, "logits": judge_logits}[name]
+        yield Call(partial(printed, name, comm), given, partial(judge, case, given) if comm.rank == 0 else lambda _: None)
+
+
+def judge_generate(case: Case, given: Values, text: str) -> None:
+    """Compare with the text of the tokens that follow from the reference's logits."""
+    chosen = {name: given[f"--{name.replace('_', '-')}"] for name in SAMPLING}
+    sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
+    tokens = [
+        decoding.continued(case, list(prompt.encode()), number, given["--max-tokens"], sampling, case.stops)
+        for number, prompt in enumerate(given["--prompt"])
+    ]
+    texts = [bytes(found).decode(errors="replace") for found in tokens]
+    wanted = texts if len(texts) == 1 else [f"[{number}] {found}" for number, found in enumerate(texts)]
+    assert text == "".join(f"{line}\n" for line in wanted)
+
+
+LOGITS: dict[str, Parts] = {"--top": values(None, 1, 300), "--model.dtype": values(*DTYPES)}
+
+
+def judge_logits(case: Case, given: Values, text: str) -> None:
+    """Compare each line's probability with that of its token, and the last line's with the tokens that are not shown."""
+    prompts = [list(prompt.encode()) for prompt in given["--prompt"]]
+    wanted = decoding.last_logits("llama command", case, prompts, given["--dtype"] or "")
+    rows, allowed = wanted.values["logits"].log_softmax(-1), wanted.allowed("logits")
+    parts = re.split(r"^\[(\d+)\]\n", text, flags=re.MULTILINE)[1:]
+    assert parts[::2] == [str(number) for number in range(len(rows))]
+    for row, bound, lines in zip(rows, allowed, parts[1::2], strict=True):
+        shown = [line.split(maxsplit=2) for line in lines.splitlines()]
+        tokens, logs = [int(token) for token, *_ in shown], torch.tensor([float(value) for _, value, _ in shown])
+        assert len(tokens) == len(set(tokens)) == min(given["--top"] or 5, 256)
+        assert [quoted for *_, quoted in shown] == [repr(bytes([token]).decode(errors="replace")) for token in tokens]
+        slack = 2 * float(bound.max()) + 5.1e-5  # four decimals are shown
+        assert (logs - row[tokens]).abs().max() <= slack
+        assert logs.tolist() == sorted(logs.tolist(), reverse=True)
+        assert row.sort(descending=True).values[: len(tokens)].sub(logs).abs().max() <= slack
+
+
+def length(chance: Random, drawn: Values, *, most: int) -> int:
+    """A length that twice the number of ranks divides."""
+    return 2 * int(drawn["--ranks"]) * chance.randint(1, most)
+
+
+LINKS: Parts = {
+    "25gbit,10us": lambda c, v: "25gbit,10us",
+    "of no time": lambda c, v: "999999999gb,0s",
+    "slow": lambda c, v: "1.5MB/s,20ms",
+    "other units": lambda c, v: "800Mbit,300NS",
+}
+PLAN: dict[str, Parts] = {
+    "--ranks": spans((2, 4), (1, 1), (5, 9), (100, 128), (1000, 1024)),
+    "--seq": {"short": partial(length, most=9), "long": partial(length, most=5000)},
+    "--kv-heads": {**values(None), **spans((1, 1), (2, 3), (4, 9))},
+    "--heads": {"as many": lambda c, v: v["--kv-heads"] or 4, "more": lambda c, v: (v["--kv-heads"] or 1) * c.randint(2, 16)},
+    "--head-dim": {**values(None), **spans((1, 1), (2, 256))},
+    "--batch": {**values(None), **spans((2, 9))},
+    "--dtype": values(None, "float32", "float16"),
+    "--link": LINKS,
+    "--node-link": {"as the link": lambda c, v: v["--link"], "fast": lambda c, v: "200gb,1us", "slower": lambda c, v: "1mb,1s"},
+    "--ranks-per-node": {**values(None), **spans((2, 8), (5000, 5000))},
+    "--flops": values(1e12, 1e3, 1e18, None),
+    "--show": {**values(None), **spans((1, 3), (99, 99))},
+}
+
+
+@contextmanager
+def projected(_: Any, drawn: Values) -> Iterator[Call]:
+    """The projection of a problem, on a machine that was not measured."""
+    given = {option: value for option, value in drawn.items() if option.startswith("--")}
+    yield Call(planned, given, partial(judge_plan, given))
+
+
+def planned(**options: Any) -> str:
+    """What `sp-core plan` prints."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(["plan", *words(options)]) == 0
+    return out.getvalue()
+
+
+def judge_plan(given: Values, text: str) -> None:
+    """Compare bytes and messages with the formulas of `cost`, times with that of attention alone, and their order."""
+    title, *lines, speed, known = text.splitlines()
+    assert title.split() == ["scheme", "ring", "x", "ulysses", "ms", "waiting", "MB", "sent", "messages"]
+    assert "not known here" in known
+    ranks, heads = given["--ranks"], given["--heads"]
+    sizes = {name: (given[f"--{name}"] or default) for name, default in (("batch", 1), ("head-dim", 128), ("kv-heads", heads))}
+    flops = 1e9 * float(re.findall(r"([\d.]+) Gflop/s", speed)[0])
+    alone = 3.5 * 2 * sizes["batch"] * given["--seq"] ** 2 * heads * sizes["head-dim"] / ranks / max(flops, 1e3) * 1e3
+    rows = [re.match(r"(\w+) +(\d+) x (\d+) +([\d.]+) +(\d+)% +([\d.]+) +(\d+)$", line) for line in lines]
+    found = [row.groups() for row in rows if row]
+    assert len(found) == len(lines)
+    meshes = [(ranks // u, u) for u in range(1, min(ranks, heads) + 1) if ranks % u == 0]
+    named = {("ring" if u == 1 else "ulysses" if r == 1 else "hybrid", r, u) for r, u in meshes} | {("allgather_kv", ranks, 1)}
+    shown = [(name, int(r), int(u)) for name, r, u, *_ in found]
+    assert len(set(shown)) == len(shown) == min(given["--show"] or 10, len(named))
+    assert set(shown) <= named
+    times = [float(ms) for _, _, _, ms, *_ in found]
+    assert times == sorted(times)
+    for (name, r, u, ms, waiting, sent, messages), place in zip(found, shown, strict=True):
+        assert float(ms) >= alone * 0.94 - 0.01  # the speed is shown with one decimal
+        assert 0 <= int(waiting) <= 100
+        if ranks <= 9:
+            total = traffic(given, sizes, *place)
+            assert (float(sent), int(messages)) == (round(total.bytes_sent / 1e6, 1), total.messages), (name, r, u)
+
+
+def traffic(given: Values, sizes: Values, scheme: str, ring: int, ulysses: int) -> cost.Traffic:
+    """What the rank that sends most sends, forward and backward."""
+    sharding = sp.Sharding.zigzag(given["--seq"], given["--ranks"])
+    itemsize = 4 if given["--dtype"] == "float32" else 2
+    shape = (sizes["batch"], given["--heads"], sizes["kv-heads"], sizes["head-dim"], itemsize)
+    problem = cost.Attention(sharding, sharding, sp.Mask(causal=True), *shape)
+    if scheme == "allgather_kv":
+        both = [cost.allgather_kv(problem, 0)]
+    else:
+        groups = [[r * ulysses + u for u in range(ulysses)] for r in range(ring)]
+        both = [cost.hybrid(problem, 0, place, groups) for place in range(ulysses)]
+    sent = sum(max(one[way].bytes_sent for one in both) for way in (0, 1))
+    return cost.Traffic(both[0][0].messages + both[0][1].messages, sent)
+
+
+def one_rank(_: Values) -> int:
+    """Nothing communicates."""
+    return 1
+
+
+SUBJECTS = [
+    Subject("sp-core generate", INFERENCE | GENERATE, partial(inferred, "generate"), ranks, outside=BY_AXES),
+    Subject("sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_AXES),
+    Subject("sp-core plan", PLAN, projected, one_rank),
+]
