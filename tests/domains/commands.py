@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from llama_cases import Case
 
 import sp_core as sp
-from domains import decoding, models
+from domains import decoding
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.folders import folder_of, written
 from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
@@ -26,7 +26,6 @@ from sp_core.__main__ import main
 from sp_core.llama import Sampling, byte_tokenizer
 from sp_core.testing import device
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 REFUSED = 2
 
 
@@ -76,11 +75,11 @@ INFERENCE: dict[str, Parts] = {
     "--algorithm": values(None, "ring", "all_reduce=ring,all_gather=bruck", "auto"),
     "--dtype": values(None, *DTYPES[:2]),
     "--device": values("cpu") if device().type == "cpu" else values("cpu", "cuda"),
-    "(axes)": values("ring, ulysses", "tp", "pp", "ring, tp", "pp, tp", "ulysses"),
-    "(lengths)": values("2 each", "1 along the first", "3 along the last"),
+    "(ranks)": values("--ring 2 --ulysses 2", "", "--tp 2", "--pp 2", "--ring 2 --tp 2", "--pp 2 --tp 2", "--ulysses 3"),
 }
 AXES = ("--dp", "--pp", "--ring", "--ulysses", "--tp")
-BY_AXES = dict.fromkeys(AXES, "by (axes)") | {"--timeout": "of ranks that are started: test_llama_command.py"}
+BY_RANKS = dict.fromkeys(AXES, "by (ranks)") | {"--timeout": "of ranks that are started: test_llama_command.py"}
+REPLICAS = {"(ranks)": {**INFERENCE["(ranks)"], **values("--dp 2 --tp 2", "--dp 3")}}
 GENERATE: dict[str, Parts] = {
     "--max-tokens": values(3, 0, 1, 9),
     "--temperature": values(0.0, 1.5, None),
@@ -90,14 +89,15 @@ GENERATE: dict[str, Parts] = {
 }
 
 
-def on_mesh(drawn: Values) -> Values:
-    """Values with the names that a mesh has for them."""
-    return {**drawn, "mesh.axes": drawn["(axes)"], "mesh.lengths": drawn["(lengths)"]}
+def axes_of(drawn: Values) -> dict[str, int]:
+    """The options that say how many ranks each axis has."""
+    given = drawn["(ranks)"].split()
+    return {axis: int(length) for axis, length in zip(given[::2], given[1::2], strict=True)}
 
 
 def ranks(drawn: Values) -> int:
     """How many ranks carry the command out."""
-    return models.ranks(on_mesh(drawn))
+    return math.prod(axes_of(drawn).values())
 
 
 @contextmanager
@@ -111,9 +111,8 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
         comm.Barrier()
         text = TEXTS[drawn["--prompt.text"]]
         prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
-        axes = {f"--{axis}": length for axis, length in models.lengths(on_mesh(drawn)).items()}
         own = {option: value for option, value in drawn.items() if option.startswith("--") and "." not in option}
-        given = {"--model": str(folder), "--prompt": prompts, **axes, **own}
+        given = {"--model": str(folder), "--prompt": prompts, **axes_of(drawn), **own}
         judge = {"generate": judge_generate, "logits": judge_logits}[name]
         yield Call(partial(printed, name, comm), given, partial(judge, case, given) if comm.rank == 0 else lambda _: None)
 
@@ -242,7 +241,7 @@ def one_rank(_: Values) -> int:
 
 
 SUBJECTS = [
-    Subject("sp-core generate", INFERENCE | GENERATE, partial(inferred, "generate"), ranks, outside=BY_AXES),
-    Subject("sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_AXES),
+    Subject("sp-core generate", INFERENCE | REPLICAS | GENERATE, partial(inferred, "generate"), ranks, outside=BY_RANKS),
+    Subject("sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_RANKS),
     Subject("sp-core plan", PLAN, projected, one_rank),
 ]

@@ -99,7 +99,8 @@ def written(case: Case, folder: Path, drawn: Values) -> dict[str, Tensor]:
     """Write a folder as other programs write it, and return its tensors."""
     tensors = {name: x.to(getattr(torch, case.dtype)).contiguous() for name, x in models.weights_of(case).items()}
     if drawn["folder.dtypes"] == "two":
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+        other = torch.float32 if case.dtype == "float64" else torch.float64
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(other)
     if drawn["folder.more"] == "angles and a tied head":
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
         tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()} if case.tied else {}
@@ -264,7 +265,7 @@ WITHOUT_CALLS = {name: parts for name, parts in FEW_CALLS.items() if name != "(c
 SUBJECTS = [
     Subject(
         "llama.create",
-        architecture("config", ARCHITECTURE) | meshes(*AXES) | MADE | {"seed": SEEDS} | FEW_CALLS,
+        architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]}) | meshes(*AXES) | MADE | {"seed": SEEDS} | FEW_CALLS,
         created,
         models.ranks,
     ),

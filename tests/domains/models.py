@@ -41,8 +41,13 @@ def even(chance: Random, _: Values, *, low: int, high: int) -> int:
 
 HEAD_DIMS = {f"{low} to {high}": partial(even, low=low, high=high) for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))}
 ARCHITECTURE: dict[str, Parts] = {
-    "kv_heads": spans((2, 2), (1, 1), (3, 3), (4, 7)),
-    "group": spans((2, 3), (1, 1), (4, 6)),
+    "heads": {
+        "groups": lambda c, v: (2 * c.randint(2, 3), 2),
+        "one key head": lambda c, v: (c.randint(3, 6), 1),
+        "three groups": lambda c, v: (3 * c.randint(2, 3), 3),
+        "a key head each": lambda c, v: (c.choice([4, 5, 7]),) * 2,
+        "large groups": lambda c, v: (7 * c.randint(4, 6), 7),
+    },
     "layers": spans((2, 2), (1, 1), (3, 4)),
     "head_dim": {**HEAD_DIMS, "2": lambda c, v: 2},
     "hidden": spans((5, 16), (33, 64), (65, 90)),
@@ -53,14 +58,15 @@ ARCHITECTURE: dict[str, Parts] = {
     "eps": values(1e-6, 1e-5, 0.0),
     "tied": values(False, True),
 }
-"""Aspects of a configuration, of which those of small ones come first."""
+"""Aspects of a configuration, of which those of small ones come first. Heads are at least as many as ranks that split them."""
 
 SMALL = {
     **{aspect: dict([*parts.items()][:1]) for aspect, parts in ARCHITECTURE.items()},
-    **{aspect: ARCHITECTURE[aspect] for aspect in ("kv_heads", "layers", "scaling", "tied")},
-    "group": spans((2, 3), (1, 1)),
+    **{aspect: ARCHITECTURE[aspect] for aspect in ("scaling", "tied")},
+    "heads": {name: parts for name, parts in ARCHITECTURE["heads"].items() if name != "large groups"},
+    "layers": spans((3, 3), (4, 5)),
 }
-"""Aspects of a model that is called in ways which do not depend on its sizes."""
+"""Aspects of a model that is called in ways which do not depend on its sizes; a layer at least for each of three stages."""
 
 
 def architecture(parameter: str, aspects: dict[str, Parts]) -> dict[str, Parts]:
@@ -98,9 +104,7 @@ def aspect(drawn: Values, name: str) -> Any:
 
 def case_of(drawn: Values, dtype: str = "float64") -> Case:
     """Return the model that drawn values stand for."""
-    kv_heads = aspect(drawn, "kv_heads")
-    sizes = {name: aspect(drawn, name) for name in ARCHITECTURE if name not in ("kv_heads", "group")}
-    return Case((kv_heads * aspect(drawn, "group"), kv_heads), **sizes, dtype=dtype, seed=drawn["seed"])
+    return Case(**{name: aspect(drawn, name) for name in ARCHITECTURE}, dtype=dtype, seed=drawn["seed"])
 
 
 def weights_of(case: Case) -> dict[str, Tensor]:
