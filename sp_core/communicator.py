@@ -159,7 +159,9 @@ class Communicator:
     def wait(self, handle: Handle, name: str) -> None:
         """Wait for a handle of the operation `name`. Meanwhile everything that this rank has under way makes progress."""
         start = time.perf_counter()
-        wait(handle, self.poll)
+        if not handle.test():
+            self.ensure_open()  # once it is closed nothing makes progress
+            wait(handle, self.poll)
         self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce
+from sp_core.collectives.flat import overlaps
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
@@ -140,6 +141,8 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
     for parameter, _ in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        elif overlaps(parameter.grad):
+            parameter.grad = parameter.grad.contiguous()
     gradients = [parameter.grad for parameter, _ in wanted if parameter.grad is not None]
     _sum_in_place(gradients, data)
     shared = [(x, placement) for x, (_, placement) in zip(gradients, wanted, strict=True) if placement.partial]

@@ -30,7 +30,8 @@ def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype
         dtype: the same on every rank.
 
     Returns:
-        Zeros of that shape. The memory is given back when no rank has a tensor in it any more and the communicator has been freed.
+        Zeros of that shape. The memory is given back when no rank has a tensor in it any more; that of a device stays until the
+        process ends.
 
     Communication:
         One agreement, and four exchanges of a few numbers.
@@ -68,7 +69,7 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
             f"{len(tensors)} that do ({comm.no_window or 'and shared memory'}). Pass what shared_empty gave, and the communicator "
             "of that call."
         )
-    return tensors[rank]
+    return x if rank == comm.rank else tensors[rank]
 
 
 def fence(*, comm: Communicator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,8 +23,6 @@ from sp_core.testing.window_cases import OPS as WINDOW_OPS
 from sp_core.testing.window_cases import use_window
 
 SEGMENT_BYTES = 24
-
-
 BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 """Algorithms whose sums are trees, at most ceil(log2 P) + 1 additions deep."""
 
@@ -213,6 +212,31 @@ def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vec
         assert torch.equal(result, wanted)
         assert torch.equal(room[:, 1], between)
         assert result.data_ptr() == address
+
+
+@pytest.mark.parametrize("carrier", sorted(CARRIERS))
+@spmd(2, 3, 4, 6)
+def test_a_plan_in_place_over_everything_that_carries_messages(comm: Any, carrier: str) -> None:
+    """Run and started, of a vector and of one with gaps, which is summed elsewhere and brought back."""
+    with sp.Mesh(comm, nodes=[rank % 2 for rank in range(comm.size)], sp=comm.size) as mesh:
+        group = mesh["sp"]
+        group.transport = TRANSPORTS[carrier](group)
+        use_window(group)
+        for algorithm, gaps in product(ALGORITHMS["all_reduce"], (False, True)):
+            if refuses(algorithm, carrier):
+                continue
+            poison(group)
+            room = torch.empty(23, 2)
+            x = room[:, 0] if gaps else room.view(-1)[:23]
+            plan = sp.plan("all_reduce_", x, comm=group, algorithm=algorithm)
+            for turn in range(3):
+                room.fill_(-1)
+                x.copy_((torch.arange(23.0) + turn) * (comm.rank + 1))
+                result = plan.finish(plan.start()) if turn else plan.run()
+                assert result is x
+                wanted = (torch.arange(23.0) + turn) * comm.size * (comm.size + 1) / 2
+                assert torch.equal(x, wanted), (algorithm, gaps, turn)
+                assert (room[:, 1] == -1).all() if gaps else (room.view(-1)[23:] == -1).all()
 
 
 @pytest.mark.explore

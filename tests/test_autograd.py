@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.testing import check_adjoint, given, global_map, spmd
+from sp_core.testing import check_adjoint, given, global_map
 from sp_core.testing.collective_cases import Case, cases
 
 
@@ -46,27 +46,6 @@ def test_values_held_alike_are_differentiated_once(comm: Any, case: Case) -> Non
         total = size * (size + 1) / 2
         assert torch.equal(whole.detach(), torch.full((3,), total, dtype=torch.float64))
         assert torch.equal(grad, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * total)
-
-
-@spmd()
-def test_gradients_of_many_tensors_are_summed_together(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        shapes = [
-            ((2, 3), torch.float64, True),
-            ((4,), torch.float32, True),
-            ((), torch.float64, True),
-            ((2,), torch.float64, False),
-        ]
-        tensors = [torch.ones(shape, dtype=dtype, requires_grad=needs) for shape, dtype, needs in shapes]
-        mesh["sp"].counters.reset()
-        copies = sp.copy_all_to_group(tensors, comm=mesh["sp"])
-        sum(((comm.rank + 1 + place) * x.double().sum() for place, x in enumerate(copies)), torch.zeros(())).backward()
-        for place, x in enumerate(tensors[:3]):
-            expected = sum(rank + 1 + place for rank in range(comm.size))
-            assert x.grad is not None
-            assert torch.equal(x.grad, torch.full_like(x, expected))
-        assert tensors[3].grad is None
-        assert mesh["sp"].counters["all_reduce"].calls == 2  # one per dtype
 
 
 def _gather(x: Tensor, comm: sp.Communicator) -> Tensor:

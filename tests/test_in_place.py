@@ -124,6 +124,40 @@ def test_tensors_of_shared_memory_are_read_without_a_copy(comm: Any) -> None:
         assert group.window.blocks._uses == 1
 
 
+HOMES = ("the first", "the second", "the third", "a part of one", "plain memory")
+
+
+@pytest.mark.parametrize("name", ["allgather_kv", "ring"])
+@given(
+    max_ranks=3,
+    max_examples=20,
+    homes=st.lists(st.permutations(HOMES), min_size=3, max_size=3),
+    alike=st.booleans(),
+    training=st.booleans(),
+)
+def test_keys_and_values_may_live_elsewhere_on_every_rank(
+    comm: Any, name: str, homes: list[list[str]], alike: bool, training: bool
+) -> None:
+    """In other allocations, or in none: the bits are those of plain memory, and the tensors are free as soon as they are there."""
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        shards = Shards(replace(PLAIN, needs_grad=(training,) * 3), comm.rank, comm.size, mesh.device)
+        scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
+        wanted, given_ = shards.results(scheme), [x.detach() for x in shards.local[1:]]
+        made = {home: sp.shared_empty((300 + place,), comm=mesh["sp"], dtype=torch.float64) for place, home in enumerate(HOMES[:4])}
+        chosen = homes[0 if alike else comm.rank][:2]
+        for turn in range(2):
+            comm.Barrier()
+            rooms = [made[home][home == HOMES[3] :] if home in made else torch.empty(300) for home in chosen]
+            moved = [room.to(x)[: x.numel()].view(x.shape) for room, x in zip(rooms, given_, strict=True)]
+            for x, mine in zip(given_, moved, strict=True):
+                mine.copy_(x)
+            shards.local[1:] = [mine.requires_grad_(training) for mine in moved]
+            found = shards.results(scheme)
+            for mine in moved:
+                mine.data.fill_(torch.nan)
+            assert all(torch.equal(x, wanted[what]) for what, x in found.items()), turn
+
+
 @spmd(3)
 def test_another_algorithm_is_respected_and_other_transports_have_messages(comm: Any) -> None:
     for transport, algorithm, in_place in (

@@ -147,36 +147,6 @@ def check_block(comm: Any, scheme: str, problem: BlockProblem, way: Way) -> None
             record_ratio(f"block {scheme} {kind}", ratio)
 
 
-@spmd()
-def test_replicas_hold_bitwise_equal_gradients(comm: Any) -> None:
-    problem = BlockProblem(2, 11, 2, 2, 4, 8, "rms", True, True, True, sp.Mask(causal=True), "zigzag", "float32", 3)
-    sharding = sp.Sharding.zigzag(11, comm.size)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = problem.block("allgather_kv", mesh["sp"])
-        x, grad = (sharding.shard(t, comm.rank, 1) for t in problem.tokens())
-        block(x, sharding=sharding).backward(grad)
-        for parameter in block.parameters():
-            assert parameter.grad is not None
-            for other in comm.allgather(parameter.grad):
-                assert torch.equal(other, parameter.grad)
-
-
-@spmd()
-def test_inference_sends_nothing_but_keys_and_values(comm: Any) -> None:
-    problem = BlockProblem(1, 8, 1, 2, 4, 8, "layer", False, True, False, sp.Mask(), "contiguous", "float32", 3)
-    sharding = sp.Sharding.contiguous(8, comm.size)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = problem.block("allgather_kv", mesh["sp"])
-        x = sharding.shard(problem.tokens()[0], comm.rank, 1)
-        with torch.no_grad():
-            block(x, sharding=sharding)
-        counts = mesh["sp"].counters.snapshot()
-        assert counts["control"]["calls"] == 5  # four layers and the scheme
-        assert set(counts) - {"control"} == ({"all_gather"} if comm.size > 1 else set())
-        mine = 2 * sharding.local_len(comm.rank) * problem.head_dim * 4
-        assert mesh["sp"].counters["all_gather"].bytes_sent == mine * (comm.size - 1)
-
-
 @spmd(2, 3)
 def test_frozen_weights_get_no_gradient_and_do_not_disturb_the_others(comm: Any) -> None:
     problem = BlockProblem(1, 6, 1, 2, 4, 8, "layer", False, True, False, sp.Mask(), "striped", "float64", 5)

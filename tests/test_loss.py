@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from domains.collectives import MEMORIES, in_memory
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -181,30 +182,44 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement((length, 3) if dim == 0 else (3, length), dim, ((range(cut),), (range(other, length),)), partial=True)
 
 
-@given(nprocs=st.just(4), max_examples=40, placement=placements(), seed=seeds(), max_norm=st.sampled_from([0.5, 1e9]))
-def test_a_gradient_is_the_sum_over_those_who_have_a_part(comm: Any, placement: Placement, seed: int, max_norm: float) -> None:
+DTYPES = st.lists(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), min_size=3, max_size=3)
+
+
+@given(
+    nprocs=st.just(4),
+    max_examples=40,
+    placement=placements(),
+    seed=seeds(),
+    max_norm=st.sampled_from([0.5, 1e9]),
+    dtypes=DTYPES,
+    memory=st.sampled_from(MEMORIES),
+)
+def test_a_gradient_is_the_sum_over_those_who_have_a_part(
+    comm: Any, placement: Placement, seed: int, max_norm: float, dtypes: list[torch.dtype], memory: str
+) -> None:
     """Integers, so that sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
     whole = torch.randint(-4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)).double()
     norm = torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
     with sp.Mesh(comm, dp=2, tp=2) as mesh:
         data, tensor = mesh["dp"], mesh["tp"]
-        shared = place(nn.Parameter(torch.zeros(placement.local_shape(tensor.rank)).double()), placement)
-        shared.grad = placement.take(whole[comm.rank], tensor.rank)
-        alike = place(nn.Parameter(torch.zeros(3).double()), Placement.replicated((3,), 2))
-        alike.grad = norm[data.rank].clone()
-        idle = place(nn.Parameter(torch.zeros(1).double()), Placement.replicated((1,), 2))
+        local = [in_memory(placement.take(whole[rank], rank % 2), memory) for rank in range(4)]
+        shared = place(nn.Parameter(torch.zeros(local[comm.rank].shape, dtype=dtypes[0])), placement)
+        shared.grad = in_memory(local[comm.rank].clone().to(dtypes[0]), memory)
+        alike = place(nn.Parameter(torch.zeros(3, dtype=dtypes[1])), Placement.replicated((3,), 2))
+        alike.grad = norm[data.rank].clone().to(dtypes[1])
+        idle = place(nn.Parameter(torch.zeros(1, dtype=dtypes[2])), Placement.replicated((1,), 2))
         reduce_gradients([shared, alike, idle], data=data, tensor=tensor)
-        parts = sum(placement.spread(placement.take(whole[rank], rank % 2), rank % 2) for rank in range(4))
+        parts = sum(placement.spread(part, rank % 2) for rank, part in enumerate(local))
         assert isinstance(parts, Tensor)
-        assert torch.equal(shared.grad, placement.take(parts, tensor.rank))
-        assert torch.equal(alike.grad, norm.sum(0))
-        assert torch.equal(idle.grad, torch.zeros(1).double())
+        assert torch.equal(shared.grad, placement.take(parts, tensor.rank).to(dtypes[0]))
+        assert torch.equal(alike.grad, norm.sum(0).to(dtypes[1]))
+        assert torch.equal(idle.grad, torch.zeros(1, dtype=dtypes[2]))
         norms = (parts.square().sum() + norm.sum(0).square().sum()).sqrt()
         found = clip_gradient_norm([shared, alike, idle], max_norm, tensor=tensor)
         assert math.isclose(found, float(norms), rel_tol=1e-14)
         factor = min(1.0, max_norm / max(found, 1e-300))
-        torch.testing.assert_close(shared.grad, placement.take(parts, tensor.rank) * factor)
-        torch.testing.assert_close(alike.grad, norm.sum(0) * factor)
+        torch.testing.assert_close(shared.grad, (placement.take(parts, tensor.rank) * factor).to(dtypes[0]))
+        torch.testing.assert_close(alike.grad, (norm.sum(0) * factor).to(dtypes[1]))
 
 
 @spmd(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -142,6 +143,18 @@ def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way() -> No
             return False
 
     assert run_threads(2, lambda comm: body(Unannounced(comm))) == ["'lost'", "'lost'"]
+
+
+@spmd(2)
+def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) -> None:
+    with contextlib.suppress(KeyError), sp.Mesh(comm, transport="window", check="off", sp=2) as mesh:
+        assert mesh["sp"].window is not None
+        mesh["sp"].window._announce = lambda what: None  # or the kit would tell rank 0 that it is alone
+        pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"]) if comm.rank == 0 else None
+        raise KeyError("lost")
+    if pending is not None:
+        with pytest.raises(sp.RankError, match="has been freed"):
+            pending.wait()
 
 
 @given(layout=st.integers(0, 12), names=st.permutations(["a", "b", "c"]))

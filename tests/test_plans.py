@@ -270,6 +270,7 @@ WRONG: dict[str, tuple[str, Wrong]] = {
     ),
     "a gradient in place": ("gradient", lambda c: sp.all_reduce_(torch.ones(2, requires_grad=True), comm=c)),
     "shared elements in place": ("share memory", lambda c: sp.all_reduce_(torch.ones(1).expand(3), comm=c)),
+    "overlapping rows in place": ("share memory", lambda c: sp.all_reduce_(torch.ones(4).unfold(0, 2, 1), comm=c)),
     "no such plan": ("all_swap", lambda c: sp.plan("all_swap", torch.ones(1), comm=c)),
     "only here": (
         "disagree",

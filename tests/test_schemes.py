@@ -144,16 +144,6 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, grads.values(), strict=True))
 
 
-@EVERY_SCHEME
-@spmd(1)
-def test_one_rank_sends_nothing(comm: Any, name: str) -> None:
-    with sp.Mesh(comm, device=device(), sp=1) as mesh:
-        shards = Shards(PLAIN, 0, 1, mesh["sp"].device)
-        out, lse = shards.run(on(mesh, name))
-        shards.gradients(out, lse)
-        assert mesh["sp"].counters.total().bytes_sent == 0
-
-
 @spmd()
 def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
     """Contiguous and causal: rank r's keys go to the ranks behind it and no further; documents of one shard go nowhere."""

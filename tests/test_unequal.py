@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,50 @@ def test_each_sequence_is_as_it_would_be_alone(
     values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values()), samples=2))
     for row, value, scale in zip(logits, values, scales, strict=True):
         record_ratio("llama unequal", check_close("logits", row, value, bound(scale, getattr(torch, case.dtype))))
+
+
+class Slow:
+    """A counter that answers late, before or after the number is drawn."""
+
+    def __init__(self, counter: Any, seconds: float, *, before: bool) -> None:
+        self._counter, self._seconds, self._before = counter, seconds, before
+
+    def take(self) -> int:
+        time.sleep(self._seconds * self._before)
+        number: int = self._counter.take()
+        time.sleep(self._seconds * (not self._before))
+        return number
+
+    def free(self) -> None:
+        self._counter.free()
+
+
+@given(
+    max_ranks=4,
+    max_examples=10,
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    late=st.lists(st.sampled_from([0.0, 1e-3, 2e-2]), min_size=4, max_size=4),
+    before=st.booleans(),
+    tensor=st.booleans(),
+    pass_tokens=st.sampled_from([1, 8]),
+)
+def test_ranks_that_are_late_change_no_result(
+    comm: Any, lengths: list[int], late: list[float], before: bool, tensor: bool, pass_tokens: int
+) -> None:
+    """Late to the plan, to the counter, or with what they took; the others compute what they leave."""
+    tp = 2 if tensor and comm.size % 2 == 0 else 1
+    case, waiting = Case((4, 2), layers=1), tuple(range(len(lengths)))
+    texts = texts_of(case, lengths)
+    with sp.Mesh(comm, ring=comm.size // tp, tp=tp) as mesh:
+        model, ring = case.model(mesh), mesh["ring"]
+        others = ((),) * (ring.size - 1)
+        wanted = prefill_unequal(model, texts, Plan(tuple(lengths), (), (waiting, *others)))
+        counter = ring.counter
+        vars(ring)["counter"] = lambda: Slow(counter(), late[comm.rank], before=before)
+        for _ in range(2):
+            time.sleep(late[-1 - comm.rank])
+            plan = Plan(tuple(lengths), (), ((), *others), waiting)
+            torch.testing.assert_close(prefill_unequal(model, texts, plan, pass_tokens=pass_tokens), wanted)
 
 
 @spmd(1, 2, 4)

@@ -44,7 +44,7 @@ def apply(x: Tensor, mapping: Map) -> Tensor:
 class Pending:
     """A collective under way. Do other work, call `comm.poll()` now and then, and `wait()` for the result.
 
-    It keeps the input alive; the input must not be changed before `wait` has returned.
+    It keeps alive what it reads of the input, which must not be changed before `wait` has returned.
     """
 
     def __init__(self, x: Tensor, mapping: Map) -> None:

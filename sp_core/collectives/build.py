@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.collectives import maps
+from sp_core.collectives.flat import overlaps
 from sp_core.communicator import Communicator
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.schedules import IN_RANK_ORDER, check_algorithm
@@ -237,7 +238,7 @@ def _check_writable(x: Tensor) -> None:
         raise ValueError(
             "a tensor that requires a gradient was given to a sum in place, which has none. Use all_reduce, or torch.no_grad()."
         )
-    if any(length > 1 and stride == 0 for length, stride in zip(x.shape, x.stride(), strict=True)):
+    if overlaps(x):
         raise ShapeError(
             f"elements of the tensor share memory (strides {x.stride()}); a sum in place needs room for each. Clone it."
         )

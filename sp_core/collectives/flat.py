@@ -44,6 +44,16 @@ def unmark(marked: Tensor, out: Tensor) -> None:
     out.copy_(marked[0]).masked_fill_(marked[1] != 0, torch.nan)
 
 
+def overlaps(x: Tensor) -> bool:
+    """Return whether elements of a tensor may share memory."""
+    reach = 0
+    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)) if x.numel() else ():
+        if length > 1 and stride <= reach:
+            return True
+        reach += stride * (length - 1)
+    return False
+
+
 def back(rows: Tensor, dim: int) -> Tensor:
     """The rows along `dim`; the tensor itself, not a view of it, where they are there already."""
     return rows.movedim(0, dim) if dim else rows

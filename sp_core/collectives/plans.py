@@ -106,7 +106,8 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         arguments: those of the function of that name. "auto" takes the window for a tensor that lives there and is not small.
 
     Returns:
-        A plan; its `run` makes no tensor. With `check="off"` it agrees on nothing, because that is done here.
+        A plan. With `check="off"` its `run` agrees on nothing, because that is done here. In host memory it makes no tensor, unless
+        `transport="distributed"` carries it.
 
     Communication:
         One agreement, in a window two. Each run: as the function of that name; its agreement compares which plan is run.

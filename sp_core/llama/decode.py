@@ -59,9 +59,10 @@ class Decoder:
             (N', V): the logits after the last new token of each sequence that got one, on every rank.
 
         Communication:
-            Per layer that of the scheme, with everything that is kept as keys, and two all-reduces over the tensor ranks; then one
-            all-gather of (N', E) and one of (N', V). With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E). Between
-            stages one message of (S/P, E), or (S/P/T, E), for each micro-batch; then one broadcast of (N', V).
+            Per layer that of the scheme, with everything that is kept as keys, and two all-reduces over the tensor ranks; one more
+            for the embedding. Then one all-gather of (N', E) and one of (N', V). With `tp_sp` as `Llama.forward`, and one more
+            all-gather of (N', E). Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch; then one broadcast
+            of (N', V).
 
         Raises:
             ShapeError, ValueError: no room, no token, or one that is not in the vocabulary. On every rank.
@@ -74,8 +75,8 @@ class Decoder:
         Args, returns, raises: as `prefill`.
 
         Communication:
-            Per layer one all-gather of (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks; then one
-            all-gather of (N', V). Between stages as `prefill`.
+            Per layer one all-gather of (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks; one more
+            for the embedding. Then one all-gather of (N', V). Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 

@@ -90,7 +90,8 @@ def generate(
         The new tokens of each prompt, with the one that stopped it, on every rank.
 
     Communication:
-        That of `Decoder.prefill` once and of `Decoder.decode` for each further token, and a broadcast of the tokens chosen.
+        That of `Decoder.prefill` once and of `Decoder.decode` for each further token, and each time a broadcast of the tokens
+        chosen. In the end an all-gather of the results over the replicas.
 
     Raises:
         ValueError: an empty prompt, a token that is not in the vocabulary, or more tokens than the model has positions.

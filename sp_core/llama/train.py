@@ -50,7 +50,7 @@ def train_step(
         layout: as in `backward`.
 
     Communication:
-        That of `backward`, and an all-reduce of one number over the tensor ranks.
+        That of `backward` and of `clip_gradient_norm`.
 
     Raises:
         ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On every rank.
@@ -73,7 +73,8 @@ def backward(model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigza
         The loss: mean over all tokens that have a next one in their sequence.
 
     Communication:
-        That of the model and of `next_token_loss` forward and backward, of `next_token_labels`, and of `reduce_gradients`.
+        One agreement; that of the model and of `next_token_loss` forward and backward, of `next_token_labels`, and of
+        `reduce_gradients`.
 
     Raises:
         ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no token with a next one.

@@ -50,9 +50,10 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
         (N, V) in the order of the sequences, on every rank.
 
     Communication:
-        For a shared sequence that of the scheme over the sequence ranks; none over them for a packed one; for a waiting one an
-        access to a shared counter. Over the tensor ranks two all-reduces per layer, for each shared sequence and each run of
-        packed ones. In the end an all-gather of (N/P, V/T) over the sequence ranks and one over the tensor ranks.
+        For a shared sequence that of the scheme over the sequence ranks; none over them for a packed one; for a run of waiting
+        ones an access to a shared counter. Over the tensor ranks two all-reduces per layer, and one for the embedding, for each
+        shared sequence and each run of others; and a broadcast of a number for each access. In the end two all-gathers over the
+        sequence ranks, of (N/P, V/T) and of N/P numbers, and one of (N, V/T) over the tensor ranks.
 
     Raises:
         ShapeError, ValueError: a plan for other lengths or ranks, an empty sequence, a token that is not in the vocabulary, or

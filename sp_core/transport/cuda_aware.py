@@ -104,7 +104,7 @@ def settle(device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_SECONDS) -> str:
     """Why the MPI library does not take memory of a device; empty where it does. A child process tries it.
 

@@ -45,6 +45,7 @@ class DeviceWindow(Window):
     """
 
     has_rooms = False
+    keeps_memory = True
 
     def __init__(self, comm: Intracomm, memory: NodeMemory, slot_bytes: int = DEVICE_SLOT_BYTES) -> None:
         self._memory = memory
@@ -81,7 +82,7 @@ class DeviceWindow(Window):
         """Give the slots back. Where others may still look into them, and what `allocate` gave, stays until the process ends."""
         if together and self.slots:
             give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
-        self.slots = []
+        super().close(together=together)
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """A copy between tensors, to be launched in a step."""

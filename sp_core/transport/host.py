@@ -89,12 +89,15 @@ class HostTransport:
         return Done()
 
     def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """The library's call with its arguments, unless there is more to do than to call it."""
-        given = send if send is not None else recv
-        if not self._fits(transfer) or (transfer.op.reduces and given is not None and given.dtype not in _SUMMABLE):
+        """The library's call with its arguments, unless its vectors are too long for one; half types are added in wider memory."""
+        if not self._fits(transfer):
             return partial(self.run, transfer, send, recv)
-        arguments = _arguments(transfer, self._comm.rank, self._memory(send), self._memory(recv))
-        return partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
+        wide_send, wide_recv, after = widened(send, recv) if transfer.op.reduces else (send, recv, None)
+        arguments = _arguments(transfer, self._comm.rank, self._memory(wide_send), self._memory(wide_recv))
+        call = partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
+        if send is None or wide_send is None or wide_send is send:
+            return call
+        return partial(_in_turn, partial(wide_send.copy_, send), call, after or _nothing)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages; empty ones and those above the limit of one call included."""
@@ -205,6 +208,15 @@ def widened(
         return wide_send, None, None
     wide_recv = torch.empty_like(recv, dtype=wide)
     return wide_send, wide_recv, lambda: recv.copy_(wide_recv)
+
+
+def _in_turn(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
+
+
+def _nothing() -> None:
+    """After a sum that another rank gets."""
 
 
 def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:

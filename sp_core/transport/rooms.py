@@ -61,6 +61,10 @@ class Rooms:
         room, found = self._rooms[number], zip(specs, starts, sizes, strict=False)
         return [room[start : start + size].view(dtype).view(tuple(shape)) for (shape, dtype), start, size in found]
 
+    def clear(self) -> None:
+        """Let go of all memory; it lives as long as a tensor in it."""
+        self._rooms = [torch.empty(0, dtype=torch.uint8)] * len(self._rooms)
+
     def _made(self, nbytes: int) -> Tensor:
         """Memory of all ranks in one piece, of which each has made a part."""
         parts = demand(self._comm, -(-nbytes // self._comm.size))

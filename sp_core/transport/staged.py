@@ -164,6 +164,12 @@ class PipelinedTransport(OverHost):
         handle.test()
         return handle
 
+    def close(self, *, together: bool) -> None:
+        """Give back the host buffers, too."""
+        super().close(together=together)
+        if together:
+            self._slots.clear()
+
     def _run_on_host(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
         self._host.run(transfer, send, recv)
         return Done()

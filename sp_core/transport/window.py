@@ -8,6 +8,7 @@ operation before it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import wait
@@ -61,6 +63,8 @@ class Window:
 
     has_rooms = True
     """Whether schemes may compute on what others have put there. On a device only the copies of the window are in order with it."""
+    keeps_memory = False
+    """Whether what `allocate` gave stays until the process ends, because other ranks may still look there."""
 
     def __init__(self, comm: Intracomm, slot_bytes: int | None = None) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
@@ -73,7 +77,8 @@ class Window:
         self._begun = 0  # steps of all operations started so far
         self._reached = 0  # steps that all ranks are known to have made
         self._queue: deque[Operation] = deque()
-        self._allocations: list[list[Tensor]] = []  # tensors of all ranks
+        self._numbers = itertools.count()  # of allocations; the same on all ranks
+        self._allocations: dict[int, Allocation] = {}
         self._announce: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
         self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
 
@@ -135,7 +140,9 @@ class Window:
         shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
         parts = self._share(math.prod(shape) * dtype.itemsize)
         tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
-        self._allocations.append(tensors)
+        self._allocations = {number: found for number, found in self._allocations.items() if found.is_alive}
+        made = Allocation(tensors, self._comm.rank, keep=self.keeps_memory)
+        self._allocations[next(self._numbers)] = made
         return tensors[self._comm.rank]
 
     def peers(self, x: Tensor) -> list[Tensor]:
@@ -145,12 +152,11 @@ class Window:
             KeyError: it does not live there.
         """
         number, offset = self._locate(x)
-        return [tensor.view(-1)[offset:] for tensor in self._allocations[number]]
+        return [tensor.view(-1)[offset:] for tensor in self._allocations[number].tensors(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks that were allocated together with x; none where it was not allocated here."""
-        own = self._comm.rank
-        return next((found for found in self._allocations if found[own] is x), [])
+        return next((found.tensors(x) for found in self._allocations.values() if found.is_whole(x)), [])
 
     def number(self, x: Tensor) -> int:
         """The number of the allocation that a flat tensor begins with, the same for corresponding ones of all ranks; else -1."""
@@ -167,16 +173,18 @@ class Window:
 
     def _locate(self, x: Tensor | None) -> tuple[int, int]:
         """The allocation that a tensor lies in, and at which element of it."""
-        for number, tensors in enumerate(self._allocations):
-            mine = tensors[self._comm.rank]
-            if x is not None and mine.dtype == x.dtype:
-                offset = _address(x) - _address(mine)
-                if offset >= 0 and offset + x.nbytes <= mine.nbytes:
-                    return number, offset // x.itemsize
+        for number, found in self._allocations.items():
+            offset = -1 if x is None else found.offset(x)
+            if offset >= 0:
+                return number, offset
         raise KeyError("not in shared memory")
 
     def close(self, *, together: bool) -> None:
-        """Nothing to give back: host memory goes when nobody looks at it any more."""
+        """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it."""
+        self.blocks.clear()
+        self.sums.clear()
+        self._queue.clear()
+        self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """A copy between tensors, to be made in a step; NumPy begins one sooner than torch."""
@@ -221,6 +229,43 @@ class Operation:
                 self._window.watch(self._what)
                 return False
         return True
+
+
+class Allocation:
+    """Tensors of all ranks that one call of `allocate` has made. It does not keep their memory, unless it is told to.
+
+    Args:
+        tensors: of all ranks, as this rank sees them.
+        rank: this rank.
+        keep: hold the tensors. Without it all of them must lie in one storage.
+    """
+
+    def __init__(self, tensors: list[Tensor], rank: int, *, keep: bool) -> None:
+        own = tensors[rank]
+        self._rank, self._start, self._nbytes = rank, _address(own), own.nbytes
+        self._dtype, self._storage = own.dtype, StorageWeakRef(own.untyped_storage())
+        self._layouts = [(x.shape, x.stride(), int(x.storage_offset())) for x in tensors]
+        self._kept = tensors if keep else []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this rank has a tensor there."""
+        return not self._storage.expired()
+
+    def offset(self, x: Tensor) -> int:
+        """At which element of this rank's tensor a flat tensor begins; -1 if it lies elsewhere."""
+        start = _address(x) - self._start
+        inside = start >= 0 and start + x.nbytes <= self._nbytes
+        return start // x.itemsize if inside and x.dtype == self._dtype and self.is_alive else -1
+
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether a tensor is this rank's, and not a part of it."""
+        shape, stride, _ = self._layouts[self._rank]
+        return x.layout is torch.strided and (x.shape, x.stride()) == (shape, stride) and self.offset(x) == 0
+
+    def tensors(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, from any tensor of this rank that lies there."""
+        return self._kept or [x.detach().as_strided(*layout) for layout in self._layouts]
 
 
 class _Reached:

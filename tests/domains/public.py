@@ -32,12 +32,14 @@ OUTSIDE = {
 Public = Callable[..., Any] | argparse.ArgumentParser
 
 
-def functions() -> dict[str, Public]:
-    """Return functions, classes, public methods and commands by name, such as "Rope.apply" and "sp-core plan".
+def functions(modules: Iterable[str] = MODULES) -> dict[str, Public]:
+    """Return functions, classes, public methods and, with all modules, commands by name, such as "Rope.apply" and "sp-core plan".
 
     Names outside `sp_core` itself have that of their module in front, such as "llama.generate".
     """
-    return {name: function for module in MODULES for name, function in _members(module)} | commands()
+    return {name: function for module in modules for name, function in _members(module)} | (
+        commands() if modules is MODULES else {}
+    )
 
 
 def commands() -> dict[str, Public]:

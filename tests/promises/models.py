@@ -1,0 +1,176 @@
+"""What the docstrings of models say under "Communication:", as rows of the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from llama_cases import Case
+from promises.ledger import ROWS, Book, Scene, row
+from torch import Tensor
+
+import sp_core as sp
+from sp_core import gradients, llama, loss, scheduling
+from sp_core.llama import pipeline, train
+
+SMALL = Case((4, 2), dtype="float32", hidden=8, ffn=8, vocab=12)
+CONFIG = replace(SMALL.config, num_hidden_layers=2)
+LAYERS, HIDDEN, VOCAB, KV = 2, 8, 12, 2 * 2 * 4
+"""KV: elements of the keys and values of a token."""
+TOKENS = 12
+"""Of a sequence: a multiple of every number of ranks."""
+
+
+@row("tp", "create", "save", "load")
+def _(scene: Scene) -> None:
+    with scene.sends(agreements=1):
+        model = llama.create(CONFIG, scene.mesh)
+    held = sum(p.nbytes for p in model.parameters())
+    count = len(list(model.parameters()))
+    for name, limit, files in (("one", None, 1), ("many", 1, count)):
+        with scene.sends(agreements=2 + files, all_gather=(count, (scene.size - 1) * held)):
+            llama.save(model, scene.folder / name, max_file_bytes=limit)
+        with scene.sends(agreements=1):
+            llama.load(scene.folder / name, scene.mesh)
+
+
+def tokens_of(scene: Scene, length: int = TOKENS) -> Tensor:
+    return torch.ones(1, length, dtype=torch.int64)
+
+
+@row("tp", "Llama.forward")
+def _(scene: Scene) -> None:
+    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
+    everywhere = sp.Sharding.contiguous(TOKENS, 1)
+    with scene.sends(agreements=1, all_reduce=(times, times * TOKENS * HIDDEN * 4)):
+        out = model(tokens_of(scene), sharding=everywhere)
+    with scene.sends(all_reduce=(times, times * TOKENS * HIDDEN * 4)):
+        out.sum().backward()
+    model = llama.create(CONFIG, scene.mesh, tp_sp=True)
+    scatter, gather = (
+        times * scene.of_others(TOKENS * HIDDEN),
+        times * scene.to_others(scene.own * HIDDEN),
+    )
+    with scene.sends(agreements=1, reduce_scatter=(None, scatter), all_gather=(None, gather)):
+        out = model(tokens_of(scene), sharding=everywhere)
+    with scene.sends(reduce_scatter=(None, scatter), all_gather=(None, 2 * gather)):
+        out.sum().backward()
+
+
+@row("tp", "Decoder.prefill", "Decoder.decode", "generate")
+def _(scene: Scene) -> None:
+    """Over the tensor ranks."""
+    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
+    decoder = llama.Decoder(model, [9, 9])
+
+    def step(length: int, sequences: int) -> Book:
+        sums, logits = (
+            (times, times * length * HIDDEN * 4),
+            (1, scene.to_others(sequences * VOCAB // scene.size)),
+        )
+        return {"all_reduce": sums, "all_gather": logits}
+
+    with scene.sends(agreements=1, **step(5, 2)):
+        decoder.prefill([[1, 2, 3], [4, 5]])
+    with scene.sends(agreements=1, **step(1, 1)):
+        decoder.decode([[1], []])
+    both = zip(step(5, 2).items(), step(2, 2).values(), strict=True)
+    total = {op: (calls + 2 * n, nbytes + 2 * more) for (op, (calls, nbytes)), (n, more) in both}
+    chosen = 3 * (scene.size - 1) * 2 * 8 if scene.rank == 0 else 0
+    with scene.sends(agreements=1 + 3, **total, broadcast=(3, chosen)):
+        llama.generate(model, [[1, 2, 3], [4, 5]], max_tokens=3, stop=())
+
+
+@row("ring", "Decoder.prefill", "Decoder.decode")
+def _(scene: Scene) -> None:
+    """Over the sequence ranks."""
+    grid_model = llama.create(CONFIG, scene.mesh, scheme="allgather_kv")
+    decoder, more = llama.Decoder(grid_model, [TOKENS + 2]), scene.to_others(4 * 5)
+    last = scene.to_others(HIDDEN * (scene.rank == 0))  # which has the last token, as in a zigzag
+    keys = LAYERS * scene.to_others(scene.own * KV)
+    with scene.sends(agreements=1 + LAYERS, all_gather=(None, keys + last)):
+        decoder.prefill([[1] * TOKENS])
+    with scene.sends(agreements=1, all_gather=(LAYERS, LAYERS * more)):
+        decoder.decode([[1]])
+
+
+@row("dp", "generate")
+def _(scene: Scene) -> None:
+    """Over the replicas: the tokens of each sequence behind their number."""
+    model = llama.create(CONFIG, scene.mesh)
+    with scene.sends(agreements=2, all_gather=(1, 2 * scene.to_others(1 + 2))):
+        llama.generate(model, [[1]] * scene.size, max_tokens=2, stop=())
+
+
+@row("pp", "forward", "loss_and_gradients", "sum_tied_gradients")
+def _(scene: Scene) -> None:
+    config = replace(CONFIG, num_hidden_layers=4, tie_word_embeddings=True)
+    model, stages = llama.create(config, scene.mesh), scene.comm
+    texts = [tokens_of(scene, length) for length in (3, 5, 2)]
+    on, back = scene.rank < scene.size - 1, scene.rank > 0
+    flights = [pipeline.Flight(text, range(text.shape[1]), lambda _, q, k, v: q) for text in texts]
+    with scene.sends(pipeline=(3 * on, 10 * HIDDEN * 4 * on)) if on else scene.sends():
+        pipeline.forward(model, flights)
+    batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(x.shape[1], 1)) for x in texts]
+    way, mean = on + back, 8 * (scene.size - 1) * (scene.rank == scene.size - 1)
+    sent: Book = {"pipeline": (3 * way, 10 * HIDDEN * 4 * way), "broadcast": (1, mean)}
+    with scene.sends(agreements=2, **sent):
+        pipeline.loss_and_gradients(model, batches)
+    ends = scene.rank in (0, scene.size - 1)
+    with scene.sends(tied=(1, VOCAB * HIDDEN * 4)) if ends else scene.sends():
+        pipeline.sum_tied_gradients(model)
+    assert stages.rank == scene.rank
+
+
+@row("tp", "backward", "train_step")
+def _(scene: Scene) -> None:
+    """What the parts of a step send, and no more."""
+    model, tensor, text = llama.create(CONFIG, scene.mesh), scene.comm, tokens_of(scene)
+    alone, sharding = scene.mesh[()], sp.Sharding.zigzag(TOKENS, 1)
+    optimizer: Any = SimpleNamespace(step=lambda: None)
+    for clips in (False, True):
+        tensor.counters.reset()
+        labels = loss.next_token_labels(text, comm=alone, sharding=sharding)
+        logits = model(text, sharding=sharding)
+        loss.next_token_loss(logits, labels, tensor=tensor, data=alone).backward()
+        gradients.reduce_gradients(model.parameters(), data=alone, tensor=tensor)
+        if clips:
+            gradients.clip_gradient_norm(model.parameters(), 1.0, tensor=tensor)
+        agreements = tensor.counters["control"].calls + 1
+        parts = {op: sent for op, sent in scene.now.items() if op != "control"}
+        with scene.sends(agreements, **parts):
+            if clips:
+                train.train_step(model, optimizer, [[1] * TOKENS], max_norm=1.0)
+            else:
+                train.backward(model, [[1] * TOKENS])
+
+
+@row("tp", "prefill_unequal")
+def _(scene: Scene) -> None:
+    """Over the tensor ranks: two sequences together, and three that wait."""
+    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
+    plan = scheduling.Plan((3, 1, 2, 4, 2), (), ((0, 1),), waiting=(2, 3, 4))
+    runs, length = 1 + 3, 3 + 1 + 2 + 4 + 2
+    drawn = 4 * 8 * (scene.size - 1) * (scene.rank == 0)
+    sums, logits = (
+        (runs * times, times * length * HIDDEN * 4),
+        (1, scene.to_others(5 * VOCAB // scene.size)),
+    )
+    with scene.sends(agreements=1, all_reduce=sums, all_gather=logits, broadcast=(4, drawn)):
+        llama.prefill_unequal(model, [[1] * n for n in plan.lengths], plan, pass_tokens=4)
+
+
+@row("ring", "prefill_unequal")
+def _(scene: Scene) -> None:
+    """Over the sequence ranks: only the last tokens' logits, and the numbers of their sequences."""
+    model, size = llama.create(CONFIG, scene.mesh), scene.size
+    plan = scheduling.round_robin([2] * (2 * size), size, scheduling.Work(1, 1))
+    logits, numbers = scene.to_others(2 * VOCAB), 2 * scene.to_others(2)
+    with scene.sends(agreements=3, all_gather=(2, logits + numbers)):
+        llama.prefill_unequal(model, [[1, 2]] * (2 * size), plan)
+
+
+EVERY_ROW = ROWS
+"""Those of the ledger, and those of this file."""

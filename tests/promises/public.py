@@ -1,0 +1,40 @@
+"""What docstrings of public functions and classes say."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from domains.public import MODULES, functions
+
+ALL_MODULES = (*MODULES, "sp_core.planning", "sp_core.llama.pipeline", "sp_core.llama.train")
+
+
+def everything() -> dict[str, Callable[..., Any]]:
+    """Return public functions, classes and methods by name."""
+    return functions(ALL_MODULES)
+
+
+def documented(words: str) -> set[str]:
+    """Return the names, without their modules, of what has these words in its docstring."""
+    return {x.__qualname__ for x in everything().values() if words in (inspect.getdoc(x) or "")}
+
+
+def told_alike() -> set[str]:
+    """Return the names of what has a result that is the same on all ranks, by what it says."""
+    said = re.compile(r"on every rank|all hold alike|all ranks hold alike|Every rank receives")
+    return {x.__qualname__ for x in everything().values() if said.search(_of_result(x))}
+
+
+def _of_result(x: Callable[..., Any]) -> str:
+    """What a docstring says first, and of what is returned."""
+    first, *sections = (inspect.getdoc(x) or "").split("\n\n")
+    return " ".join([first, *(text for text in sections if text.startswith("Returns:"))])
+
+
+def code_of(x: Callable[..., Any]) -> Any:
+    """Return the code of a function, or of a class's own constructor if it has one."""
+    made = vars(x).get("__init__") if inspect.isclass(x) else getattr(x, "__func__", x)
+    return None if made is None else inspect.unwrap(made).__code__

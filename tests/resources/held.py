@@ -1,0 +1,163 @@
+"""Count what this process holds, and find what grows with every call."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+
+from sp_core.testing.comm import LockstepComm
+from sp_core.testing.threads import ThreadComm
+
+PRODUCT, KIT = "sp_core", "sp_core.testing"
+WATCHED = (Tensor, UntypedStorage, mmap.mmap, threading.Thread)
+"""Types of other packages whose objects are counted beside those of the product."""
+MEMORY, COMMUNICATORS = "pages of malloc's memory", "communicators"
+GROWING = (dict, list, set, deque)
+
+
+class _Malloc(ctypes.Structure):
+    """What glibc's `mallinfo2` returns: ten numbers, of which two are the bytes in use."""
+
+    _fields_ = [
+        *((f"other {place}", ctypes.c_size_t) for place in range(4)),
+        ("mapped", ctypes.c_size_t),
+        *((f"more {place}", ctypes.c_size_t) for place in range(2)),
+        ("used", ctypes.c_size_t),
+        *((f"last {place}", ctypes.c_size_t) for place in range(2)),
+    ]
+
+
+def left_behind(comm: Any, call: Callable[[], object], rounds: int) -> list[str]:
+    """Name what is more after each round of calls than after the round before.
+
+    Args:
+        comm: the ranks; all of them call this.
+        call: one round.
+        rounds: how many there are, unless nothing grows any more.
+    """
+    first = last = held(comm)
+    growing = set(first)
+    for _ in range(rounds):
+        call()
+        now = held(comm)
+        more = {name for name in now if now[name] > last[name]}
+        growing, last = more if last is first else growing & more, now
+        if not any(comm.allgather(bool(growing))):
+            break
+    return [f"{name}: {first[name]} to {last[name]}" for name in sorted(growing)]
+
+
+def held(comm: Any) -> Counter[str]:
+    """Count what this process holds now; every rank of the communicator calls this.
+
+    Ranks that are threads share a process: rank 0 counts for all.
+    """
+    comm.Barrier()
+    found = Counter[str]() if isinstance(comm, ThreadComm) and comm.rank else _process()
+    comm.Barrier()
+    found[COMMUNICATORS] = communicators(comm)
+    if counts(comm, MEMORY):
+        found[MEMORY] = _malloc_bytes() // mmap.PAGESIZE
+        found.update(f"any {type(x).__qualname__} objects" for x in gc.get_objects())
+    return found
+
+
+def counts(comm: Any, kind: str) -> bool:
+    """Whether `held` counts a kind on this rank. The kit's own records use memory in every call."""
+    if kind == MEMORY or kind.startswith("any "):
+        return not isinstance(comm, LockstepComm)
+    return comm.rank == 0 or kind == COMMUNICATORS or not isinstance(comm, ThreadComm)
+
+
+def outside() -> Counter[str]:
+    """Count what the operating system lends to this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = sum(line.split()[1].endswith("s") for line in maps)
+    descriptors, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    return Counter({"file descriptors": descriptors, "threads": threads, "shared mappings": shared})
+
+
+def communicators(comm: Any) -> int:
+    """Return the number of communicators that live, of those made out of this one."""
+    return len(comm.family.members) if isinstance(comm, LockstepComm) else comm.live
+
+
+def counting(comm: Any) -> Any:
+    """Give a communicator of MPI that counts what is made out of it; one of the kit does so."""
+    if isinstance(comm, LockstepComm):
+        return comm
+    from mpi4py import MPI
+
+    class Counting(MPI.Intracomm):
+        live = 0
+
+        def Dup(self, *args: Any) -> Any:
+            Counting.live += 1
+            return super().Dup(*args)
+
+        def Split(self, *args: Any) -> Any:
+            Counting.live += 1
+            return Counting(super().Split(*args))  # which is of MPI's own class
+
+        def Free(self) -> None:
+            Counting.live -= 1
+            super().Free()
+
+    return Counting(comm)
+
+
+def caches() -> dict[str, Any]:
+    """Find the `lru_cache` functions of the product's modules, by their full names."""
+    found = {}
+    for module in _modules():
+        cached = {name: x for name, x in vars(module).items() if hasattr(x, "cache_info")}
+        found.update({f"{module.__name__}.{name}": x for name, x in cached.items()})
+    return found
+
+
+def _process() -> Counter[str]:
+    """Count everything but what only a library knows; bounded caches are emptied first."""
+    for cache in caches().values():
+        cache.cache_clear()
+    gc.collect()
+    found = outside()
+    for module in _modules():
+        found.update(dict(_lengths(module.__name__, vars(module))))
+    for x in gc.get_objects():
+        kind = type(x)
+        if isinstance(x, WATCHED) or _of_product(getattr(kind, "__module__", "")):
+            found[f"{kind.__module__}.{kind.__qualname__} objects"] += 1
+            found.update(dict(_lengths(kind.__qualname__, getattr(x, "__dict__", {}))))
+    return found
+
+
+def _lengths(owner: str, values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in list(values.items()):
+        if type(value) in GROWING:
+            yield f"{owner}.{name} entries", len(value)
+
+
+def _modules() -> list[ModuleType]:
+    return [module for name, module in sorted(sys.modules.items()) if _of_product(name)]
+
+
+def _of_product(name: object) -> bool:
+    return isinstance(name, str) and name.split(".")[0] == PRODUCT and not name.startswith(KIT)
+
+
+def _malloc_bytes() -> int:
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Malloc
+    info = library.mallinfo2()
+    return int(info.used + info.mapped)

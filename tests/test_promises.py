@@ -1,0 +1,271 @@
+"""Laws that follow from docstrings: each holds for every public function that promises it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from promises import alike
+from promises.ledger import Scene
+from promises.models import EVERY_ROW
+from promises.public import documented, told_alike
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import sp_core as sp
+from sp_core.schedules import ALGORITHMS, SLOTS
+from sp_core.sharding import split_sizes
+from sp_core.testing import given, spmd
+from sp_core.testing.collective_cases import OPS, Case, cases, part_of
+from sp_core.testing.live_bytes import LiveBytes
+from sp_core.testing.once import contents
+from sp_core.testing.ways import Way, ways
+from sp_core.transport import NAMES
+
+BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"}
+"""Their bytes and messages are laws of `test_cost.py`."""
+
+
+@pytest.mark.parametrize("names", sorted(EVERY_ROW), ids=" ".join)
+@spmd(1, 3)
+def test_a_call_sends_what_its_docstring_says(
+    comm: Any,
+    names: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    axis = names[-1]
+    folder = comm.bcast(tempfile.mkdtemp(dir=tmp_path) if comm.rank == 0 else None)
+    with sp.Mesh(comm, check="off", **{axis: comm.size}) as mesh:
+        EVERY_ROW[names](Scene(mesh, axis, Path(folder)))
+
+
+def test_every_function_that_communicates_has_a_row() -> None:
+    in_rows = {name for names in EVERY_ROW for name in names}
+    stated = in_rows | {*OPS, "Mesh", "plan"} | BY_FORMULA
+    assert documented("Communication:") - stated == set()
+
+
+@given(case=cases(["float64", "bfloat16", "bool", "int32"]))
+def test_a_collective_and_its_backward_send_what_other_ranks_need(comm: Any, case: Case) -> None:
+    size, rank = comm.size, comm.rank
+    with sp.Mesh(comm, sp=size) as mesh:
+        group, inputs = mesh["sp"], case.inputs(size)
+        x = inputs[rank].clone().requires_grad_(inputs[rank].is_floating_point())
+        out = case.call(x, group)
+        forward, backward = sent_by(case, inputs, rank)
+        assert sent(group) == forward
+        if x.requires_grad:
+            out.sum().backward()
+            assert sent(group) == backward
+
+
+Sent = tuple[str, int, int]
+NOTHING: Sent = ("", 0, 0)
+
+
+def sent(comm: sp.Communicator) -> Sent:
+    """The only operation since the last look, its messages and bytes; agreements aside."""
+    every = comm.counters.snapshot()
+    comm.counters.reset()
+    ops = [op for op, count in every.items() if op != "control" and count["calls"]]
+    if not ops:
+        return NOTHING
+    (op,) = ops
+    assert every[op]["calls"] == 1
+    return op, int(every[op]["messages"]), int(every[op]["bytes_sent"])
+
+
+def sent_by(case: Case, inputs: list[torch.Tensor], rank: int) -> tuple[Sent, Sent]:
+    """What `sent` must give after the forward and after the backward."""
+    size = len(inputs)
+    mine, others, kept = inputs[rank].nbytes, size - 1, case.expected(inputs, rank, size).nbytes
+    dealt = split_sizes(inputs[rank].shape[case.other_dim], size)
+    part = part_of(inputs[rank], dealt, case.other_dim, rank).nbytes
+    root, moves = rank == case.root(size), case.offset % size != 0
+    back = inputs[(rank - case.offset) % size].nbytes
+    whole = mine * (size > 1)
+    gather, reduce_ = ("all_gather", 0, mine * others), ("all_reduce", 0, whole)
+    return {
+        "all_gather": (gather, ("reduce_scatter", 0, kept - mine)),
+        "gather_replicated": (gather, NOTHING),
+        "reduce_scatter": (("reduce_scatter", 0, mine - kept), ("all_gather", 0, kept * others)),
+        "all_reduce": (reduce_, reduce_),
+        "reduce_from_group": (reduce_, NOTHING),
+        "copy_to_group": (NOTHING, reduce_),
+        "reduce": (("reduce", 0, whole * (not root)), ("broadcast", 0, mine * others * root)),
+        "broadcast": (("broadcast", 0, mine * others * root), ("reduce", 0, whole * (not root))),
+        "all_to_all": (("all_to_all", 0, mine - part), ("all_to_all", 0, kept - part)),
+        "shift": (("shift", moves, mine * moves), ("shift", moves, back * moves)),
+    }[case.op]
+
+
+def bits(x: Any) -> Any:
+    """What is compared, as numbers or bytes."""
+    return (x.shape, contents(x)) if isinstance(x, torch.Tensor) else x
+
+
+def differing(comm: Any, results: Iterable[Any]) -> list[int]:
+    """The places of results that another rank does not have bit for bit."""
+    mine = [bits(x) for x in results]
+    every = comm.allgather(mine)
+    return [place for place, x in enumerate(mine) if any(other[place] != x for other in every)]
+
+
+NO_RESULTS = {
+    *("Communicator.agree_on", "Communicator.free", "Mesh.free", "Sharding.zigzag"),
+    *("ColumnParallelLinear.from_linear", "copy_to_group"),
+}
+"""Those that speak of who calls them, or of what they are given."""
+
+
+def test_every_function_whose_result_all_ranks_hold_alike_has_a_row() -> None:
+    stated = {name for names in alike.ROWS for name in names.split()}
+    assert told_alike() - NO_RESULTS - stated == set()
+    assert NO_RESULTS - told_alike() == set()
+
+
+EVERY_AXIS = [(names, axis) for names, (axes, _) in sorted(alike.ROWS.items()) for axis in axes]
+
+
+@pytest.mark.parametrize(("names", "axis"), EVERY_AXIS)
+@given(max_ranks=4, max_examples=3, way=ways(), half=st.booleans(), seed=st.integers(0, 99))
+def test_what_all_ranks_hold_alike_has_the_same_bits(
+    comm: Any,
+    names: str,
+    axis: str,
+    way: Way,
+    half: bool,
+    seed: int,
+) -> None:
+    dtype = torch.bfloat16 if half else torch.float32
+    with sp.Mesh(comm, **way, **{axis: comm.size}) as mesh:
+        place = alike.Place(mesh, mesh[axis], dtype, seed)
+        assert differing(comm, alike.ROWS[names][1](place)) == []
+
+
+ON_ALL_RANKS = ("all_gather", "all_reduce", "broadcast", "reduce_from_group", "gather_replicated")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", NAMES["cpu"])
+@spmd(3, 4)
+def test_every_algorithm_gives_all_ranks_the_same_bits(
+    comm: Any,
+    transport: str,
+    dtype: torch.dtype,
+) -> None:
+    """Of numbers whose sums depend on their order; on two nodes."""
+    nodes = [rank % 2 for rank in range(comm.size)]
+    with sp.Mesh(comm, transport=transport, nodes=nodes, sp=comm.size) as mesh:
+        x = alike.Place(mesh, mesh["sp"], dtype, 5).noise(401)
+        for op in ON_ALL_RANKS:
+            of = {"reduce_from_group": "all_reduce", "gather_replicated": "all_gather"}.get(op, op)
+            usable = [a for a in ALGORITHMS[of] if a != "window" or mesh["sp"].window is not None]
+            found = [getattr(sp, op)(x, comm=mesh["sp"], algorithm=name) for name in usable]
+            assert [usable[place] for place in differing(comm, found)] == [], op
+
+
+class Tallied:
+    """A communicator that counts the calls of its methods, and of those made out of it.
+
+    Args:
+        comm: the communicator.
+        calls: how often each method was asked for.
+    """
+
+    def __init__(self, comm: Any, calls: Counter[str]) -> None:
+        self._inner, self._calls = comm, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls[name] += 1
+        found = getattr(self._inner, name)
+        return partial(self._made, found) if name in ("Dup", "Split") else found
+
+    def _made(self, make: Callable[..., Any], *arguments: Any) -> Tallied:
+        return Tallied(make(*arguments), self._calls)
+
+
+@spmd(1, 2, 4)
+def test_a_mesh_agrees_once_and_splits_once_for_each_set_of_axes(comm: Any) -> None:
+    calls = Counter[str]()
+    with sp.Mesh(Tallied(comm, calls), a=comm.size, b=1, c=1, tuning="off") as mesh:
+        assert {name: calls[name] for name in TOLD} == {"Split": 7, "Iallgather": 1, "bcast": 0}
+        for axes in ("a", ("b", "a"), ("c", "b", "a"), ()):
+            assert mesh[axes].size in (1, comm.size)
+        assert {name: calls[name] for name in TOLD} == {"Split": 7, "Iallgather": 1, "bcast": 0}
+
+
+TOLD = ("Split", "Iallgather", "bcast")
+
+
+@pytest.mark.parametrize("check", ["agree", "off"])
+@pytest.mark.parametrize("transport", ["host", "window"])
+@spmd(2, 3)
+def test_a_plan_agrees_when_it_is_made(comm: Any, transport: str, check: Any) -> None:
+    """And when it runs, unless the mesh was made with `check="off"`."""
+    with sp.Mesh(comm, transport=transport, check=check, sp=comm.size) as mesh:
+        for op in PLANS:
+            arguments = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
+            x, control = torch.ones(99 * comm.size, 99), mesh["sp"].counters["control"]
+            before = control.calls
+            plan = sp.plan(op, x, comm=mesh["sp"], **arguments)
+            asks = op in ("all_gather", "all_to_all", "shift")  # every rank says how much it has
+            resident = transport == "window" and op != "all_to_all"
+            made = (check == "agree" or asks) + resident
+            assert control.calls - before == made, op
+            plan.run()
+            plan.finish(plan.start())
+            assert control.calls - before == made + 2 * (check == "agree"), op
+
+
+PLANS = (*OPS[:7], "all_reduce_")
+PLANNED = [(op, name) for op in PLANS for name in ALGORITHMS[op.removesuffix("_")]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["host", "window"])
+@spmd(3)
+def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch.dtype) -> None:
+    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+        for op, algorithm in PLANNED:
+            if algorithm == "window" and mesh["sp"].window is None:
+                continue
+            named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
+            plan = sp.plan(
+                op,
+                torch.ones(30, 60, dtype=dtype)[:, ::2],
+                comm=mesh["sp"],
+                algorithm=algorithm,
+                **named,
+            )
+            with LiveBytes() as live:
+                for _ in range(2 * SLOTS if plan.algorithm == "window" else 1):
+                    plan.run()  # what a plan keeps, it has by now
+                before = live.peak = live.now
+                plan.run()
+                assert live.peak == before, (op, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "mpi"], ids="by {}".format)
+@spmd(1, 2)
+def test_what_is_under_way_keeps_what_it_reads_and_no_longer(comm: Any, algorithm: str) -> None:
+    """The caller lets go of the input at once, and new tensors take its memory."""
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        for op in [op for op in OPS if hasattr(sp, f"{op}_start")]:
+            named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
+            x = torch.full((50, 50), float(comm.rank + 1))
+            wanted = getattr(sp, op)(x, comm=mesh["sp"], algorithm=algorithm, **named)
+            memory = StorageWeakRef(x.untyped_storage())
+            pending = getattr(sp, f"{op}_start")(x, comm=mesh["sp"], algorithm=algorithm, **named)
+            del x
+            others = [torch.full((50, 50), torch.nan) for _ in range(9)]
+            assert torch.equal(pending.wait(), wanted), (op, len(others))
+            comm.Barrier()
+            mesh["sp"].poll()
+            assert memory.expired(), op

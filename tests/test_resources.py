@@ -1,0 +1,207 @@
+"""Calls of anything public leave memory, mappings, descriptors, threads and caches as they were."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from promises.public import code_of, everything
+from resources.calls import TURNS, Call, Place
+from resources.held import MEMORY, caches, communicators, counting, counts, left_behind, outside
+from resources.models import EVERY_CALL
+
+import sp_core as sp
+from sp_core.collectives import choice
+from sp_core.communicator import MAX_TAG
+from sp_core.testing import run_threads, spmd
+from sp_core.transport import NAMES
+
+ROUNDS, PARTS = 10, 8
+LEAST = 3
+pytestmark = pytest.mark.usefixtures("short_slots")
+
+
+@pytest.fixture(autouse=True)
+def few_objects() -> None:
+    """What is there before a test need not be counted again and again."""
+    torch.ones(1, requires_grad=True).backward(torch.ones(1))  # the first time, torch imports sympy
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@spmd(2)
+def test_calls_leave_nothing_behind(comm: Any, part: int, tmp_path: Path) -> None:
+    """Nothing may be more after each round of calls than after the round before.
+
+    Each call has a size of its own, so that what is kept by sizes grows, too.
+    """
+    found = {}
+    with Place(counting(comm), comm.bcast(tmp_path)) as place:
+        for name in sorted(EVERY_CALL)[part::PARTS]:
+            turns = TURNS.get(name, 2)
+            sizes = iter(range(turns * ROUNDS + LEAST, LEAST, -1))
+            each = partial(rounds_of, EVERY_CALL[name], place, turns, sizes)
+            found[name] = left_behind(place.comm, each, ROUNDS)
+    assert {name: grown for name, grown in found.items() if grown} == {}
+
+
+def rounds_of(call: Call, place: Place, turns: int, sizes: Iterator[int]) -> None:
+    for _ in range(turns):
+        call(place, next(sizes))
+
+
+def test_everything_public_is_called(tmp_path: Path) -> None:
+    called: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code)
+
+    def body(comm: Any) -> None:
+        with Place(comm, tmp_path) as place:
+            for call in EVERY_CALL.values():
+                call(place, 12)
+
+    threading.setprofile(note)
+    try:
+        run_threads(2, body)
+    finally:
+        threading.setprofile(None)
+    codes = {name: code_of(x) for name, x in everything().items()}
+    assert len(codes) > 150
+    wanted = {name: code for name, code in codes.items() if code is not None}
+    assert sorted(name for name, code in wanted.items() if code not in called) == []
+
+
+@spmd(2)
+def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
+    """By messages whose tags begin anew on the way, in shared memory, and by the library."""
+    with sp.Mesh(comm, transport="window", check="off", sp=2) as mesh:
+        mesh["sp"]._tags = MAX_TAG - 100
+        for number in range(1000):
+            x = torch.full((number % 5 + 1,), float(comm.rank + number))
+            algorithm = ("ring", "window", "mpi", "pairwise")[number % 4]
+            total = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
+            assert torch.equal(total, torch.full_like(x, 2 * number + 1))
+
+
+def test_every_cache_has_a_bound() -> None:
+    assert len(caches()) > 5
+    unbounded = [name for name, cache in caches().items() if cache.cache_info().maxsize is None]
+    assert [name for name in unbounded if inspect.signature(caches()[name]).parameters] == []
+
+
+@pytest.mark.parametrize("transport", NAMES["cpu"])
+@spmd(1, 2)
+def test_a_freed_mesh_holds_nothing(comm: Any, transport: str) -> None:
+    """Although the program still has it, and its plan and its communicators."""
+    comm = counting(comm)
+    kept = [used_and_freed(comm, transport)]  # a library opens what it needs when it is first used
+    before = lent(comm)
+    kept += [used_and_freed(comm, transport) for _ in range(2)]
+    after = lent(comm)
+    assert {kind: count for kind, count in after.items() if count > before[kind]} == {}, kept
+
+
+def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
+    sharding = sp.Sharding.contiguous(6 * comm.size, comm.size)
+    with sp.Mesh(comm, transport=transport, a=comm.size, b=1) as mesh:
+        q, k, v = (torch.ones(1, 6, 2, 4, requires_grad=True) for _ in range(3))
+        out = sp.ring_attention(q, k, v, comm=mesh["b", "a"], sharding=sharding)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+        sp.all_reduce(torch.ones(9), comm=mesh["a"])
+        sp.shared_empty((3,), comm=mesh["a"])
+    mesh.free()  # a second time
+    return mesh
+
+
+def lent(comm: Any) -> dict[str, int]:
+    """Count what the system and MPI lend to this process, while no rank does anything."""
+    gc.collect()
+    comm.Barrier()
+    found = outside() if counts(comm, "threads") else {}
+    comm.Barrier()
+    return {**found, "communicators": communicators(comm)}
+
+
+class Endless:
+    """A handle that completes when it is told to."""
+
+    done = False
+
+    def test(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache without a bound in a module of the product."""
+    monkeypatch.setattr(choice, "seen", {}, raising=False)
+
+
+def start_thread(place: Place) -> None:
+    end = threading.Event()
+    threading.Thread(target=end.wait, args=(60,), daemon=True).start()
+    place.kept.append(end.set)
+
+
+def keep_handle(place: Place) -> None:
+    handle = place.window["ring"].track(Endless())
+    place.kept.append(lambda: setattr(handle, "done", True))
+
+
+def keep_memory(place: Place) -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    place.kept.append(partial(library.free, library.malloc(1 << 16)))
+
+
+def fill_cache(place: Place) -> None:
+    seen = vars(choice)["seen"]
+    seen[len(seen)] = place
+
+
+def keep(make: Callable[[Place], Any], give_back: str) -> Callable[[Place], None]:
+    """Make something that has a method to give it back."""
+    return lambda place: place.kept.append(getattr(make(place), give_back))
+
+
+LEAKS: dict[str, Callable[[Place], object]] = {
+    "file descriptors": keep(lambda place: os.fdopen(os.open("/dev/null", os.O_RDONLY)), "close"),
+    "shared mappings": keep(lambda place: mmap.mmap(-1, 1), "close"),
+    "communicators": keep(lambda place: place.comm.Dup(), "Free"),
+    "threads": start_thread,
+    "torch.Tensor objects": keep(lambda place: torch.ones(1), "size"),
+    "sp_core.mask.definition.Mask objects": keep(lambda place: sp.Mask(), "difference_range"),
+    "sp_core.collectives.choice.seen entries": fill_cache,
+    "Communicator._pending entries": keep_handle,
+    MEMORY: keep_memory,
+    "any dict objects": keep(lambda place: {"one": []}, "clear"),
+}
+
+
+@spmd(2)
+def test_what_every_call_keeps_is_found(comm: Any, a_cache: None) -> None:
+    """So that the law can fail."""
+    missed = []
+    with Place(counting(comm), Path()) as place:
+        for kind, leak in LEAKS.items():
+            grown = left_behind(place.comm, partial(leak, place), 3)
+            found = any(line.startswith(f"{kind}: ") for line in grown)
+            missed += [kind] if counts(comm, kind) and not found else []
+            while place.kept:
+                place.kept.pop()()
+    assert missed == []
