@@ -252,13 +252,13 @@ def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
 
 
 def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None) -> Iterator[str]:
-    yield f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}{'waiting':>9}{'MB sent':>10}{'messages':>10}"
+    yield f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}{'waiting':>9}{'MB sent':>11}{'messages':>11}"
     for one in found:
         total = one.forward + one.backward
         mesh = f"{one.ring} x {one.ulysses}"
         yield (
-            f"{one.scheme:<14}{mesh:>15}{one.seconds * 1e3:>12.2f}{one.exposed / one.seconds:>9.0%}"
-            f"{total.bytes_sent / 1e6:>10.1f}{total.messages:>10}"
+            f"{one.scheme:<14}{mesh:>15} {one.seconds * 1e3:>11.2f}{one.exposed / one.seconds:>9.0%}"
+            f" {total.bytes_sent / 1e6:>10.1f} {total.messages:>10}"
         )
     speed = f"{problem.flops / 1e9:.1f} Gflop/s per rank"
     yield f"One layer, forward and backward; {speed}, {problem.ranks} ranks, {problem.per_node} to a node."
