@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+from domains import attention, collectives
 from domains.declared import Subject
 from domains.differing import alone, faults
 from domains.subjects import SUBJECTS
 
 from sp_core.agreement import _gather_texts
-from sp_core.testing import spmd
+from sp_core.testing import run_threads, spmd
 
 SPLIT = ("comm.", "mesh.", "logits.")
 """What the factors of a call over ranks begin with."""
 
-ON_RANKS = [s for s in SUBJECTS if any(factor.startswith(SPLIT) for factor in s.factors) and not s.alone]
-BY_RANKS = {size: [s for s in ON_RANKS if s.ranks(s.draw(s.base, 1)) == size] for size in (2, 4)}
+UNCHECKED = ("llama.", "Mesh")
+"""Calls whose arguments each rank still checks by itself, and the mesh, which is made before ranks can be compared."""
+ON_RANKS = [subject for subject in SUBJECTS if any(factor.startswith(SPLIT) for factor in subject.factors)]
+COMPARED = [subject for subject in ON_RANKS if not subject.alone and not subject.name.startswith(UNCHECKED)]
+UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
+"""Calls that processes compare too; the others are built of these."""
 
 
-TWO = pytest.mark.parametrize("subject", BY_RANKS[2], ids=lambda subject: subject.name)
-FOUR = pytest.mark.parametrize("subject", BY_RANKS[4], ids=lambda subject: subject.name)
+def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
+    """Return the parametrization by subjects whose base row needs so many ranks."""
+    chosen = [subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) == size]
+    return pytest.mark.parametrize("subject", chosen, ids=lambda subject: subject.name)
 
 
 def check_arguments(comm: Any, subject: Subject) -> None:
@@ -38,25 +46,25 @@ def check_calls(comm: Any, subject: Subject) -> None:
         assert bool(told[0]) == ("a call on one rank" not in subject.allowed), told
 
 
-@TWO
+@sized(UNDER_MPI, 2)
 @spmd(2)
-def test_two_ranks_with_other_arguments_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
     check_arguments(comm, subject)
-
-
-@FOUR
-@spmd(4)
-def test_four_ranks_with_other_arguments_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
-    check_arguments(comm, subject)
-
-
-@TWO
-@spmd(2)
-def test_two_ranks_with_another_number_of_calls_are_told_so(comm: Any, subject: Subject) -> None:
     check_calls(comm, subject)
 
 
-@FOUR
+@sized(UNDER_MPI, 4)
 @spmd(4)
-def test_four_ranks_with_another_number_of_calls_are_told_so(comm: Any, subject: Subject) -> None:
+def test_four_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+    check_arguments(comm, subject)
     check_calls(comm, subject)
+
+
+OTHERS = [subject for subject in COMPARED if subject not in UNDER_MPI]
+
+
+@pytest.mark.parametrize("subject", OTHERS, ids=lambda subject: subject.name)
+def test_threads_that_differ_are_told_so_or_get_their_result(subject: Subject) -> None:
+    size = subject.ranks(subject.draw(subject.base, 1))
+    run_threads(size, functools.partial(check_arguments, subject=subject))
+    run_threads(size, functools.partial(check_calls, subject=subject))
