@@ -257,7 +257,7 @@ def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None)
         total = one.forward + one.backward
         mesh = f"{one.ring} x {one.ulysses}"
         yield (
-            f"{one.scheme:<14}{mesh:>15} {one.seconds * 1e3:>11.2f}{one.exposed / one.seconds:>9.0%}"
+            f"{one.scheme:<14}{mesh:>15} {one.seconds * 1e3:>11.2f}{max(one.exposed, 0.0) / one.seconds:>9.0%}"
             f" {total.bytes_sent / 1e6:>10.1f} {total.messages:>10}"
         )
     speed = f"{problem.flops / 1e9:.1f} Gflop/s per rank"

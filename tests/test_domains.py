@@ -39,7 +39,7 @@ def test_a_part_without_its_generator_is_seen() -> None:
     assert changed([subject], records) == []
     assert changed([replace(subject, factors=fewer)], records) == [f"{subject.name} q.head_dim"]
     refused = {**subject.factors, "q.head_dim": {**subject.factors["q.head_dim"], "257 to 300": lambda chance, drawn: 0}}
-    with pytest.raises(AssertionError, match=r"refuses q\.head_dim=257 to 300, "):
+    with pytest.raises(AssertionError, match=r"refuses .*q\.head_dim=257 to 300"):
         draw_singles(replace(subject, factors=refused), SEED)
 
 
