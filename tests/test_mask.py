@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from unittest.mock import patch
@@ -220,9 +219,8 @@ def test_equal_lengths_of_runs_are_not_equal_plans() -> None:
 @pytest.mark.parametrize("mask", [Mask(True), Mask(True, 512), Mask(True, documents=range(0, 10**6 + 1, 1000))])
 def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
     positions = torch.cat([torch.arange(250_000), torch.arange(750_000, 10**6)])
-    start = time.perf_counter()
     blocks = plan_blocks(positions, positions, mask)
-    assert time.perf_counter() - start < 2.0  # seconds; 0.05 measured, hours for a loop over pairs
+    assert 0 < len(blocks) <= len(positions) // plans.TILE[0] + 2  # a loop over chunks of positions would give 15 million
     assert work(blocks) > 0
 
 
