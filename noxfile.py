@@ -23,7 +23,7 @@ ABOVE = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")  # a test that never ends: its stacks
 NOTHING_CHOSEN = 5  # pytest's exit code
 DEEPSPEED = "deepspeed==0.19.8"
-OTHERS = ("yunchang==0.6.4", "ring-flash-attn==0.1.8")
+OTHERS = ("yunchang==0.6.4", "ring-flash-attn==0.1.8", "accelerate==1.15.0", "megatron-core==0.16.1")
 PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 
 
@@ -137,10 +137,9 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Other libraries under the laws of our schemes, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
+    """Other libraries under the laws of our own, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[bench]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
-    session.install("transformers==4.53.3")  # ring-flash-attn imports what later ones no longer have
+    _install(session, mpi, "-e", ".[bench,hf]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
     session.install("--no-deps", DEEPSPEED, *OTHERS)
     session.run("python", "-m", "conformance", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
 
