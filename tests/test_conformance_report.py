@@ -117,7 +117,9 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     seen = {**line("causal", 2, "wrong"), "what": "the mask is lost", "result": "out", "relative": 0.5}
 
     def found(name: str, date: str) -> dict[str, Any]:
-        run = {"date": date, "seconds": 1, "patience": 1.0, "cores": 2, "python": "3", "torch": "2", "mpi": "none"}
+        commit = {"sha": "0123456789abcdef", "dirty": date == "day 2"}
+        machine = {"cores": 2, "python": "3", "torch": "2", "mpi": "none"}
+        run = {"date": date, "commit": commit, "seconds": 1, "patience": 1.0, **machine}
         columns = {one: {**line("causal", 2), "ranks": [2]} for one in named(name).subject.CAPABILITIES}
         planted = [{**seen, "library": name, "date": date}]
         return report.document([named(name)], {name: "1"}, {name: columns}, planted, run, 5)
@@ -128,7 +130,8 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     assert [(column["name"], column["run"]["date"]) for column in data["libraries"]] == dates
     assert [(one["library"], one["date"]) for one in data["planted"]] == dates
     text = report.markdown(data)
-    assert "| 1 | day 1 | 1 | 1 | 2 cores" in text
+    assert "| 1 | day 1 | 0123456789 | 1 | 1 | 2 cores" in text
+    assert "| 2 | day 2 | 0123456789 with changes | 1 | 1 | 2 cores" in text
     assert "| run | 1 | 2 |" in text
     assert "## Layers" not in text
 
@@ -245,6 +248,16 @@ def test_planted_faults_are_where_columns_compute() -> None:
     columns = {one.name for one in LIBRARIES if one.adapter in adapters}
     idle = {name for name in columns if not any(v["verdict"] == "pass" for v in data["verdicts"][name].values())}
     assert columns - idle <= {fault.library for fault in FAULTS}
+
+
+def test_a_column_is_of_the_adapter_that_is_committed() -> None:
+    """Columns of runs that recorded their commit: an adapter that changes later needs a new run."""
+    data = json.loads((HERE / "REPORT.json").read_text())
+    told = {column["name"]: column for column in data["libraries"] if column["run"].get("commit")}
+    assert not any(column["run"]["commit"]["dirty"] for column in told.values())
+    wanted = {name: report.digest(named(name)) for name in told}
+    assert {name: column["adapter_sha256"] for name, column in told.items()} == wanted
+    assert set(told) >= {fault.library for fault in FAULTS} | {"sp_core layers", "accelerate", "megatron-core"}
 
 
 def test_the_committed_report_says_what_its_data_say() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.launching import commit
 from benchmarks.machine import environment
 from conformance.launching import CONDEMNED, ROOT, Found, Limits, installed, put_on_trial, try_planted
 from conformance.libraries import LIBRARIES, NOT_OFFERED, OURS, Library, named
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed(arguments)
     if options.script:
         return _print_script(options.out / "REPORT.json", *options.script)
+    code = commit()
     libraries = [one for one in LIBRARIES if not options.only or one.name in options.only]
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults += _show_alone(libraries, verdicts, versions, limits) + _faults(verdicts)
     faults += [f"{one['library']}: not seen that {one['what']}" for one in planted if one["verdict"] not in CONDEMNED]
     seconds = {"seconds": round(time.monotonic() - began), "patience": options.patience}
-    run = {"date": str(date.today()), **seconds, "mpi": _mpi(), **environment()}
+    run = {"date": str(date.today()), "commit": code, **seconds, "mpi": _mpi(), **environment()}
     report = document(libraries, versions, verdicts, planted, run, options.examples)
     report = joined(old, report, [one.name for one in LIBRARIES]) if old else report
     write(options.out, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from conformance.launching import EXAMPLE_SECONDS
 from conformance.libraries import SUBJECTS, Library
+from conformance.trial import CELL_SECONDS
 
 STYLES = {
     "pass": "green",
@@ -39,9 +41,10 @@ def document(
     run: Mapping[str, Any],
     examples: int,
 ) -> dict[str, Any]:
-    """Return everything as plain data; each column says which run it is of."""
+    """Return everything as plain data; each column says which run it is of, and which adapter."""
     columns = [
-        {"name": one.name, "about": one.about, "package": one.package, "version": versions[one.name], "examples": examples}
+        {"name": one.name, "about": one.about, "package": one.package, "version": versions[one.name]}
+        | {"examples": examples, "adapter_sha256": digest(one)}
         for one in libraries
     ]
     return {
@@ -50,6 +53,12 @@ def document(
         "verdicts": dict(verdicts),
         "planted": list(planted),
     }
+
+
+def digest(library: Library) -> str:
+    """Return the SHA-256 of the file that says how a library is called."""
+    file = Path(__file__).parent / "adapters" / f"{library.adapter}.py"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -126,11 +135,12 @@ def markdown(document: Mapping[str, Any]) -> str:
     """The report for people."""
     verdicts, runs = document["verdicts"], _runs(document)
     sizes = sorted({size for column in verdicts.values() for verdict in column.values() for size in verdict.get("ranks", ())})
-    examples = min(column["examples"] for column in document["libraries"])
+    examples = max(column["examples"] for column in document["libraries"])
     lines = [
         "# Other libraries under the laws of our own",
         "",
-        f"`nox -s conformance`: {examples} problems for each cell and number of ranks ({', '.join(map(str, sizes))}), over gloo.",
+        f"`nox -s conformance`: up to {examples} problems for each cell and number of ranks ({', '.join(map(str, sizes))}),",
+        f"over gloo. {CELL_SECONDS:g} s times the run's patience after its first problem a cell begins no other.",
         "",
         "`pass n`: right in all n problems; forward and backward, but full, causal and forward without gradients, and where plain",
         "gradients are not right or not there `forward`.",
@@ -144,10 +154,10 @@ def markdown(document: Mapping[str, Any]) -> str:
         "",
         "![The same as a picture](REPORT.png)",
         "",
-        "| run | date | seconds | patience | machine |",
-        "| --- | --- | --- | --- | --- |",
+        "| run | date | commit | seconds | patience | machine |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(
-            f"| {number} | {run['date']} | {run['seconds']} | {run['patience']:g} | {_machine(run)} |"
+            f"| {number} | {run['date']} | {_commit(run)} | {run['seconds']} | {run['patience']:g} | {_machine(run)} |"
             for number, run in enumerate(runs, 1)
         ),
     ]
@@ -155,6 +165,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         columns = _columns(document, about)
         if columns:
             rows = {"version": [c["version"] for c in columns], "run": [str(runs.index(c["run"]) + 1) for c in columns]}
+            rows |= {"problems at most": [str(c["examples"]) for c in columns]}
             rows |= {
                 f"{capability}: {meaning}": [short(verdicts[c["name"]][capability]) for c in columns]
                 for capability, meaning in subject.CAPABILITIES.items()
@@ -172,6 +183,12 @@ def markdown(document: Mapping[str, Any]) -> str:
     for one in document["planted"]:
         lines.append(f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |")
     return "\n".join(lines) + "\n"
+
+
+def _commit(run: Mapping[str, Any]) -> str:
+    """Name the code of a run; runs of before this was recorded have none."""
+    commit = run.get("commit", {"sha": None})
+    return "not recorded" if commit["sha"] is None else commit["sha"][:10] + " with changes" * bool(commit["dirty"])
 
 
 def _machine(run: Mapping[str, Any]) -> str:
