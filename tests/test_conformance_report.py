@@ -132,7 +132,7 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     text = report.markdown(data)
     assert "| 1 | day 1 | 0123456789 | 1 | 1 | 2 cores" in text
     assert "| 2 | day 2 | 0123456789 with changes | 1 | 1 | 2 cores" in text
-    assert "| run | 1 | 2 |" in text
+    assert "| run | 1 | 2 |\n| numbers of ranks | 2 | 2 |\n| problems at most | 5 | 5 |" in text
     assert "## Layers" not in text
 
 

@@ -134,13 +134,12 @@ def _runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 def markdown(document: Mapping[str, Any]) -> str:
     """The report for people."""
     verdicts, runs = document["verdicts"], _runs(document)
-    sizes = sorted({size for column in verdicts.values() for verdict in column.values() for size in verdict.get("ranks", ())})
     examples = max(column["examples"] for column in document["libraries"])
     lines = [
         "# Other libraries under the laws of our own",
         "",
-        f"`nox -s conformance`: up to {examples} problems for each cell and number of ranks ({', '.join(map(str, sizes))}),",
-        f"over gloo. {CELL_SECONDS:g} s times the run's patience after its first problem a cell begins no other.",
+        f"`nox -s conformance`: up to {examples} problems for each cell and number of ranks, over",
+        f"gloo. {CELL_SECONDS:g} s times the run's patience after its first problem a cell begins no other.",
         "",
         "`pass n`: right in all n problems; forward and backward, but full, causal and forward without gradients, and where plain",
         "gradients are not right or not there `forward`.",
@@ -165,6 +164,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         columns = _columns(document, about)
         if columns:
             rows = {"version": [c["version"] for c in columns], "run": [str(runs.index(c["run"]) + 1) for c in columns]}
+            rows |= {"numbers of ranks": [_ranks(verdicts[c["name"]]) for c in columns]}
             rows |= {"problems at most": [str(c["examples"]) for c in columns]}
             rows |= {
                 f"{capability}: {meaning}": [short(verdicts[c["name"]][capability]) for c in columns]
@@ -183,6 +183,10 @@ def markdown(document: Mapping[str, Any]) -> str:
     for one in document["planted"]:
         lines.append(f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |")
     return "\n".join(lines) + "\n"
+
+
+def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
+    return ", ".join(map(str, sorted({size for verdict in column.values() for size in verdict.get("ranks", ())})))
 
 
 def _commit(run: Mapping[str, Any]) -> str:
