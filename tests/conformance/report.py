@@ -133,7 +133,7 @@ def _runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """The report for people."""
-    verdicts, runs = document["verdicts"], _runs(document)
+    runs = _runs(document)
     examples = max(column["examples"] for column in document["libraries"])
     lines = [
         "# Other libraries under the laws of our own",
@@ -160,18 +160,8 @@ def markdown(document: Mapping[str, Any]) -> str:
             for number, run in enumerate(runs, 1)
         ),
     ]
-    for about, subject in SUBJECTS.items():
-        columns = _columns(document, about)
-        if columns:
-            rows = {"version": [c["version"] for c in columns], "run": [str(runs.index(c["run"]) + 1) for c in columns]}
-            rows |= {"numbers of ranks": [_ranks(verdicts[c["name"]]) for c in columns]}
-            rows |= {"problems at most": [str(c["examples"]) for c in columns]}
-            rows |= {
-                f"{capability}: {meaning}": [short(verdicts[c["name"]][capability]) for c in columns]
-                for capability, meaning in subject.CAPABILITIES.items()
-            }
-            lines += ["", f"## {about.capitalize()}", "", f"| | {' | '.join(c['name'] for c in columns)} |"]
-            lines += [f"| --- |{' --- |' * len(columns)}", *(f"| {name} | {' | '.join(row)} |" for name, row in rows.items())]
+    for about in SUBJECTS:
+        lines += _matrix(document, about, runs)
     for title, names in (
         ("Wrong", ("wrong",)),
         ("Hung, crashed or slow", NO_RESULT),
@@ -183,6 +173,22 @@ def markdown(document: Mapping[str, Any]) -> str:
     for one in document["planted"]:
         lines.append(f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |")
     return "\n".join(lines) + "\n"
+
+
+def _matrix(document: Mapping[str, Any], about: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Make the table of a subject: capabilities down, libraries across."""
+    verdicts, columns = document["verdicts"], _columns(document, about)
+    if not columns:
+        return []
+    rows = {"version": [c["version"] for c in columns], "run": [str(runs.index(c["run"]) + 1) for c in columns]}
+    rows |= {"numbers of ranks": [_ranks(verdicts[c["name"]]) for c in columns]}
+    rows |= {"problems at most": [str(c["examples"]) for c in columns]}
+    rows |= {
+        f"{capability}: {meaning}": [short(verdicts[c["name"]][capability]) for c in columns]
+        for capability, meaning in SUBJECTS[about].CAPABILITIES.items()
+    }
+    lines = ["", f"## {about.capitalize()}", "", f"| | {' | '.join(c['name'] for c in columns)} |"]
+    return [*lines, f"| --- |{' --- |' * len(columns)}", *(f"| {name} | {' | '.join(row)} |" for name, row in rows.items())]
 
 
 def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
