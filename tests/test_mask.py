@@ -32,13 +32,14 @@ def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
 
 @st.composite
 def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
-    """Any mask for sequences of these lengths."""
+    """Any mask for sequences of these lengths. Empty documents at the beginning give the others large numbers."""
     documents = draw(st.none() | st.integers(1, 4))
     pair = (None, None)
     if documents is not None:
+        empty = (0,) * draw(st.sampled_from((0, 64, 300)))
         separate = length != kv_length or draw(st.booleans())
-        kv = draw(boundaries(kv_length, documents)) if separate else None
-        pair = (draw(boundaries(length, documents)), kv)
+        kv = (*empty, *draw(boundaries(kv_length, documents))) if separate else None
+        pair = ((*empty, *draw(boundaries(length, documents))), kv)
     return Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 50)), *pair)
 
 

@@ -25,6 +25,7 @@ from sp_core.testing.once import contents, once
 from sp_core.testing.strategies import LAYOUTS
 from sp_core.testing.tolerance import bound, check_close
 
+CASE = Case((4, 2), layers=4, vocab=31, seed=5)
 Shapes = list[tuple[int, int]]
 """Sequences and tokens of each micro-batch."""
 
@@ -71,31 +72,43 @@ def test_loss_and_gradients_are_those_of_one_device(
     comm: Any, case: Case, shapes: Shapes, layout: str, ordering: Any, mesh: int, tp_sp: bool
 ) -> None:
     """Micro-batches of any sizes; a replica takes every other sequence of each, so its share may be empty."""
-    texts = [case.tokens(2 * b, s) for b, s in shapes]
-    values, scales = expected(case, texts)
     with pipelined(comm, mesh, case.layers) as made:
         event(str(made.axes))
-        model = case.model(made, tp_sp=tp_sp)
-        grid = model.grid
-        batches = [micro_batch(text, layout, grid) for text in texts]
-        loss = loss_and_gradients(model, batches, ordering=ordering)
-        sum_tied_gradients(model)
-        reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
+        check_step(made, case, shapes, layout, ordering, tp_sp=tp_sp)
 
-        def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
-            allowed = bound(cut(scales[name]), getattr(torch, case.dtype))
-            kind = "pipeline " + (name if name == "loss" else "gradients")
-            record_ratio(kind, check_close(name, got.detach().cpu(), cut(values[name]), allowed))
 
-        check("loss", loss.reshape(1))
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            placement = placement_of(parameter)
-            check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
-        norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
-        want, scale = (torch.cat([x[n].flatten() for n in case.weights()]).norm().reshape(1) for x in (values, scales))
-        allowed = bound(scale, getattr(torch, case.dtype))
-        record_ratio("pipeline norm", check_close("norm", torch.tensor([norm], dtype=torch.float64), want, allowed))
+@pytest.mark.parametrize("ordering", [gpipe, one_forward_one_backward])
+@spmd(4)
+def test_unequal_micro_batches_pass_stages_that_are_rings(comm: Any, ordering: Any) -> None:
+    with sp.Mesh(comm, device=device(), pp=2, ring=2) as mesh:
+        check_step(mesh, CASE, [(1, 3), (2, 6), (1, 4)], "zigzag", ordering, tp_sp=False)
+
+
+def check_step(mesh: sp.Mesh, case: Case, shapes: Shapes, layout: str, ordering: Any, *, tp_sp: bool) -> None:
+    """Compare the loss, the gradients and their norm with those of one device."""
+    texts = [case.tokens(2 * b, s) for b, s in shapes]
+    values, scales = expected(case, texts)
+    model = case.model(mesh, tp_sp=tp_sp)
+    grid = model.grid
+    batches = [micro_batch(text, layout, grid) for text in texts]
+    loss = loss_and_gradients(model, batches, ordering=ordering)
+    sum_tied_gradients(model)
+    reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
+
+    def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
+        allowed = bound(cut(scales[name]), getattr(torch, case.dtype))
+        kind = "pipeline " + (name if name == "loss" else "gradients")
+        record_ratio(kind, check_close(name, got.detach().cpu(), cut(values[name]), allowed))
+
+    check("loss", loss.reshape(1))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        placement = placement_of(parameter)
+        check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
+    norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
+    want, scale = (torch.cat([x[n].flatten() for n in case.weights()]).norm().reshape(1) for x in (values, scales))
+    allowed = bound(scale, getattr(torch, case.dtype))
+    record_ratio("pipeline norm", check_close("norm", torch.tensor([norm], dtype=torch.float64), want, allowed))
 
 
 def micro_batch(text: Tensor, layout: str, grid: Grid) -> MicroBatch:
@@ -106,7 +119,6 @@ def micro_batch(text: Tensor, layout: str, grid: Grid) -> MicroBatch:
     return MicroBatch(mine, next_token_labels(mine, comm=grid.sequence, sharding=sharding), sharding)
 
 
-CASE = Case((4, 2), layers=4, vocab=31, seed=5)
 PROMPTS = [[5, 1, 4], [2], [7, 7, 0, 3, 9, 30, 8], [1, 1], [12]]
 
 
