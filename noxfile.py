@@ -22,8 +22,6 @@ RANKS = 4
 ABOVE = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal")  # models: they know no MPI, only our collectives
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")  # a test that never ends: its stacks
 NOTHING_CHOSEN = 5  # pytest's exit code
-DEEPSPEED = "deepspeed==0.19.8"
-OTHERS = ("yunchang==0.6.4", "ring-flash-attn==0.1.8")
 PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 
 
@@ -131,17 +129,16 @@ def peers(session: nox.Session) -> None:
     """Our attention against torch's ring, DeepSpeed's Ulysses and one process. Arguments go to it; `--mpi mpich` is read here."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench]", *PEERS_NEED)
-    session.install("--no-deps", DEEPSPEED)  # its dependencies would replace torch; what its import needs is in PEERS_NEED
+    _install_others(session, "deepspeed")
     session.run("python", "-m", "benchmarks.peers", *arguments, env=_environment(mpi))
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Other libraries under the laws of our schemes, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
+    """Other libraries under the laws of our own, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
-    _install(session, mpi, "-e", ".[bench]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
-    session.install("transformers==4.53.3")  # ring-flash-attn imports what later ones no longer have
-    session.install("--no-deps", DEEPSPEED, *OTHERS)
+    _install(session, mpi, "-e", ".[bench,hf]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
+    _install_others(session, "deepspeed", "yunchang", "ring-flash-attn", "accelerate", "megatron-core")
     session.run("python", "-m", "conformance", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
 
 
@@ -286,6 +283,11 @@ def _install(session: nox.Session, mpi: str, *packages: str) -> None:
     others = [name for name in MPIS if name != mpi]
     session.run_install("pip", "uninstall", "--quiet", "--yes", *others, silent=True)
     session.install("-c", _constraints(session), *packages, mpi)
+
+
+def _install_others(session: nox.Session, *packages: str) -> None:
+    """Install other libraries alone: their dependencies would replace torch; their imports need PEERS_NEED."""
+    session.install("-c", str(CONSTRAINTS), "--no-deps", *packages)
 
 
 def _constraints(session: nox.Session) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conformance import flash_standin
+from conformance import attention, flash_standin
 from conformance.adapters import ours
-from conformance.capabilities import CAPABILITIES, Needs, posed, problems, told
+from conformance.attention import CAPABILITIES, Needs, posed, problems, told
 from conformance.trial import Trial, judged
 from hypothesis import given as drawn
 from hypothesis import settings
@@ -62,10 +62,15 @@ def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, 
     given = (grad, q, k, v, out, expected)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     flash_standin._flash_attn_backward(*given, dq, dk, dv, 0.0, 0.7, block["causal"], *window, 0.0, None, False)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    public = flash_standin.flash_attn_func(*leaves, softmax_scale=0.7, causal=block["causal"], window_size=window)
+    assert torch.equal(public, out)
     grads = reference.attention_grads(q, k, v, grad, **place, **rest)
-    for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
-        scale = getattr(grads, f"{name}_scale")
-        check_close(name, found, getattr(grads, name), bound(scale, torch.float64, grads.growth))
+    by_autograd = torch.autograd.grad(public, leaves, grad)
+    for name, *found in zip(("dq", "dk", "dv"), (dq, dk, dv), by_autograd, strict=True):
+        allowed = bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth)
+        for each in found:
+            check_close(name, each, getattr(grads, name), allowed)
 
 
 def test_the_stand_in_is_what_torch_computes() -> None:
@@ -89,14 +94,18 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
         grad, q, k, v, out, want.lse[0], *found, *lengths, 0.0, 0.5, True, -1, -1, 0.0, None, False
     )
     grads = reference.attention_grads(*batched, grad[None], **options)
-    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
-        check_close(name, x[None], getattr(grads, name), bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    public = flash_standin.flash_attn_varlen_func(*leaves, cuts, cuts, 5, 5, softmax_scale=0.5, causal=True)
+    assert torch.equal(public, out)
+    for name, *both in zip(("dq", "dk", "dv"), found, torch.autograd.grad(public, leaves, grad), strict=True):
+        for x in both:
+            check_close(name, x[None], getattr(grads, name), bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth))
     assert lse.dtype == torch.float32
 
 
 def on_trial(attend: Attend, capability: str, examples: int = 6, size: int = 2, seconds: float = 60.0) -> dict[str, Any]:
     """The verdict on a library whose ranks are threads; without time, on the first problem."""
-    trial = Trial(SimpleNamespace(attend=attend), "", lambda comm: None, seconds=seconds)
+    trial = Trial(attention, SimpleNamespace(attend=attend), "", lambda comm: None, seconds=seconds)
     return judged(trial, problems(capability, size, NEEDS, gradients=capability != "full"), size, examples)
 
 

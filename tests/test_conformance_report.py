@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conformance import __main__ as program
-from conformance import launching, report
-from conformance.capabilities import Posed, told
-from conformance.libraries import LIBRARIES, named
+from conformance import launching, layers, report
+from conformance.attention import Posed, told
+from conformance.libraries import LIBRARIES, OURS, named
+from conformance.planted import FAULTS
 from conformance.script import script
 
 from sp_core import Mask
@@ -23,6 +27,9 @@ EXAMPLE = Posed(
     *("normal", "normal", (True, True, True), "plain", 1),
     shards=((0, 1), (2, 3)),
 )
+
+
+LAYERS = layers.Layers(2, 4, 3, 5, True, "", 1, "float32", True, 7, ((0, 1), (2, 3)))
 
 
 def cell(capability: str, ranks: int) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
     """On 2 ranks "causal" kills the launch; it is not tried again, and what is wrong on 2 ranks is not tried on 3."""
     tried: list[tuple[int, str]] = []
 
-    def launch(size: int, folder: Path) -> str:
+    def launch(size: int, folder: Path, patience: float) -> str:
         cells = json.loads((folder / "setting.json").read_text())["cells"]
         with (folder / "verdicts.jsonl").open("w") as file:
             for _, capability in cells:
@@ -52,7 +59,7 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(launching, "_launch", launch)
     found: launching.Found = {}
-    launching.put_on_trial([named("torch ring")], (2, 3), 5, tmp_path, found)
+    launching.put_on_trial([named("torch ring")], (2, 3), launching.Limits(5, 1.0, tmp_path), found)
     verdicts = {capability: verdict["verdict"] for (_, capability), verdict in found.items()}
     assert verdicts.pop("causal") == "crashed"
     assert verdicts.pop("GQA") == "wrong"
@@ -78,36 +85,65 @@ def test_ranks_that_all_compute_when_their_time_is_up_do_not_hang(
 ) -> None:
     sizes: list[int] = []
 
-    def launch(size: int, folder: Path) -> str:
+    def launch(size: int, folder: Path, patience: float) -> str:
         sizes.append(size)
         return "\n".join(["==== the launch was ended: a rank has reached its time limit ====", *said])
 
     monkeypatch.setattr(launching, "_launch", launch)
     found: launching.Found = {}
-    launching.put_on_trial([named("torch ring")], (2, 3), 5, tmp_path, found)
+    launching.put_on_trial([named("torch ring")], (2, 3), launching.Limits(5, 1.0, tmp_path), found)
     assert {one["verdict"] for one in found.values()} == {verdict}
     assert sizes == [2]
     assert all("a.py" in one["states"] for one in found.values() if verdict == "slow")
 
 
-@pytest.mark.parametrize("library", LIBRARIES[1:], ids=lambda library: library.name)
+def test_patience_multiplies_every_limit_of_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: dict[str, Any] = {}
+
+    def popen(command: list[str], **options: Any) -> Any:
+        started.update(command=command, env=options["env"])
+        return SimpleNamespace(wait=lambda: 0, poll=lambda: 0)
+
+    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    assert launching._launch(2, tmp_path, 3.0) == ""
+    assert float(started["env"]["SP_WATCHDOG_S"]) == 3 * launching.EXAMPLE_SECONDS
+    limit = started["command"][started["command"].index("--timeout") + 1]
+    assert float(limit) == 3 * launching.LAUNCH_SECONDS
+
+
+def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
+    """Each column says which run it is of."""
+    order = ["sp_core", "torch ring", "sp_core layers"]
+    seen = {**line("causal", 2, "wrong"), "what": "the mask is lost", "result": "out", "relative": 0.5}
+
+    def found(name: str, date: str) -> dict[str, Any]:
+        commit = {"sha": "0123456789abcdef", "dirty": date == "day 2"}
+        machine = {"cores": 2, "python": "3", "torch": "2", "mpi": "none"}
+        run = {"date": date, "commit": commit, "seconds": 1, "patience": 1.0, **machine}
+        columns = {one: {**line("causal", 2), "ranks": [2]} for one in named(name).subject.CAPABILITIES}
+        planted = [{**seen, "library": name, "date": date}]
+        return report.document([named(name)], {name: "1"}, {name: columns}, planted, run, 5)
+
+    both = report.joined(found("sp_core", "day 1"), found("torch ring", "day 1"), order)
+    data = report.joined(both, found("torch ring", "day 2"), order)
+    dates = [("sp_core", "day 1"), ("torch ring", "day 2")]
+    assert [(column["name"], column["run"]["date"]) for column in data["libraries"]] == dates
+    assert [(one["library"], one["date"]) for one in data["planted"]] == dates
+    text = report.markdown(data)
+    assert "| 1 | day 1 | 0123456789 | 1 | 1 | 2 cores" in text
+    assert "| 2 | day 2 | 0123456789 with changes | 1 | 1 | 2 cores" in text
+    assert "| run | 1 | 2 |\n| numbers of ranks | 2 | 2 |\n| problems at most | 5 | 5 |" in text
+    assert "## Layers" not in text
+
+
+@pytest.mark.parametrize("library", [one for one in LIBRARIES if one.name not in OURS], ids=lambda library: library.name)
 def test_a_script_uses_the_library_alone(library: Any) -> None:
-    verdict = {**line("causal", 2, "wrong"), "result": "out", "rank": 1, "relative": 0.5, "problem": told(EXAMPLE)}
+    problem = {"attention": EXAMPLE, "layers": LAYERS}[library.about]
+    verdict = {**line("causal", 2, "wrong"), "result": "out", "rank": 1, "relative": 0.5, "problem": library.subject.told(problem)}
     tree = ast.parse(script(library, verdict, "1.0"))
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert {name.partition(".")[0] for name in names} <= {
-        "__future__",
-        "contextlib",
-        "importlib",
-        "math",
-        "os",
-        "sys",
-        "tempfile",
-        "torch",
-        "types",
-        "typing",
-    }
+    assert {name.partition(".")[0] for name in names} <= {"torch", *sys.stdlib_module_names}
 
 
 @pytest.mark.parametrize(("fault", "code"), [("", 0), ('"scale": softmax_scale', 1), ('"is_causal": causal', 1)])
@@ -121,25 +157,114 @@ def test_a_script_shows_an_error_that_is_there_and_no_other(
     if fault:
         assert fault in text
         text = text.replace(fault, '"is_causal": not causal' if "causal" in fault else '"scale": 0.5')
+    assert run_here(text, monkeypatch) == code
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("WRONG" if code else "right")
+    assert len(said) == 5
+
+
+def run_here(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a script for one rank, run in this process."""
     shown: dict[str, Any] = {"__name__": "shown"}
     exec(compile(text, "shown.py", "exec"), shown)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda run, arguments, nprocs: run(0, *arguments))
     try:
-        assert shown["main"]() == code
+        code: int = shown["main"]()
     finally:
         torch.distributed.destroy_process_group()
+    return code
+
+
+PLAIN_LAYERS = """
+class Pair(torch.nn.Module):
+    def __init__(self, whole, **rest):
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(*whole[f"{name}.weight"].T.shape) for name in ("up", "down"))
+        self.load_state_dict(whole)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+    def finish(self):
+        self.down.bias.grad *= 1
+
+
+def prepare(comm, variant):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "result"),
+    [
+        ("", "", "out"),
+        ("self.down(self.up(x))", "self.down(1.01 * self.up(x))", "out"),
+        ("self.up(x)", "self.up((x + x.detach()) / 2)", "d x"),
+        ("*= 1", "*= 2", "d down.bias"),
+        ("*= 1", "*= 2", "d up.weight"),
+    ],
+)
+def test_a_script_of_layers_shows_the_result_that_it_is_about(
+    right: str, wrong: str, result: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one rank with ordinary layers: a fault of another result is not the one that was found."""
+    problem = {**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}
+    verdict = {**line("bias", 1, "wrong"), "result": result, "rank": 0, "relative": 1e-3, "problem": problem}
+    text = script(named("megatron-core"), verdict, "1.0")
+    before, after = text[: text.index("# ---- the call")], text[text.index("# ---- the smallest") :]
+    text = before + PLAIN_LAYERS.replace(right, wrong) + after
+    code = int(bool(right) and result != "d up.weight")
+    assert run_here(text, monkeypatch) == code
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith("WRONG" if code else "right")
-    assert len(said) == 5
+    assert len(said) == 7
+
+
+def test_a_fault_planted_in_a_library_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one fault whose library is torch itself."""
+    fault = next(fault for fault in FAULTS if fault.library == "torch ring")
+    module = importlib.import_module(fault.module)
+    monkeypatch.setattr(module, fault.function, getattr(module, fault.function))  # is put back afterwards
+    problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
+    verdict = {**line("causal", 1, "wrong"), "result": "out", "rank": 0, "relative": 1e-3, "problem": problem}
+    text = script(named(fault.library), verdict, "1.0")
+    assert run_here(text, monkeypatch) == 0
+    fault.plant()
+    assert run_here(text, monkeypatch) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("WRONG")
+
+
+def test_planted_faults_are_where_columns_compute() -> None:
+    """Every column that was added with faults and is not refused everything has one, for what it offers and passes."""
+    data = json.loads((HERE / "REPORT.json").read_text())
+    for fault in FAULTS:
+        assert fault.capability in named(fault.library).tried()
+        assert data["verdicts"][fault.library][fault.capability]["verdict"] == "pass"
+    assert [(one["library"], one["what"]) for one in data["planted"]] == [(fault.library, fault.what) for fault in FAULTS]
+    assert {one["verdict"] for one in data["planted"]} == {"wrong"}
+    adapters = ("alst_ulysses", "accelerate_context_parallel", "megatron_tp_sp")
+    columns = {one.name for one in LIBRARIES if one.adapter in adapters}
+    idle = {name for name in columns if not any(v["verdict"] == "pass" for v in data["verdicts"][name].values())}
+    assert columns - idle <= {fault.library for fault in FAULTS}
+
+
+def test_a_column_is_of_the_adapter_that_is_committed() -> None:
+    """Columns of runs that recorded their commit: an adapter that changes later needs a new run."""
+    data = json.loads((HERE / "REPORT.json").read_text())
+    told = {column["name"]: column for column in data["libraries"] if column["run"].get("commit")}
+    assert not any(column["run"]["commit"]["dirty"] for column in told.values())
+    wanted = {name: report.digest(named(name)) for name in told}
+    assert {name: column["adapter_sha256"] for name, column in told.items()} == wanted
+    assert set(told) >= {fault.library for fault in FAULTS} | {"sp_core layers", "accelerate", "megatron-core"}
 
 
 def test_the_committed_report_says_what_its_data_say() -> None:
     data = json.loads((HERE / "REPORT.json").read_text())
     assert (HERE / "REPORT.md").read_text() == report.markdown(data)
     assert [column["name"] for column in data["libraries"]] == [library.name for library in LIBRARIES]
-    assert {verdict["verdict"] for verdict in data["verdicts"]["sp_core"].values()} == {"pass"}
+    assert {verdict["verdict"] for name in OURS for verdict in data["verdicts"][name].values()} == {"pass"}
     wrong = [v for column in data["verdicts"].values() for v in column.values() if v["verdict"] == "wrong"]
     assert all(v["alone"].startswith("WRONG") for v in wrong)
     assert (HERE / "REPORT.png").stat().st_size > 10_000

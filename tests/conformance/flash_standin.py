@@ -1,4 +1,4 @@
-"""What ring-flash-attn and yunchang call of flash-attn, computed by torch: for machines without the GPU that flash-attn needs.
+"""What ring-flash-attn, yunchang and transformers call of flash-attn, computed by torch: for machines without its GPU.
 
 Exact: everything is computed in float64 and rounded once, to the dtype of the input. The signatures are those of flash-attn 2.7.
 Masks are aligned at the bottom right, as flash-attn does since 2.1; a row that sees nothing has output 0 and log-sum-exp +inf,
@@ -202,6 +202,45 @@ def _flash_attn_varlen_backward(
     return delta
 
 
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Output (B, S, H, D), differentiable."""
+    how = (dropout_p, _scale(q, softmax_scale), causal, *window_size, softcap, alibi_slopes, False)
+    return _flash_attn_forward(q, k, v, *how)[0]
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Output (S, H, D) of packed documents, differentiable."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    how = (dropout_p, _scale(q, softmax_scale), causal, *window_size, softcap, alibi_slopes)
+    return _flash_attn_varlen_forward(q, k, v, *lengths, *how)[0]
+
+
 def install() -> None:
     """Let `import flash_attn` find this. The real one is not hidden where it is loaded already."""
     if "flash_attn" in sys.modules:
@@ -212,8 +251,5 @@ def install() -> None:
         sys.modules[module.__name__] = module
     functions = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
     vars(interface).update({function.__name__: function for function in functions})
-    vars(package).update(__version__=VERSION, flash_attn_interface=interface, flash_attn_func=_not_here, __path__=[])
-
-
-def _not_here(*_: object, **__: object) -> None:
-    raise NotImplementedError("the stand-in for flash-attn has kernels only")
+    public = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
+    vars(package).update(__version__=VERSION, flash_attn_interface=interface, __path__=[], **public)

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from conformance.capabilities import CAPABILITIES
 from conformance.libraries import Library
+from conformance.planted import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAWS = Path(__file__).with_name("laws.py")
@@ -39,33 +40,63 @@ ALONE = re.compile(r"^rank \d+ waits for nobody.*", re.MULTILINE)
 
 
 def installed(library: Library) -> str:
-    """The version of a library; nothing where it is not there."""
+    """Return the version of a library, and of what it comes with; nothing where one is missing."""
+    first, *others = library.package.split()
     try:
-        return version(library.package)
+        return ", ".join([version(first), *(f"{name} {version(name)}" for name in others)])
     except PackageNotFoundError:
         return ""
 
 
-def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], examples: int, logs: Path, found: Found) -> None:
-    """Every capability that these libraries of one adapter offer, on each number of ranks.
+@dataclass(frozen=True)
+class Limits:
+    """How much is tried, and for how long.
+
+    Args:
+        examples: of each cell.
+        patience: every time limit is multiplied by this.
+        logs: folder for what the ranks print.
+        planted: numbers of the faults that are planted first.
+    """
+
+    examples: int
+    patience: float
+    logs: Path
+    planted: tuple[int, ...] = ()
+
+
+def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], limits: Limits, found: Found) -> None:
+    """Try every capability that these libraries of one adapter offer, on each number of ranks.
 
     Args:
         libraries: with the same adapter.
         ranks: numbers of ranks, the smallest first.
-        examples: of each cell.
-        logs: folder for what the ranks print.
+        limits: for each launch.
         found: verdicts of fewer ranks; those of each number of ranks are put in as they come.
     """
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
         still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in SETTLED]
-        for part in _launch_all(still, size, examples, logs):
+        for part in _launch_all(still, size, limits):
             found.update(merged(found, part))
+
+
+def try_planted(number: int, size: int, limits: Limits) -> dict[str, Any]:
+    """Plant a fault; return the verdict on its library.
+
+    Args:
+        number: of the fault in `FAULTS`.
+        size: number of ranks.
+        limits: for the launch.
+    """
+    cell = (FAULTS[number].library, FAULTS[number].capability)
+    (found,) = _launch_all([cell], size, replace(limits, planted=(number,)), [cell[0]])
+    return found[cell]
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
     """Backward first: whether gradients are asked for elsewhere depends on the plain ones."""
-    return sorted(names, key=lambda name: (name != "backward", list(CAPABILITIES).index(name)))
+    return sorted(names, key=lambda name: name != "backward")
 
 
 def merged(before: Found, now: Found) -> Found:
@@ -83,21 +114,25 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {**joined, **counts, "ranks": [*old["ranks"], new["ranks"]], "error": max(old["error"], new["error"])}
 
 
-def _launch_all(cells: Sequence[Cell], size: int, examples: int, logs: Path) -> Iterator[Found]:
-    """Cells on one number of ranks, the verdicts of each launch; one that dies takes one of them with it."""
-    right: list[str] = []
+def _launch_all(cells: Sequence[Cell], size: int, limits: Limits, known: Sequence[str] = ()) -> Iterator[Found]:
+    """Cells on one number of ranks, the verdicts of each launch; one that dies takes one of them with it.
+
+    The plain gradients of libraries that are `known` to be right need not be tried first.
+    """
+    right = list(known)
     while cells:
         with tempfile.TemporaryDirectory(prefix="sp_core-conformance-") as name:
             folder = Path(name)
-            setting = {"cells": cells, "examples": examples, "right_gradients": right, "folder": str(folder)}
+            how = {name: getattr(limits, name) for name in ("examples", "patience", "planted")}
+            setting = {"cells": cells, "right_gradients": right, "folder": str(folder), **how}
             (folder / "setting.json").write_text(json.dumps(setting))
             try:
-                printed = _launch(size, folder)
+                printed = _launch(size, folder, limits.patience)
             except KeyboardInterrupt:
                 yield _told(folder)
                 raise
             told = _told(folder) | _died(cells, size, folder, printed)
-        _log(logs, cells, size, printed, told)
+        _log(limits.logs, cells, size, printed, told)
         yield told
         right += [name for (name, capability), one in told.items() if (capability, one["verdict"]) == ("backward", "pass")]
         cells = [cell for cell in cells if cell not in told]
@@ -124,11 +159,12 @@ def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found
     return {(name, capability): _dead({"library": name, "capability": capability, **blank}, printed) for name, capability in cells}
 
 
-def _launch(size: int, folder: Path) -> str:
+def _launch(size: int, folder: Path, patience: float) -> str:
     """Run the laws with the setting in a folder; returns what the ranks printed."""
-    chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "SP_WATCHDOG_S": str(EXAMPLE_SECONDS), "OMP_NUM_THREADS": "1"}
+    seconds = {"SP_WATCHDOG_S": str(EXAMPLE_SECONDS * patience)}
+    chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "OMP_NUM_THREADS": "1", **seconds}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(size), "--timeout", str(LAUNCH_SECONDS), "--"]
+    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(size), "--timeout", str(LAUNCH_SECONDS * patience), "--"]
     quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--no-raw-replay", "-q"]
     suite = [sys.executable, "-m", "pytest", str(LAWS), "--only-mpi", "--expect-ranks", str(size), *quiet]
     with (folder / "printed").open("w") as printed:

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.capabilities import problems
 from conformance.gloo import Gloo
 from conformance.libraries import named
-from conformance.trial import Trial, judged
+from conformance.planted import FAULTS
+from conformance.trial import CELL_SECONDS, Trial, judged
 
 SETTING: dict[str, Any] = json.loads(Path(os.environ["SP_CONFORMANCE"]).read_text())
 FOLDER = Path(SETTING["folder"])
 RIGHT_GRADIENTS: set[str] = set(SETTING["right_gradients"])
-FORWARD_ONLY = ("full", "causal")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,8 @@ def gloo() -> Gloo:
     from mpi4py import MPI
 
     torch.set_num_threads(1)
-    return Gloo(FOLDER, MPI.COMM_WORLD, named(SETTING["cells"][0][0]).patience)
+    longest = max(named(name).patience for name, _ in SETTING["cells"])
+    return Gloo(FOLDER, MPI.COMM_WORLD, longest * SETTING["patience"])
 
 
 def note(comm: Any, line: dict[str, Any]) -> None:
@@ -39,6 +39,11 @@ def note(comm: Any, line: dict[str, Any]) -> None:
     if comm.rank == 0:
         with (FOLDER / "verdicts.jsonl").open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def announce(problem: dict[str, Any]) -> None:
+    """Leave the problem that is tried next."""
+    (FOLDER / "in_flight.json").write_text(json.dumps(problem))
 
 
 @pytest.mark.ranks
@@ -49,14 +54,16 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
 
     world = MPI.COMM_WORLD
     library = named(name)
-    gradients = capability == "backward" or (name in RIGHT_GRADIENTS and capability not in FORWARD_ONLY)
+    subject = library.subject
+    gradients = capability == "backward" or (name in RIGHT_GRADIENTS and capability not in subject.FORWARD_ONLY)
     cell = {"library": name, "capability": capability, "ranks": world.size, "gradients": gradients}
     note(world, {"begins": True, **cell})
     adapter = library.module()
+    for number in SETTING["planted"]:
+        FAULTS[number].plant()
     gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
-    strategy = problems(capability, world.size, library.needs, gradients, library.full)
-    in_flight = FOLDER / "in_flight.json"
-    trial = Trial(adapter, library.variant, gloo.renew, lambda problem: in_flight.write_text(json.dumps(problem)) and None)
+    strategy = subject.problems(capability, world.size, library.needs, gradients, library.full)
+    trial = Trial(subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"])
     found = judged(trial, strategy, world.size, SETTING["examples"])
     if capability == "backward" and found["verdict"] == "pass":
         RIGHT_GRADIENTS.add(name)

@@ -9,10 +9,12 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-from conformance import flash_standin
+from conformance import attention, flash_standin, layers
 from conformance.adapters.yunchang_usp import degrees
-from conformance.capabilities import CAPABILITIES, Needs, Positions
+from conformance.attention import Needs, Positions
+from conformance.trial import Subject
 
+SUBJECTS: dict[str, Subject | ModuleType] = {"attention": attention, "layers": layers}
 REFUSED, NOT_OFFERED = "refused", "not offered"
 
 
@@ -38,7 +40,7 @@ class Library:
     Args:
         name: of the column.
         adapter: module of `conformance.adapters`.
-        package: distribution whose version is told.
+        package: distribution whose version is told; with spaces between several.
         variant: for the adapter.
         needs: how it wants its problems.
         says: capabilities that are not tried, with the reason.
@@ -46,6 +48,7 @@ class Library:
         flash: whether it is given the stand-in for flash-attn.
         full: whether it can do without a mask.
         patience: seconds that its ranks wait for each other before they count as hung.
+        about: name of its subject.
     """
 
     name: str
@@ -58,6 +61,12 @@ class Library:
     flash: bool = False
     full: bool = True
     patience: float = 5.0
+    about: str = "attention"
+
+    @property
+    def subject(self) -> Subject | ModuleType:
+        """Return what is on trial."""
+        return SUBJECTS[self.about]
 
     def module(self) -> ModuleType:
         """The adapter; the library itself is imported when it is first called.
@@ -71,12 +80,12 @@ class Library:
 
     def tried(self) -> list[str]:
         """Capabilities that are put to it."""
-        return [name for name in CAPABILITIES if name not in self.excluded()]
+        return [name for name in self.subject.CAPABILITIES if name not in self.excluded()]
 
     def excluded(self) -> dict[str, Says]:
         """Capabilities that are not, with the reason; layouts that it does not have are among them."""
-        layouts = ("contiguous", "zigzag", "striped")
-        missing = {name: Says(NOT_OFFERED, "another layout", "") for name in layouts if name not in self.needs.layouts}
+        layouts = {"contiguous", "zigzag", "striped"} & set(self.subject.CAPABILITIES)
+        missing = {name: Says(NOT_OFFERED, "another layout", "") for name in sorted(layouts - set(self.needs.layouts))}
         return {**missing, **self.says}
 
 
@@ -168,6 +177,46 @@ USP_ZIGZAG = {
     **USP_FLASH,
     "full": Says(REFUSED, "zigzag and stripe is load balance strategy for causal=True", f"{YUNCHANG}, README.md"),
 }
+ALST = {
+    "uneven length": Says(
+        REFUSED,
+        "batch's seqlen=... isn't divisible by sp-size=...: raise ValueError",
+        "deepspeed/runtime/sequence_parallel/ulysses_sp.py: UlyssesSPDataLoaderAdapter",
+    )
+}
+ALST_SDPA = {
+    **ALST,
+    "documents": Says(
+        REFUSED,
+        "sdpa doesn't handle multiple samples combined into one correctly",
+        "github.com/huggingface/accelerate, docs/source/concept_guides/sequence_parallelism.md",
+    ),
+}
+HARDCODED = Says(
+    REFUSED,
+    "currently hardcodes a causal mask_mod: models with sliding window or other non-standard patterns would need ...",
+    "deepspeed/runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.forward",
+)
+ALST_FLEX = {**ALST, "full": HARDCODED, "window": HARDCODED, "documents": HARDCODED}
+ACCELERATE = {
+    **TORCH,
+    "window": Says(
+        REFUSED,
+        "Context parallelism does not support attention layers of type sliding_attention",
+        "accelerate/big_modeling.py: _attach_context_parallel_hooks",
+    ),
+}
+MEGATRON = {
+    "uneven length": Says(
+        REFUSED,
+        "First dimension of the tensor should be divisible by tensor parallel size",
+        "megatron/core/tensor_parallel/mappings.py: an assertion",
+    )
+}
+
+
+def _alst(variant: str, says: Mapping[str, Says], **rest: Any) -> Library:
+    return Library(f"ALST Ulysses {variant}", "alst_ulysses", "deepspeed transformers", variant, says=says, **rest)
 
 
 def _flash(variant: str, needs: Needs, says: Mapping[str, Says]) -> Library:
@@ -196,6 +245,23 @@ LIBRARIES = (
         *("DeepSpeed Ulysses", "deepspeed_ulysses", "deepspeed"),
         known={"uneven length": "github.com/deepspeedai/DeepSpeed/issues/7384"},
     ),
+    _alst("sdpa", ALST_SDPA),
+    _alst(
+        "flash_attention_2",
+        {**ALST, "float64": FLASH_DTYPES},
+        needs=Needs(dtype="bfloat16", one_sequence=True),  # transformers knows packed documents in a batch of one only
+        flash=True,
+    ),
+    _alst("flex_attention", ALST_FLEX, full=False, patience=60.0),  # each rank compiles for itself
+    *(
+        Library(
+            *(f"accelerate {variant}".strip(), "accelerate_context_parallel", "accelerate", variant),
+            needs=Needs(("zigzag",), "zigzag"),
+            says=ACCELERATE,
+            patience=60.0,  # as torch context_parallel
+        )
+        for variant in ("", "CPU stand-in")
+    ),
     _usp("basic TORCH_EFFICIENT", Needs(), USP_EFFICIENT),
     _usp("basic TORCH_MATH", Needs(), USP),
     _usp("basic FA", Needs(dtype="bfloat16"), USP_FLASH),
@@ -206,8 +272,15 @@ LIBRARIES = (
     _flash("ring_varlen", _packed("contiguous", False), VARLEN),
     _flash("zigzag_varlen", _packed("zigzag", True), {**VARLEN, "full": CAUSAL_ONLY}),
     _flash("llama3", Needs(dtype="bfloat16", one_sequence=True), {name: VARLEN[name] for name in ("window", "float64")}),
+    Library("sp_core layers", "our_layers", "sp-core", about="layers"),
+    *(
+        Library(*(f"megatron-core {variant}".strip(), "megatron_tp_sp", "megatron-core", variant), says=MEGATRON, about="layers")
+        for variant in ("", "CPU stand-in")
+    ),
 )
-"""Every library, ours first."""
+"""Every library; of each subject ours is the first."""
+OURS = ("sp_core", "sp_core layers")
+"""Those of this project: if one does not pass, the harness is wrong."""
 
 
 def named(name: str) -> Library:

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import flash_standin
+from conformance import flash_standin, pair
 from conformance.libraries import Library
 
-DRIVER = Path(__file__).with_name("driver.txt")
+DRIVER, ATTENTION = (Path(__file__).with_name(f"{name}.txt") for name in ("driver", "driver_attention"))
 SECONDS = 120.0
 IMPORTS = "\n".join(
     (
@@ -44,10 +44,11 @@ def script(library: Library, verdict: dict[str, Any], version: str) -> str:
         parts += ["\n# ---- a stand-in for flash-attn's kernels, exact, for the CPU", _source(flash_standin), "install()"]
     parts += [f"\n# ---- the call: {library.name}", _source(library.module())]
     problem = pprint.pformat(verdict["problem"], width=120, sort_dicts=False)
-    parts += [
-        f"\n# ---- the smallest problem that was found\nVARIANT = {library.variant!r}\nLEAST = {least!r}\nPROBLEM = {problem}\n\n"
-    ]
-    return "\n".join([*parts, DRIVER.read_text()])
+    values = {"VARIANT": library.variant, "RESULT": verdict.get("result", ""), "LEAST": least}
+    constants = "\n".join([f"CALL = {library.subject.CALL}", *(f"{name} = {x!r}" for name, x in values.items())])
+    parts += [f"\n# ---- the smallest problem that was found\n{constants}\nPROBLEM = {problem}\n\n"]
+    parts += [_source(pair) if library.about == "layers" else ATTENTION.read_text()]
+    return "\n".join([*parts, "", DRIVER.read_text()])
 
 
 def _source(module: Any) -> str:
@@ -56,14 +57,15 @@ def _source(module: Any) -> str:
     return text.partition("from __future__ import annotations\n")[2].strip("\n") + "\n"
 
 
-def last_words(path: Path) -> str:
-    """Run a script; the last line that it prints."""
+def last_words(path: Path, patience: float = 1.0) -> str:
+    """Run a script, for `patience` times the usual seconds; the last line that it prints."""
+    seconds = SECONDS * patience
     try:
         answer = subprocess.run(
-            [sys.executable, "-W", "ignore", str(path)], capture_output=True, text=True, timeout=SECONDS, check=False
+            [sys.executable, "-W", "ignore", str(path)], capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"it has not ended after {SECONDS:.0f} s"
+        return f"it has not ended after {seconds:.0f} s"
     printed = [line.strip() for line in (answer.stdout.strip() or answer.stderr.strip()).splitlines() if line.strip()]
     return printed[-1][:300] if printed else f"nothing was printed; exit code {answer.returncode}"
 

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance.capabilities import Posed, told
 from sp_core.testing import given
-from sp_core.testing.attention_check import Shards
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.tolerance import error_ratio
 
@@ -33,14 +30,27 @@ TRANSPORT = ("gloo", "op.preamble", "timed out", "timeout", "connection closed",
 FINE, RAISED, STUCK = "fine", "raised", "stuck"
 
 
-class Adapter(Protocol):
-    """What a module of `conformance.adapters` has."""
+class Case(Protocol):
+    """A problem as one rank sees it."""
 
-    def prepare(self, comm: Any, variant: str) -> None:
-        """Get ready for a new process group over all ranks."""
+    def results(self, call: Callable[..., Any], variant: str, comm: Any) -> dict[str, Tensor]:
+        """Run a library; return what it gives this rank, by name."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **definition: Any) -> Tensor:
-        """This rank's tokens attended to, (B, S/P, H, D)."""
+    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return every result of this rank as it should be, and by how much it may be off."""
+
+
+class Subject(Protocol):
+    """What may be on trial: `conformance.attention` and `conformance.layers` are modules of this kind."""
+
+    CAPABILITIES: dict[str, str]
+    FORWARD_ONLY: tuple[str, ...]
+    CALL: str
+    Case: Callable[[Any, int, int], Case]
+    problems: Callable[..., st.SearchStrategy[Any]]
+    told: Callable[[Any], dict[str, Any]]
+    posed: Callable[[dict[str, Any]], Any]
+    smallest: Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ class Trial:
     """The body of a capability's property; called on every rank.
 
     Args:
+        subject: what its problems are about.
         adapter: how the library is called.
         variant: which of its functions.
         renew: makes a new process group after one has broken.
@@ -73,7 +84,8 @@ class Trial:
         seconds: after which no further problem is tried.
     """
 
-    adapter: Adapter | ModuleType
+    subject: Subject | ModuleType
+    adapter: ModuleType
     variant: str
     renew: Callable[[Any], None]
     announce: Callable[[dict[str, Any]], None] = lambda problem: None
@@ -86,7 +98,7 @@ class Trial:
     closed: bool = False
     _began: float = 0.0
 
-    def __call__(self, comm: Any, problem: Posed) -> None:
+    def __call__(self, comm: Any, problem: Any) -> None:
         """Try one problem.
 
         Raises:
@@ -98,9 +110,9 @@ class Trial:
             return
         self._began = self._began or time.monotonic()
         if comm.rank == 0:
-            self.announce(told(problem))
-        shards = Shards(problem, comm.rank, comm.size, torch.device("cpu"))
-        mine, results = self._attempt(shards, comm)
+            self.announce(self.subject.told(problem))
+        case = self.subject.Case(problem, comm.rank, comm.size)
+        mine, results = self._attempt(case, comm)
         late = time.monotonic() - self._began > self.seconds
         everyone, lates = zip(*comm.allgather((mine, late)), strict=True)
         self.closed = any(lates)
@@ -110,36 +122,29 @@ class Trial:
             self.renew(comm)  # also where every rank has refused: messages may be under way, and would meet the next problem's
             self._not_fine(problem, everyone)
             return
-        error = max(comm.allgather(worst(shards, results)), key=lambda e: e.ratio)
+        error = max(comm.allgather(worst(case, results, comm.rank)), key=lambda e: e.ratio)
         self.worst = max(self.worst, min(error.ratio, 1.0))
         if not error.ratio <= 1.0:
             said = {"result": error.result, "rank": error.rank, "relative": finite(error.relative), "ratio": finite(error.ratio)}
-            self._fail(problem, {"verdict": "wrong", "problem": told(problem), **said})
+            self._fail(problem, {"verdict": "wrong", "problem": self.subject.told(problem), **said})
 
-    def _not_fine(self, problem: Posed, everyone: Sequence[Attempt]) -> None:
+    def _not_fine(self, problem: Any, everyone: Sequence[Attempt]) -> None:
         text = next(a.text for a in everyone if a.status != FINE)
         if all(attempt.status == RAISED for attempt in everyone):
             self.refusals[text] += 1
             return
         hung = not any(attempt.status == RAISED for attempt in everyone)
         states = "; ".join(f"rank {rank}: {a.status} {a.text}".strip() for rank, a in enumerate(everyone))
-        self._fail(problem, {"verdict": "hung" if hung else "crashed", "problem": told(problem), "states": states})
+        self._fail(problem, {"verdict": "hung" if hung else "crashed", "problem": self.subject.told(problem), "states": states})
 
-    def _fail(self, problem: Posed, failure: dict[str, Any]) -> None:
+    def _fail(self, problem: Any, failure: dict[str, Any]) -> None:
         """The same failure again whenever this problem comes again, also when there is no time to try it."""
         self.failure = self.failures[repr(problem)] = failure
         raise AssertionError(f"{failure['verdict']}: {problem}")
 
-    def _attempt(self, shards: Shards, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
-        def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Any, softmax_scale: float | None, **_: Any) -> tuple[Tensor, None]:
-            problem = shards.problem
-            seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
-            rest = {"variant": self.variant, "layout": problem.layout, "softmax_scale": softmax_scale}
-            return self.adapter.attend(q, k, v, **seen, **rest, shards=problem.shards, comm=comm), None
-
+    def _attempt(self, case: Case, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
         try:
-            out, lse = shards.run(scheme)
-            return Attempt(), {"out": out.detach(), **shards.gradients(out, lse)}
+            return Attempt(), case.results(getattr(self.adapter, self.subject.CALL), self.variant, comm)
         except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
             return _caught(error), {}
 
@@ -154,7 +159,7 @@ class Trial:
         return {**said, "verdict": "refused" if refused else "pass"}
 
 
-def judged(trial: Trial, strategy: st.SearchStrategy[Posed], size: int, examples: int) -> dict[str, Any]:
+def judged(trial: Trial, strategy: st.SearchStrategy[Any], size: int, examples: int) -> dict[str, Any]:
     """Run the property of a capability to its end, on every rank together.
 
     Args:
@@ -164,7 +169,7 @@ def judged(trial: Trial, strategy: st.SearchStrategy[Posed], size: int, examples
         examples: at most so many, beside those that make a failure smaller.
     """
 
-    def body(comm: Any, problem: Posed) -> None:
+    def body(comm: Any, problem: Any) -> None:
         trial(comm, problem)
 
     law = settings(report_multiple_bugs=False)(given(nprocs=st.just(size), max_examples=examples, problem=strategy)(body))
@@ -176,24 +181,24 @@ def judged(trial: Trial, strategy: st.SearchStrategy[Posed], size: int, examples
     return trial.verdict()
 
 
-def worst(shards: Shards, results: dict[str, Tensor]) -> Error:
+def worst(case: Case, results: dict[str, Tensor], rank: int) -> Error:
     """The worst of this rank's results."""
     errors = [Error()]
-    for what, (expected, allowed) in shards.expected().items():
+    for what, (expected, allowed) in case.expected().items():
         if what in results:
             found = results[what].detach().double()
             ratio = error_ratio(found, expected, allowed)
-            errors.append(Error(ratio, relative(found, expected), what, shards.rank))
+            errors.append(Error(ratio, relative(found, expected), what, rank))
     return max(errors, key=lambda error: error.ratio)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Greatest error over the greatest expected element; infinite for other shapes and for NaN."""
+    """Greatest error over the greatest expected element, if that is not 0; infinite for other shapes and for NaN."""
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return float("inf")
     if not expected.numel():
         return 0.0
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+    return float((found - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
 
 
 def finite(number: float) -> float | None:

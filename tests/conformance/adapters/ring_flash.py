@@ -25,7 +25,12 @@ FUNCTIONS = {
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """The default process group is all that it needs."""
+    """The default process group is all that it needs.
+
+    Its adapter for transformers, not used here, imports a name that transformers 5 does not have.
+    """
+    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+    utils.is_flash_attn_greater_or_equal_2_10 = lambda: True
     importlib.import_module("ring_flash_attn")
 
 

@@ -1,4 +1,4 @@
-"""What a library may be able to do, and the problems that find out.
+"""What a library's attention may be able to do, and the problems that find out.
 
 Everything that a capability is not about is plain: an even length, as many heads as any scheme wants, the dtype and layout that the
 library is made for. So a fault shows under the capability that it belongs to.
@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sp_core.mask import Mask
 from sp_core.sharding import Sharding
+from sp_core.testing.attention_check import Shards
 from sp_core.testing.strategies import LAYOUTS, AttentionProblem, attention_problems, boundaries, windows
 
 CAPABILITIES = {
@@ -33,6 +36,10 @@ CAPABILITIES = {
     "bfloat16": "errors at the round-off of bfloat16; causal",
 }
 """Every capability, in the order in which they are tried."""
+FORWARD_ONLY = ("full", "causal")
+"""Tried without gradients."""
+CALL = "attend"
+"""The function of an adapter that is on trial."""
 
 LONGEST = 24
 Positions = tuple[tuple[int, ...], ...]
@@ -53,6 +60,34 @@ class Posed(AttentionProblem):
     def kv_sharding(self, size: int) -> Sharding:
         """The same: all of this is self attention."""
         return self.sharding(size)
+
+
+class Case:
+    """A problem as one rank sees it.
+
+    Args:
+        problem: of attention.
+        rank, size: of the ranks that share the sequence.
+    """
+
+    def __init__(self, problem: Posed, rank: int, size: int) -> None:
+        self._shards = Shards(problem, rank, size, torch.device("cpu"))
+
+    def results(self, call: Callable[..., Tensor], variant: str, comm: Any) -> dict[str, Tensor]:
+        """Run a library; return what it gives this rank, by name."""
+        problem = self._shards.problem
+
+        def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, softmax_scale: float | None, **_: Any) -> tuple[Tensor, None]:
+            seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
+            how = {"variant": variant, "layout": problem.layout, "softmax_scale": softmax_scale}
+            return call(q, k, v, **seen, **how, shards=problem.shards, comm=comm), None
+
+        out, lse = self._shards.run(scheme)
+        return {"out": out.detach(), **self._shards.gradients(out, lse)}
+
+    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return every result of this rank as it should be, and by how much it may be off."""
+        return self._shards.expected()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,156 @@
+"""What tensor-parallel layers with sequence parallelism may be able to do, and the problems for it.
+
+A problem is one pair of layers. The column-parallel one gathers the tokens; the row-parallel one
+sums over the ranks and gives each its tokens. Sizes that a capability is not about suit every
+library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance import pair
+from sp_core.testing.strategies import seeds
+from sp_core.testing.tolerance import bound
+
+CAPABILITIES = {
+    "forward": "the output of each rank's tokens",
+    "backward": "gradients of the input and of both weights",
+    "bias": "both layers have a bias, with its gradient",
+    "frozen": "one weight has no gradient",
+    "twice": "the same layers applied twice; their gradients add up",
+    "odd sizes": "odd numbers of tokens and features on each rank",
+    "uneven length": "a length that the number of ranks does not divide",
+    "uneven features": "features that the number of ranks does not divide",
+    "float64": "errors at the round-off of float64",
+    "bfloat16": "errors at the round-off of bfloat16",
+}
+"""Every capability, in the order in which they are tried."""
+FORWARD_ONLY = ("forward",)
+"""Tried without gradients."""
+CALL = "Pair"
+"""The class of an adapter that is on trial."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A pair of layers and its input.
+
+    Args:
+        batch, seq_len: tokens.
+        hidden: features of a token.
+        inner: features between the layers, which are split over the ranks.
+        bias: whether both layers have one.
+        frozen: parameter without a gradient; "" for none.
+        times: how often the pair is applied.
+        dtype: of everything.
+        gradients: whether they are asked for.
+        seed: of all numbers.
+        shards: positions of each rank.
+    """
+
+    batch: int
+    seq_len: int
+    hidden: int
+    inner: int
+    bias: bool
+    frozen: str
+    times: int
+    dtype: str
+    gradients: bool
+    seed: int
+    shards: tuple[tuple[int, ...], ...]
+
+
+class Case:
+    """A problem as one rank sees it.
+
+    Args:
+        problem: a pair of layers.
+        rank, size: of the ranks that share the tokens.
+    """
+
+    def __init__(self, problem: Layers, rank: int, size: int) -> None:
+        self._problem, self._rank = told(problem), rank
+
+    def results(self, call: Callable[..., Any], variant: str, comm: Any) -> dict[str, Tensor]:
+        """Run a library; return what it gives this rank, by name."""
+        return pair.results(self._problem, self._rank, call, variant, comm)
+
+    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return every result of this rank as it should be, and by how much it may be off.
+
+        Each pass through the pair, forward or backward, has one sum over the ranks. Every rank
+        rounds its part of that sum.
+        """
+        p = self._problem
+        growth = 2 * p["times"] * (p["hidden"] + p["inner"]) + p["batch"] * p["seq_len"]
+        options = (getattr(torch, p["dtype"]), growth, 2 * p["times"] * len(p["shards"]))
+        value, scale = (pair.alone(p, of) for of in (torch.clone, torch.abs))
+        found = {}
+        for name in value:
+            expected, terms = (pair.part(p, name, x[name], self._rank) for x in (value, scale))
+            found[name] = (expected, bound(terms, *options))
+        return found
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    capability: str,
+    size: int,
+    needs: Any,
+    gradients: bool,
+    full: bool = True,
+) -> Layers:
+    """Draw problems of one capability on `size` ranks.
+
+    Args:
+        draw: Hypothesis'.
+        capability: a name in `CAPABILITIES`.
+        size: number of ranks.
+        needs: of the library; its dtype is used.
+        gradients: whether they are asked for.
+        full: not used, because there is no mask.
+    """
+    least, beyond = 1 if capability == "odd sizes" else 2, st.integers(1, size - 1)
+    tokens, hidden, inner = (2 * draw(st.integers(0, 3)) + least for _ in range(3))
+    seq_len = tokens * size + draw(beyond) * (capability == "uneven length")
+    weights = ["up.weight", "down.weight"] if capability == "frozen" else [""]
+    return Layers(
+        batch=draw(st.integers(1, 3)),
+        seq_len=seq_len,
+        hidden=hidden,
+        inner=inner * size + draw(beyond) * (capability == "uneven features"),
+        bias=capability == "bias",
+        frozen=draw(st.sampled_from(weights)),
+        times=1 + (capability == "twice"),
+        dtype=capability if capability in ("float64", "bfloat16") else needs.dtype,
+        gradients=gradients,
+        seed=draw(seeds()),
+        shards=tuple(tuple(s.tolist()) for s in torch.arange(seq_len).tensor_split(size)),
+    )
+
+
+def told(problem: Layers) -> dict[str, Any]:
+    """Turn a problem into plain data."""
+    return {**asdict(problem), "shards": [list(shard) for shard in problem.shards]}
+
+
+def posed(data: dict[str, Any]) -> Layers:
+    """Make a problem of plain data."""
+    return Layers(**{**data, "shards": tuple(map(tuple, data["shards"]))})
+
+
+def smallest(problem: Layers) -> str:
+    """Describe a problem in one line, for a table."""
+    parts = [f"P {len(problem.shards)}", f"B {problem.batch}", f"S {problem.seq_len}"]
+    parts += [f"E {problem.hidden}", f"F {problem.inner}", problem.dtype]
+    parts += ["bias"] * problem.bias + [f"{problem.frozen} frozen"] * bool(problem.frozen)
+    return ", ".join([*parts, *["twice"] * (problem.times > 1)])
