@@ -132,7 +132,7 @@ def _ring_in_place(problem: Attention, rank: int) -> Both:
 def ulysses(problem: Attention, rank: int) -> Both:
     """What `rank` sends in `ulysses_attention`."""
     heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
-    return _exchange(problem, rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads])
+    return _exchange(problem, rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads], _through_exchange(problem, problem))
 
 
 def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
@@ -144,14 +144,16 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
         sharding=Sharding(tuple(problem.sharding.segments[rank] for rank in mine)),
         kv_sharding=Sharding(tuple(problem.kv_sharding.segments[rank] for rank in mine)),
     )
+    through = _through_exchange(problem, inside)
     around = replace(
         problem,
         sharding=problem.sharding.group(groups),
         kv_sharding=problem.kv_sharding.group(groups),
         num_kv_heads=len(kv_heads[ulysses_rank]),
-        needs_grad=_through_exchange(inside),
+        needs_grad=through,
     )
-    parts = (_exchange(inside, ulysses_rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads]), ring(around, ring_rank))
+    slots = [len(h) for h in heads], [2 * len(h) for h in kv_heads]
+    parts = (_exchange(inside, ulysses_rank, *slots, through), ring(around, ring_rank))
     return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
 
 
@@ -163,8 +165,11 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
     return Traffic(0, gather + scatter), Traffic(0, gather + (gather + scatter))
 
 
-def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int]) -> Both:
-    """The all-to-alls of Ulysses: `heads` of q and out, and `slots` of k and v together, that each rank computes."""
+def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int], through: tuple[bool, bool, bool]) -> Both:
+    """The all-to-alls of Ulysses: `heads` of q and out, and `slots` of k and v together, that each rank computes.
+
+    `through` says which of q, k and v have gradients after the exchange.
+    """
     unit = problem.batch * problem.head_dim * problem.itemsize
     lse_unit = problem.batch * problem.wide
     own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)
@@ -174,17 +179,20 @@ def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int])
     if problem.shared:  # a rank reads what the others would have sent to it
         (there, home), (kv_there, kv_home) = (home, there), (kv_home, kv_there)
     forward = unit * (there + kv_there + home) + lse_unit * home * problem.return_lse
-    q_back, kv_back, _ = _through_exchange(problem)
+    q_back, kv_back, _ = through
     backward = unit * (q_back * home + kv_back * kv_home)
     if any(problem.needs_grad):
         backward += unit * there + lse_unit * there * problem.lse_grad
     return Traffic(0, forward), Traffic(0, backward)
 
 
-def _through_exchange(problem: Attention) -> tuple[bool, bool, bool]:
-    """Which of q, k and v have gradients after the exchange: what travels together has them together."""
+def _through_exchange(problem: Attention, inside: Attention) -> tuple[bool, bool, bool]:
+    """Which of q, k and v have gradients after the exchange between the ranks `inside`: what travels together has them together.
+
+    All three travel together where the shards of all ranks of the problem are alike, not only those of the ranks inside.
+    """
     q, *kv = problem.needs_grad
-    if problem.sharding.size == 1:
+    if inside.sharding.size == 1:
         return problem.needs_grad
     if problem.sharding.lengths == problem.kv_sharding.lengths:
         return (q or any(kv),) * 3
