@@ -139,7 +139,7 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
     back = max((ring - 1 + ring * problem.wide) * block + given for block, given in zip(blocks, given_back, strict=True))
     messages = Traffic(ring - 1, sent), Traffic((2 * ring - 1) * (ring > 1), round(back))
     name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
-    return Projection(name, ring, ulysses, seconds, seconds - (1 + BACKWARD) * problem.compute, *messages)
+    return Projection(name, ring, ulysses, seconds, max(seconds - (1 + BACKWARD) * problem.compute, 0.0), *messages)
 
 
 def _allgather_kv(problem: Problem) -> Projection:
