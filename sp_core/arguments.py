@@ -6,8 +6,9 @@ Collectives and schemes call `check` inside `Communicator.agree_on`: what one ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,18 +26,42 @@ def _are_whole(value: Any) -> bool:
     return isinstance(value, (list, tuple, range)) and all(map(_is_whole, value))
 
 
+def _are_texts(value: Any) -> bool:
+    return _is_sequence(value) and all(_is_sequence(tokens) and all(map(_is_whole, tokens)) for tokens in value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_whole, value))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 _WHOLE = (_is_whole, "a whole number")
 _SIZES = (lambda value: value is None or _are_whole(value), "a list or tuple of whole numbers, one per rank, or None")
+_TEXTS = (_are_texts, "a list with a list of tokens, whole numbers, for each sequence")
 _FLAG = (lambda value: isinstance(value, bool), "True or False")
 _NAME = (lambda value: isinstance(value, str), "a name")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"), _WHOLE),
+    **dict.fromkeys(("seed", "max_tokens", "pass_tokens"), _WHOLE),
+    **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
-    **dict.fromkeys(("deterministic", "return_lse", "causal"), _FLAG),
+    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
+    "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
+    "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
-    "count": (lambda value: value is None or _is_whole(value), "a whole number, or None"),
+    **dict.fromkeys(("count", "max_file_bytes"), (lambda value: value is None or _is_whole(value), "a whole number, or None")),
+    "folder": (lambda value: isinstance(value, (str, Path)), "a name or a Path"),
+    "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
+    "comm": (lambda value: hasattr(value, "Split"), "a communicator of mpi4py, such as MPI.COMM_WORLD"),
+    "parameters": (lambda value: isinstance(value, Iterable), "the parameters, such as model.parameters()"),
+    "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
+    "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
+    "on_token": (lambda value: value is None or callable(value), "a function of a prompt's number and a token, or None"),
     "softmax_scale": (lambda value: value is None or _is_number(value), "a finite number, or None for 1/sqrt(head_dim)"),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }

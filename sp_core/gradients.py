@@ -8,13 +8,14 @@ and so is the gradient of a parameter that all ranks use alike. What several ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from sp_core import arguments
 from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce
 from sp_core.collectives.flat import overlaps
@@ -134,10 +135,10 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
     wanted: list[tuple[nn.Parameter, Placement]] = []
 
     def check() -> int:
-        wanted.extend((p, _fitting(p, tensor)) for p in parameters if p.requires_grad)
+        wanted.extend((p, _fitting(p, tensor)) for p in _checked(parameters) if p.requires_grad)
         return 0
 
-    _agree_in_turn((tensor, data), lambda: f"reduce_gradients({', '.join(_shown(*each) for each in wanted)})", check)
+    _agree_in_turn((tensor, data), lambda: f"reduce_gradients({_listed(wanted)})", check)
     for parameter, _ in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -182,11 +183,11 @@ def clip_gradient_norm(
     def check() -> int:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} was given; pass a number above 0, or infinity to only measure.")
-        wanted.extend((p.grad, _fitting(p, tensor)) for p in parameters if p.grad is not None)
+        wanted.extend((p.grad, _fitting(p, tensor)) for p in _checked(parameters) if p.grad is not None)
         return 0
 
     groups = (tensor,) if stages is None else (tensor, stages)
-    _agree_in_turn(groups, lambda: f"clip_gradient_norm({max_norm=})", check)
+    _agree_in_turn(groups, lambda: f"clip_gradient_norm({max_norm=})", check, lambda: _listed(wanted))
     own = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in wanted:
         own += torch.linalg.vector_norm(placement.counted(x, tensor.rank), dtype=torch.float64).square()
@@ -200,22 +201,34 @@ def clip_gradient_norm(
     return norm
 
 
-def _agree_in_turn(comms: Sequence[Communicator], call: Callable[[], str], check: Callable[[], int]) -> None:
+def _checked(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    arguments.check(parameters=parameters)
+    for parameter in parameters:
+        arguments.check_type("a parameter", parameter, nn.Parameter, "Pass those of a module, such as model.parameters().")
+        yield parameter
+
+
+def _agree_in_turn(
+    comms: Sequence[Communicator], call: Callable[[], str], check: Callable[[], int], own: Callable[[], str] = str
+) -> None:
     """Agree on communicators that are axes of one grid.
 
-    What is wrong on one rank reaches its ranks along the first axis, and with each of them all ranks along the next.
+    What is wrong on one rank reaches its ranks along the first axis, and with each of them all ranks along the next. What `own`
+    returns has to be the same along the first axis only.
     """
+    for each in comms:
+        arguments.check_communicator(each, "tensor, data or stages")
     found: Exception | None = None
 
     def text() -> str:
-        return f"{call()} on {comm.name}"
+        return f"{call()} {own() if comm is comms[0] else ''} on {comm.name}"
 
     def told() -> int:
         if found is not None:
             raise found
         return check() if comm is comms[0] else 0
 
-    for comm in comms:
+    for comm in (each for each in comms if each.size > 1 or each is comms[0]):
         try:
             comm.agree_on(text, told)
         except ERRORS as error:
@@ -235,8 +248,8 @@ def _fitting(parameter: nn.Parameter, tensor: Communicator) -> Placement:
     return placement
 
 
-def _shown(parameter: nn.Parameter, placement: Placement) -> str:
-    return f"{placement.shape} {parameter.dtype}" + " partial" * placement.partial
+def _listed(parameters: Sequence[tuple[Tensor, Placement]]) -> str:
+    return ", ".join(f"{placement.shape} {x.dtype}{' partial' * placement.partial}" for x, placement in parameters)
 
 
 def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:

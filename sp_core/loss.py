@@ -48,6 +48,8 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
         ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
     """
 
+    arguments.check_communicator(comm)
+
     def check() -> int:
         if mask is not None:
             arguments.check_type("mask", mask, Mask, "Pass Mask(documents=...), or None.")
@@ -129,6 +131,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: 
 
 def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Communicator, count: int | None) -> Sequence[int]:
     """The parts of the vocabulary. What one rank finds wrong reaches its tensor group first, and with it every data group."""
+    arguments.check_communicator(tensor, "tensor")
+    arguments.check_communicator(data, "data")
     sizes: Sequence[int] = ()
     found: Exception | None = None
 

@@ -74,6 +74,7 @@ class Mesh:
         tuning: Tuning | str | Path | None = None,
         **axes: int,
     ) -> None:
+        arguments.check(comm=comm)  # without it no rank can be asked: an error of this rank
         self.axes = dict(axes)
         self.rank: int = comm.rank
         self.size: int = comm.size

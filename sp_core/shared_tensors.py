@@ -39,6 +39,7 @@ def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype
     Raises:
         ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.
     """
+    arguments.check_communicator(comm)
     comm.agree_on(lambda: f"shared_empty({dtype}) on {comm.name}", lambda: _check(shape, dtype))
     if comm.window is None:
         return torch.zeros(tuple(shape), dtype=dtype, device=comm.device)

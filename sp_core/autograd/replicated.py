@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_core.arguments import check_communicator
 from sp_core.autograd.apply import apply
 from sp_core.collectives import build
 from sp_core.collectives.maps import AllGather, AllReduce, Map, Started
@@ -172,6 +173,7 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
     Raises:
         As `all_gather`.
     """
+    check_communicator(comm)
     comm.agree_on(lambda: describe_all(tensors, comm), lambda: build.check_all(tensors, comm))
     return copy_all(tensors, comm)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.errors import CheckpointError
 from sp_core.gradients import Placement
 from sp_core.llama.config import LlamaConfig, read_json
@@ -147,7 +148,7 @@ def load(
         The model.
 
     Communication:
-        One agreement, after everything has been read.
+        Two agreements, the second one after everything has been read.
 
     Raises:
         CheckpointError: a folder that cannot be used.
@@ -160,6 +161,7 @@ def load(
     found: list[tuple[Llama, Checkpoint]] = []
 
     def read() -> int:
+        arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
         _check_layers(checkpoint, config)
         model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)

@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.gradients import Placement
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.grid import Grid
@@ -40,7 +41,7 @@ def create(
         The model: norms of one, all else normal with deviation 0.02.
 
     Communication:
-        One agreement.
+        Two agreements.
 
     Raises:
         ShapeError: too many ranks; CollectiveMismatch: ranks that ask for different models. On every rank.
@@ -49,6 +50,8 @@ def create(
     made: list[Llama] = []
 
     def make() -> int:
+        arguments.check(seed=seed, tp_sp=tp_sp)
+        arguments.check_type("config", config, LlamaConfig, "Make one, or read it with LlamaConfig.from_folder.")
         made.append(Llama(config, grid, dtype=dtype, tp_sp=tp_sp))
         return 0
 

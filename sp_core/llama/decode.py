@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.attention import block_attention, merge_into
 from sp_core.autograd import all_gather
 from sp_core.communicator import Communicator
@@ -123,11 +124,13 @@ class Decoder:
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, _New]]:
         """Agree on a call, and let the caches take the tokens in; micro-batches without a new token are left out."""
-        counts = [len(new) for new in tokens]
+        counts: list[int] = []
         shown = [length for cache in self.caches for length in cache.lengths]
         found: list[list[int]] = []
 
         def check() -> int:
+            arguments.check(tokens=tokens)
+            counts.extend(map(len, tokens))
             if len(counts) != len(shown):
                 raise ShapeError(
                     f"tokens for {len(counts)} sequences were given; there are {len(shown)}. Give an empty list for none."

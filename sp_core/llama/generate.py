@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.autograd import all_gather, broadcast
 from sp_core.llama.decode import Decoder, Tokens
 from sp_core.llama.grid import Grid
@@ -97,11 +98,15 @@ def generate(
         ValueError: an empty prompt, a token that is not in the vocabulary, or more tokens than the model has positions.
         CollectiveMismatch: ranks with different arguments. On every rank.
     """
-    sampling, stops = sampling or Sampling(), set(model.config.eos_token_id if stop is None else stop)
-    call = f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(stops)})"
-    model.grid.everyone.agree_on(lambda: call, lambda: _check(model, prompts, max_tokens))
+    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    stop = model.config.eos_token_id if stop is None else stop
+    sampling = Sampling() if sampling is None else sampling
+    model.grid.everyone.agree_on(
+        lambda: f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))})",
+        lambda: _check(model, prompts, max_tokens, sampling, stop, on_token),
+    )
     share = split_ranges(len(prompts), model.grid.replicas.size)[model.grid.replicas.rank]
-    batch = _Batch(model, [list(prompts[number]) for number in share], max_tokens, stops)
+    batch = _Batch(model, [list(prompts[number]) for number in share], max_tokens, set(stop))
     randoms = [sampling.random(number) for number in share]
     for _ in range(max_tokens):
         waiting = [number for number, done in enumerate(batch.done) if not done]
@@ -140,7 +145,11 @@ class _Batch:
         self.new[number] = [] if self.done[number] else [token]
 
 
-def _check(model: Llama, prompts: Tokens, max_tokens: int) -> int:
+def _check(
+    model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, stop: Sequence[int], on_token: OnToken | None
+) -> int:
+    arguments.check(prompts=prompts, max_tokens=max_tokens, stop=stop, on_token=on_token)
+    arguments.check_type("sampling", sampling, Sampling, "Pass Sampling(...), or None to choose greedily.")
     limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mesh import Mesh
@@ -54,9 +55,13 @@ class Grid:
             mesh: the ranks.
             scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid"; if not given, what the axes are named after.
 
+        Communication:
+            One agreement.
+
         Raises:
             ShapeError: other axes; ValueError: another scheme, or "hybrid" without both of its axes. On every rank.
         """
+        arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, tp=2).")
         unknown = [axis for axis in mesh.axes if axis not in AXES]
         if unknown:
             raise ShapeError(f"the mesh has the axes {tuple(mesh.axes)}; a LLaMA can use {AXES}. Name them so.")
@@ -79,11 +84,16 @@ class Grid:
 def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttention:
     axes = tuple(axis for axis in mesh.axes if axis in SEQUENCE_AXES)
     name = scheme or (HYBRID if len(axes) == 2 else next(iter(axes), "allgather_kv"))
-    if name == HYBRID and len(axes) == 2:
+
+    def check() -> int:
+        if name not in SCHEMES and (name != HYBRID or len(axes) != 2):
+            raise ValueError(
+                f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there are {sorted(SCHEMES)}, "
+                f"and {HYBRID!r} where the mesh has both {SEQUENCE_AXES}."
+            )
+        return 0
+
+    mesh[tuple(mesh.axes)].agree_on(lambda: f"Grid.of(scheme={name!r})", check)
+    if name == HYBRID:
         return partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1]))
-    if name not in SCHEMES:
-        raise ValueError(
-            f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there are {sorted(SCHEMES)}, "
-            f"and {HYBRID!r} where the mesh has both {SEQUENCE_AXES}."
-        )
     return partial(SCHEMES[name], comm=comm)

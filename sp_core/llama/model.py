@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from sp_core import arguments
 from sp_core.errors import ShapeError
 from sp_core.gradients import Placement, placement_of
 from sp_core.llama.config import LlamaConfig
@@ -135,6 +136,7 @@ class Llama(nn.Module):
                 "Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
             )
         check_shard(tokens, self.grid.sequence, sharding)
+        arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), which is the default.")
         mask.check_lengths(sharding.end)
         check_tokens(tokens, self.config)
         return 0

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce, broadcast
 from sp_core.errors import ShapeError
@@ -106,13 +107,14 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
         ShapeError, DtypeError, ValueError: no micro-batch, no valid label, or tokens, labels or a mask that do not fit. On every
             rank of the mesh.
     """
+    arguments.check_type("model", model, Llama, "Make one with load or create.")
     grid = model.grid
-    _agree(model, batches)
+    orders = _agree(model, batches, ordering)
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=grid.data))
     if count == 0:  # on every stage: the loss, which would say so, is computed on the last one only
         raise ValueError(f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not defined.")
-    order = ordering(grid.stages.size, len(batches))[grid.stages.rank]
+    order = orders[grid.stages.rank]
     every = [(slot.direction, batches[slot.batch].tokens) for slot in order]
     shapes = {d: [_shape(model, tokens, model.lengths(tokens)) for direction, tokens in every if direction == d] for d in "FB"}
     mail = Mail(grid.stages, model.dtype, shapes["F"], shapes["B"])
@@ -187,29 +189,52 @@ def _shape(model: Llama, tokens: Tensor, lengths: Lengths) -> tuple[int, ...]:
     return batch, length if lengths is None else lengths[model.grid.tensor.rank], model.config.hidden_size
 
 
-def _agree(model: Llama, batches: Sequence[MicroBatch]) -> None:
-    """What one rank finds wrong reaches its stages first, and then everyone; replicas may have micro-batches of other shapes."""
+def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> tuple[Order, ...]:
+    """Agree over ranks with the same tokens, then over those of one replica, then over all.
+
+    An error of one rank reaches its groups one after the other. Replicas may have micro-batches of other shapes.
+
+    Returns:
+        The order of every stage.
+    """
+    grid, orders = model.grid, list[tuple[Order, ...]]()
     found: Exception | None = None
-    call = f"loss_and_gradients({len(batches)} micro-batches)"
-    try:
-        shapes = [(tuple(batch.tokens.shape), batch.sharding.fingerprint) for batch in batches]
-        model.grid.stages.agree_on(lambda: f"{call} {shapes}", lambda: _check(model, batches))
-    except ERRORS as error:
-        found = error
+
+    def call() -> str:
+        return f"loss_and_gradients({len(batches)} micro-batches, in {orders[0]})"
+
+    def same_tokens() -> str:
+        return f"{call()} of {[(batch.tokens.tolist(), batch.labels.tolist()) for batch in batches]}"
+
+    def same_shapes() -> str:
+        return f"{call()} of {[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
 
     def check() -> int:
         if found is not None:
             raise found
+        if not orders:
+            _check(model, batches, ordering)
+            orders.append(ordering(grid.stages.size, len(batches)))
         return 0
 
-    model.grid.everyone.agree_on(lambda: call, check)
+    for comm, text in ((grid.stages, same_tokens), (grid.tensor, same_tokens), (grid.model, same_shapes), (grid.everyone, call)):
+        try:
+            comm.agree_on(text, check)
+        except ERRORS as error:
+            found = error
+    if found is not None:
+        raise found
+    return orders[0]
 
 
-def _check(model: Llama, batches: Sequence[MicroBatch]) -> int:
+def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> None:
+    arguments.check(batches=batches, ordering=ordering)
     if not batches:
         raise ShapeError("no micro-batch was given; give at least one.")
     for batch in batches:
+        arguments.check_type("a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding.")
         check_shard(batch.tokens, model.grid.sequence, batch.sharding)
+        arguments.check_type("mask", batch.mask, Mask, "Leave it out for a causal one.")
         batch.mask.check_lengths(batch.sharding.end)
         check_tokens(batch.tokens, model.config)
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
@@ -218,4 +243,3 @@ def _check(model: Llama, batches: Sequence[MicroBatch]) -> int:
                 "as many, of int64."
             )
         check_tokens(batch.labels[batch.labels != IGNORED], model.config, "label")
-    return 0

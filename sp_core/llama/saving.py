@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sp_core import arguments
 from sp_core.autograd import all_gather
 from sp_core.communicator import Communicator
 from sp_core.errors import CheckpointError
@@ -33,18 +34,26 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
     Args:
         model: on any mesh.
         folder: where nothing is yet, or an empty folder.
-        tokenizer: for `tokenizer.json`, such as `byte_tokenizer()`.
+        tokenizer: for `tokenizer.json`, such as `byte_tokenizer()`. That of rank 0 is written.
         max_file_bytes: the weights go into several files, each of at most so many bytes or one tensor; into one if not given.
 
     Communication:
-        Over the tensor ranks one all-gather of each weight; over all ranks two agreements, and one for each file.
+        Over the tensor ranks one all-gather of each weight; over all ranks three agreements, and one for each file.
 
     Raises:
         CheckpointError: something is there already, the folder cannot be written, max_file_bytes is less than 1, or the layers
             are split over stages.
         CollectiveMismatch: ranks that save differently. Both on every rank.
     """
-    target, everyone = Path(folder), model.grid.everyone
+    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    everyone = model.grid.everyone
+
+    def check() -> int:
+        arguments.check(folder=folder, tokenizer=tokenizer, max_file_bytes=max_file_bytes)
+        return 0
+
+    everyone.agree_on(lambda: f"save({folder}, {max_file_bytes}) on {everyone.name}", check)
+    target = Path(folder)
     files = _files({checkpoint_name(name): weight for name, weight in model.named_parameters()}, max_file_bytes)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.llama.model import Llama
 from sp_core.loss import next_token_labels, next_token_loss
@@ -55,7 +56,12 @@ def train_step(
     Raises:
         ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On every rank.
     """
-    loss = backward(model, sequences, layout=layout)
+
+    def call() -> str:
+        arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, "Make one of model.parameters().")
+        return f"train_step({max_norm=})"
+
+    loss = _backward(model, sequences, layout, call)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
     return Step(loss, norm)
@@ -80,11 +86,29 @@ def backward(model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigza
         ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no token with a next one.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
-    grid = model.grid
-    grid.everyone.agree_on(lambda: f"backward({list(map(list, sequences))})", lambda: _check(sequences))
+    return _backward(model, sequences, layout, lambda: "backward()")
+
+
+def _backward(model: Llama, sequences: Tokens, layout: Layout, call: Callable[[], str]) -> float:
+    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    grid, dealt = model.grid, list[Sharding]()
+
+    def check() -> int:
+        _check(sequences, layout)
+        for share in split_ranges(len(sequences), grid.replicas.size):
+            dealt.append(layout(sum(len(sequences[number]) for number in share), grid.sequence.size))
+            arguments.check_type(
+                "a layout's result", dealt[-1], Sharding, "Pass a function that makes one, such as Sharding.zigzag."
+            )
+        return 0
+
+    def text() -> str:
+        return f"{call()} of {list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
+
+    grid.everyone.agree_on(text, check)
     share = split_ranges(len(sequences), grid.replicas.size)[grid.replicas.rank]
     row, mask = packed([sequences[number] for number in share])
-    sharding = layout(row.shape[1], grid.sequence.size)
+    sharding = dealt[grid.replicas.rank]
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
     logits = model(tokens, sharding=sharding, mask=mask)
@@ -101,8 +125,8 @@ def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
     return row, Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)
 
 
-def _check(sequences: Tokens) -> int:
+def _check(sequences: Tokens, layout: Layout) -> None:
+    arguments.check(sequences=sequences, layout=layout)
     for number, sequence in enumerate(sequences):
         if not sequence:
             raise ValueError(f"sequence {number} is empty; leave it out, or give it at least one token.")
-    return 0

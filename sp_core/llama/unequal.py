@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from sp_core import arguments
 from sp_core.attention.function import attention
 from sp_core.autograd import all_gather, broadcast
 from sp_core.errors import ShapeError
@@ -62,6 +63,7 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
 
     All of these on every rank.
     """
+    arguments.check_type("model", model, Llama, "Make one with load or create.")
     model.grid.everyone.agree_on(lambda: _call(sequences, plan, pass_tokens), lambda: _check(model, sequences, plan, pass_tokens))
     return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
 
@@ -145,6 +147,8 @@ def _call(sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> s
 
 
 def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> int:
+    arguments.check(sequences=sequences, pass_tokens=pass_tokens)
+    arguments.check_type("plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced.")
     grid, lengths = model.grid, tuple(map(len, sequences))
     if grid.everyone.size > grid.model.size:
         raise ShapeError(f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. Leave dp out.")

@@ -39,14 +39,14 @@ def ulysses_attention(
     mask: Mask | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-    inner: Callable[..., Any] = attention,
+    inner: Callable[..., Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the tokens of all ranks, each rank computing some of the heads.
 
     Args:
         q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
-        inner: attention over the whole sequence on one device; called as `sp_core.attention` with `q_positions`, `kv_positions`,
-            `mask`, `softmax_scale` and `return_lse=True`.
+        inner: attention over the whole sequence on one device, `sp_core.attention` if not given; called as that with
+            `q_positions`, `kv_positions`, `mask`, `softmax_scale` and `return_lse=True`.
 
     Returns:
         As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no head.
@@ -73,8 +73,10 @@ def ulysses_attention(
     )
     positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
 
+    attend: Callable[..., Any] = inner or attention
+
     def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = inner(
+        result: tuple[Tensor, Tensor] = attend(
             *(q, k, v),
             q_positions=positions,
             kv_positions=kv_positions,

@@ -206,8 +206,17 @@ GRID: dict[str, Parts] = {
     "axes": values("the mesh's order", "not the mesh's order"),
     "ulysses": values("ulysses", "ring"),
 }
+RAISED = ("inner=gpipe", "inner=contiguous")
+"""What a function of the user raises while it computes is an error of its rank."""
+
 SUBJECTS = [
-    Subject(f"{name}_attention", COMMUNICATOR | COMMON | more | SITUATIONS, partial(on_a_communicator, name), situations.ranks)
+    Subject(
+        f"{name}_attention",
+        COMMUNICATOR | COMMON | more | SITUATIONS,
+        partial(on_a_communicator, name),
+        situations.ranks,
+        allowed=RAISED,
+    )
     for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
 ]
 SUBJECTS.append(Subject("hybrid_attention", GRID | COMMON | SITUATIONS, on_a_grid, grid_ranks))

@@ -134,7 +134,7 @@ def generated(comm: Any, drawn: Values) -> Iterator[Call]:
 def judge_generated(case: Case, given: Values, seen: list[tuple[int, int]], calls: int, results: Sequence[Sequence[int]]) -> None:
     """Compare all tokens with those after the reference's logits, and with those told as they were chosen."""
     stops = case.stops if given["stop"] is None else given["stop"]
-    rest = (given["max_tokens"], given["sampling"], stops)
+    rest = (given["max_tokens"], given["sampling"] or Sampling(), stops)
     wanted = [
         once(("generate", case, tuple(prompt), number, rest), partial(continued, case, prompt, number, *rest))
         for number, prompt in enumerate(given["prompts"])
@@ -219,12 +219,14 @@ SUBJECTS = [
         EXACT | meshes(*STAGED, "dp, pp") | PROMPTS | {f"sampling.{name}": parts for name, parts in SAMPLING.items()} | FEW_CALLS,
         generated,
         models.ranks,
+        allowed=("stop=too many", "on_token=gpipe", "on_token=contiguous"),
     ),
     Subject(
         "llama.prefill_unequal",
         MODEL | meshes("ring, ulysses", "tp", "ring", "ring, tp", "tp, ulysses") | FEW_CALLS | UNEQUAL,
         unequal,
         models.ranks,
+        allowed=("pass_tokens=far out",),
         together=tuple({**LATE, "plan.policy": policy} for policy in ("dynamic", "all waiting")),
     ),
 ]

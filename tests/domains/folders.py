@@ -268,6 +268,7 @@ SUBJECTS = [
         architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]}) | meshes(*AXES) | MADE | {"seed": SEEDS} | FEW_CALLS,
         created,
         models.ranks,
+        allowed=("seed=far out",),
     ),
     Subject(
         "llama.load",
@@ -287,6 +288,7 @@ SUBJECTS = [
         architecture("model", SMALL | {"dtype": values(*DTYPES)}) | meshes(*UNSTAGED) | SAVED | WITHOUT_CALLS,
         saved,
         models.ranks,
+        allowed=("max_file_bytes=far out",),
     ),
     Subject(
         "llama.Grid.of",

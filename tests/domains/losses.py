@@ -202,6 +202,7 @@ SUBJECTS = [
         LOSS | SITUATIONS,
         losses,
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
+        allowed=("count=far out",),
     ),
     Subject(
         "loss.next_token_labels",
