@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
+import random
 from typing import Any
 
 import pytest
 from domains import attention, collectives
 from domains.declared import Subject
-from domains.differing import alone, faults
+from domains.differing import NOT_CALLED_ALONE, alone, compared, faults, known_of, unchecked
 from domains.subjects import SUBJECTS
 
 from sp_core.agreement import _gather_texts
 from sp_core.testing import run_threads, spmd
 
-SPLIT = ("comm.", "mesh.", "logits.")
-"""What the factors of a call over ranks begin with."""
+SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
+SAMPLE = 3
+"""How many differences of a call are tried with `check="off"` in a run; `nox -s domains` and `explore` try all."""
 
-UNCHECKED = ("llama.", "Mesh")
-"""Calls whose arguments each rank still checks by itself, and the mesh, which is made before ranks can be compared."""
-ON_RANKS = [subject for subject in SUBJECTS if any(factor.startswith(SPLIT) for factor in subject.factors)]
-COMPARED = [subject for subject in ON_RANKS if not subject.alone and not subject.name.startswith(UNCHECKED)]
+COMPARED = compared(SUBJECTS)
 UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
 """Calls that processes compare too; the others are built of these."""
 
@@ -40,7 +40,7 @@ def check_arguments(comm: Any, subject: Subject) -> None:
 
 def check_calls(comm: Any, subject: Subject) -> None:
     """Let one rank call once more than the others, then once less."""
-    for is_extra in (True, False):
+    for is_extra in () if subject.name.startswith(NOT_CALLED_ALONE) else (True, False):
         told = _gather_texts(comm, alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra))
         assert len(set(told)) == 1, told
         assert bool(told[0]) == ("a call on one rank" not in subject.allowed), told
@@ -68,3 +68,9 @@ def test_threads_that_differ_are_told_so_or_get_their_result(subject: Subject) -
     size = subject.ranks(subject.draw(subject.base, 1))
     run_threads(size, functools.partial(check_arguments, subject=subject))
     run_threads(size, functools.partial(check_calls, subject=subject))
+
+
+@pytest.mark.parametrize("subject", [s for s in COMPARED if "(check)" in s.factors], ids=lambda subject: subject.name)
+def test_ranks_that_differ_unchecked_get_an_error_or_their_result(subject: Subject) -> None:
+    chosen = random.Random(f"{SEED} {subject.name}").sample(known_of(subject), SAMPLE)
+    assert not [fault for fault in map(functools.partial(unchecked, subject), chosen) if fault]

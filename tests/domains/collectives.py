@@ -249,7 +249,17 @@ def subjects() -> Iterator[Subject]:
             if function is not None:
                 domain = COMMUNICATOR | factors(op) | SITUATIONS
                 allowed = ("x=longer at the end", "offset=far out") if op in UNEVEN else ()
-                yield Subject(name, domain, partial(prepared, op, function), situations.ranks, allowed=allowed)
+                yield Subject(
+                    name,
+                    domain,
+                    partial(prepared, op, function),
+                    situations.ranks,
+                    allowed=allowed,
+                    own_results=OWN.get(op, ("one dim more",)),
+                )
 
+
+OWN = {"copy_to_group": ("another dtype", "longer at the end", "one dim more")}
+"""What is copied is not sent."""
 
 SUBJECTS = list(subjects())

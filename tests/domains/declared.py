@@ -53,6 +53,7 @@ class Subject:
         covers: further public names whose parameters are among these factors, such as methods of what the call makes.
         outside: parameters that have no domain, each with the reason.
         allowed: differences between ranks that are valid and change the result, as `differing` names them.
+        own_results: names of differences for which each rank has the result of its own argument where nothing is compared.
         alone: whether a wrong argument is an error on its rank alone, or there is none but the communicator.
         together: rows drawn in every run beside the single parts, in which parts meet that hid a fault when they met.
     """
@@ -64,6 +65,7 @@ class Subject:
     covers: tuple[str, ...] = ()
     outside: Mapping[str, str] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
+    own_results: tuple[str, ...] = ("one dim more",)
     alone: bool = False
     together: tuple[Row, ...] = ()
 

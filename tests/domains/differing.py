@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sp_core as sp
-from domains.declared import Subject, Values
+from domains.declared import Call, Subject, Values
 from domains.trial import REFUSALS, finished
 from sp_core.agreement import _gather_texts
+from sp_core.llama import LlamaConfig, Sampling
+from sp_core.scheduling import Plan, gpipe
 from sp_core.testing import run_threads
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
@@ -56,6 +60,13 @@ NEVER: dict[type, dict[str, Change]] = {
         "for more ranks": lambda x: sp.Sharding.contiguous(x.seq_len, x.size + 1),
         "for more tokens": lambda x: sp.Sharding.contiguous(x.seq_len + x.size, x.size),
     },
+    torch.dtype: {"text": str, "a number": lambda x: 3},
+    Path: {"a number": lambda x: 3, "a file": lambda x: Path(__file__), "below a file": lambda x: Path(__file__) / "model"},
+    LlamaConfig: {"None": lambda x: None, "a dict": LlamaConfig.to_dict},
+    Sampling: {"a number": lambda x: 0.5, "text": str},
+    Plan: {"None": lambda x: None, "lengths": lambda x: x.lengths, "for more": lambda x: replace(x, packed=(*x.packed, ()))},
+    torch.optim.Optimizer: {"None": lambda x: None, "its class": type},
+    Callable: {"a number": lambda x: 3, "text": str},
 }
 """Values that are never valid, by the type of the valid one."""
 
@@ -77,6 +88,13 @@ SOMETIMES: dict[type, dict[str, Change]] = {
         "another layout": lambda x: sp.Sharding.striped(x.seq_len, x.size),
         "another start": lambda x: sp.Sharding.contiguous(x.seq_len, x.size, start=5),
     },
+    torch.dtype: {"None": lambda x: None, "another": lambda x: torch.float64 if x == torch.float32 else torch.float32},
+    Path: {"text": str, "another": lambda x: x.with_name("another")},
+    LlamaConfig: {"a layer more": lambda x: replace(x, num_hidden_layers=x.num_hidden_layers + 1)},
+    Sampling: {"None": lambda x: None, "another seed": lambda x: Sampling(1.0, seed=x.seed + 1)},
+    Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
+    torch.optim.Optimizer: {"None": lambda x: None},
+    Callable: {"None": lambda x: None, "gpipe": lambda x: gpipe, "contiguous": lambda x: sp.Sharding.contiguous},
 }
 """Values that are valid for some calls, by the type of the one that is valid for all ranks."""
 
@@ -88,8 +106,32 @@ GIVEN_INSTEAD_OF_NONE = {
     "concat_sizes": (2, 2),
     "kv_sharding": sp.Sharding.contiguous(8, 2),
     "documents": (0, 4),
+    "scheme": "ring",
+    "stop": (2, 3),
+    "count": 3,
+    "max_file_bytes": 1000,
+    "on_token": print,
+    "tokenizer": "of bytes",
 }
 """What a parameter that is None by default would be, to know its type."""
+
+ASKED = ("comm", "mesh", "model", "tensor", "data", "stages")
+"""Parameters through which a rank asks the others. Without one it cannot tell them, so what it alone gives is its own error."""
+
+NEVER_ASKED: dict[str, Change] = {"None": lambda x: None, "a number": lambda x: 3, "text": lambda x: "ring"}
+
+UNCHECKED = {"(check)": "off", "(transport)": "host"}
+"""Where collectives do not compare their arguments; a wait in shared memory would be a deadlock that only the watchdog sees."""
+
+NOT_COMPARED = {
+    "cost.": "a formula: nothing is sent",
+    "sp-core ": "all ranks of a command get one command line",
+}
+"""Calls on several ranks whose arguments no rank compares, by the beginning of their names, each with the reason."""
+
+NOT_CALLED_ALONE = ("gradients.reduce_gradients", "llama.pipeline.loss_and_gradients", "llama.train.")
+"""Calls that agree over one axis after the other: a rank that leaves the mesh meanwhile stops at its first difference, and does not
+answer on the next axis. Only the watchdog ends a rank that calls once more or less."""
 
 UNCLEAR = re.compile(
     r"has no attribute|object is not|not subscriptable|unsupported operand|not supported between|'NoneType' object"
@@ -107,6 +149,7 @@ class Difference:
         change: makes the new value from the valid one.
         is_valid: whether the value may be valid, so that the call may succeed on all ranks.
         everywhere: whether every rank has it, or the last one only.
+        is_told: whether a rank that alone has it can tell the others.
     """
 
     parameter: str
@@ -114,22 +157,32 @@ class Difference:
     change: Change
     is_valid: bool
     everywhere: bool
+    is_told: bool = True
 
     def __str__(self) -> str:
         return f"{self.parameter}={self.name} on {'every rank' if self.everywhere else 'one rank'}"
+
+
+def compared(subjects: Iterable[Subject]) -> list[Subject]:
+    """Return the calls whose ranks compare their arguments."""
+    over_ranks = [subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) > 1]
+    return [subject for subject in over_ranks if not subject.alone and not subject.name.startswith(tuple(NOT_COMPARED))]
 
 
 def differences(subject: Subject, arguments: Values) -> Iterator[Difference]:
     """Return every change of every argument of a call, on one rank and on all."""
     for parameter, value in arguments.items():
         sample = GIVEN_INSTEAD_OF_NONE.get(parameter) if value is None else value
+        is_asked = parameter in ASKED
         kind = next((kind for kind in NEVER if isinstance(sample, kind)), None)  # bool stands before int
-        for is_valid, table in ((False, NEVER), (True, SOMETIMES)) if kind else ():
-            for name, change in table[kind].items():
+        tables = (NEVER_ASKED, {}) if is_asked else (NEVER[kind], SOMETIMES[kind]) if kind else ({}, {})
+        for is_valid, table in zip((False, True), tables, strict=True):
+            for name, change in table.items():
                 if (value is None and name == "None") or f"{parameter}={name}" in subject.allowed:
                     continue
                 for everywhere in (False, True) if not is_valid else (False,):
-                    yield Difference(parameter, name, functools.partial(_changed, change, sample), is_valid, everywhere)
+                    changed = functools.partial(_changed, change, sample)
+                    yield Difference(parameter, name, changed, is_valid, everywhere, everywhere or not is_asked)
 
 
 def _changed(change: Change, sample: Any, value: Any) -> Any:
@@ -137,20 +190,25 @@ def _changed(change: Change, sample: Any, value: Any) -> Any:
 
 
 def answer(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
-    """Make the call with the difference on this rank.
+    """Make the call with the difference on this rank, then leave the mesh with all ranks.
 
     Returns:
         Nothing where the result was judged, else how the library refused the call.
     """
     with subject.prepare(comm, drawn) as call:
-        if difference.everywhere or comm.rank == comm.size - 1:
-            call.arguments[difference.parameter] = difference.change(call.arguments[difference.parameter])
-        try:
-            result = finished(call())
-        except REFUSALS as error:
-            return f"{type(error).__name__}: {error}"
-        if difference.is_valid:
-            call.judge(result)
+        return outcome(call, difference, comm)
+
+
+def outcome(call: Call, difference: Difference, comm: Any) -> str:
+    """Return as `answer`, inside of the mesh."""
+    if difference.everywhere or comm.rank == comm.size - 1:
+        call.arguments[difference.parameter] = difference.change(call.arguments[difference.parameter])
+    try:
+        result = finished(call())
+    except REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+    if difference.is_valid:
+        call.judge(result)
     return ""
 
 
@@ -181,25 +239,96 @@ def fault(difference: Difference, answers: Sequence[str]) -> str:
     return ""
 
 
-def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
-    """Make the call once for each difference; every rank of a communicator calls this."""
-    with subject.prepare(comm, drawn) as call:
-        known = list(differences(subject, call.arguments))
-    for difference in known:
-        yield fault(difference, _gather_texts(comm, answer(subject, drawn, difference, comm)))
+def known(subject: Subject, call: Call) -> list[Difference]:
+    """Return every difference of a call.
+
+    Raises:
+        AssertionError: an argument for which there is none.
+    """
+    found = list(differences(subject, call.arguments))
+    missing = call.arguments.keys() - {difference.parameter for difference in found}
+    assert not missing, f"{subject.name} has no other values for {missing}"
+    return found
 
 
-def isolated(subject: Subject, drawn: Values) -> Iterator[str]:
-    """Make the call once for each difference, each on new threads, so that a hang or a rank left alone spoils no other."""
+def known_of(subject: Subject) -> list[Difference]:
+    """Return every difference of the call in the base row."""
 
-    def known(comm: Any) -> list[Difference]:
+    def body(comm: Any) -> list[Difference]:
         with subject.prepare(comm, drawn) as call:
-            return list(differences(subject, call.arguments))
+            return known(subject, call)
 
-    for difference in run_threads(subject.ranks(drawn), known)[0]:
+    drawn = subject.draw(subject.base, 1)
+    return run_threads(subject.ranks(drawn), body)[0]
+
+
+def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
+    """Make the call once for each difference; every rank of a communicator calls this.
+
+    Refused calls are made one after the other on the same ranks, and then one without a difference: nothing is left of them.
+    """
+    with subject.prepare(comm, drawn) as call:
+        given, told = call.arguments, [difference for difference in known(subject, call) if difference.is_told]
+        for difference in told:
+            if not difference.is_valid:
+                call.arguments = dict(given)
+                yield fault(difference, _gather_texts(comm, outcome(call, difference, comm)))
+        call.arguments = given
+        call.judge(finished(call()))
+    for difference in told:
+        if difference.is_valid:
+            yield fault(difference, _gather_texts(comm, answer(subject, drawn, difference, comm)))
+
+
+def unchecked(subject: Subject, difference: Difference) -> str:
+    """Make the call with the difference where collectives do not compare their arguments, on threads that report a deadlock.
+
+    Returns:
+        What is wrong; nothing where a rank has an error, or all have the documented result.
+    """
+    drawn = subject.draw(subject.base | UNCHECKED, 1)
+    try:
+        answers = run_threads(subject.ranks(drawn), functools.partial(judged, subject, drawn, difference), timeout=60)
+    except ThreadsHung as error:
+        return f"{difference}, unchecked: {str(error).splitlines()[0]}"
+    except RankFailure:  # an error, or the report of a deadlock
+        return ""
+    if any(answer and not answer.startswith("wrong") for answer in answers) or difference.name in subject.own_results:
+        return ""
+    wrong = difference.name if not difference.is_valid and not any(answers) else next(filter(None, answers), "")
+    return f"{difference}, unchecked: {wrong}" if wrong else ""
+
+
+def every_difference(subject: Subject) -> dict[str, Any]:
+    """Try every difference of a call, compared and with `check="off"`, on threads.
+
+    Returns:
+        How many arguments it has, in how many situations they differed, and the faults; of other calls zeros.
+    """
+    if not compared([subject]):
+        return {"arguments": 0, "compared": 0, "unchecked": 0, "faults": []}
+    every, drawn = known_of(subject), subject.draw(subject.base, 1)
+    found = run_threads(subject.ranks(drawn), lambda comm: list(faults(subject, drawn, comm)), timeout=600)[0]
+    off = [unchecked(subject, difference) for difference in every if "(check)" in subject.factors]
+    return {
+        "arguments": len({difference.parameter for difference in every}),
+        "compared": len(found),
+        "unchecked": len(off),
+        "faults": list(filter(None, found + off)),
+    }
+
+
+class Left(Exception):
+    """Raised to leave a mesh without a word to the ranks that still wait in it, so that the engine finds their deadlock."""
+
+
+def judged(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
+    """Return as `answer`, or what is wrong with the result."""
+    told = ""
+    with suppress(Left), subject.prepare(comm, drawn) as call:
         try:
-            answers = run_threads(subject.ranks(drawn), functools.partial(answer, subject, drawn, difference), timeout=5)
-        except (ThreadsHung, RankFailure) as error:
-            yield f"{difference}: {str(error).splitlines()[0]}"
-        else:
-            yield fault(difference, answers)
+            told = outcome(call, difference, comm)
+        except AssertionError as error:
+            told = f"wrong: {error}"
+        raise Left
+    return told

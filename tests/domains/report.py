@@ -16,6 +16,7 @@ import torch
 
 from domains import subjects
 from domains.declared import Pair, Subject
+from domains.differing import every_difference
 from domains.trial import Tried, every_pair, every_part
 
 COMMITTED = Path(__file__).with_name("REPORT.json")
@@ -67,15 +68,17 @@ def explored(name: str, seed: int, depth: str = "pairs") -> Record:
     impossible = defaultdict(list)
     for pair, reason in sorted(tried.impossible.items()):
         impossible[re.sub(r"^(\w+: )rank \d+: ", r"\1", reason)[:300]].append(" & ".join("=".join(one) for one in pair))
+    tally = every_difference(subject)
     return {
         "subject": name,
+        "differing": tally,
         "depth": depth,
         "parts": parts_of(subject),
         "possible": len(subject.pairs()) - len(tried.impossible),
         "drawn": len(subject.pairs() & tried.pairs),
         "calls": tried.rows,
         "impossible": impossible,
-        "fault": fault,
+        "fault": "\n".join([*filter(None, [fault]), *tally.pop("faults")]),
     }
 
 
@@ -98,12 +101,30 @@ def markdown(records: Sequence[Record], seed: int) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |",
             *map(_line, records),
             "",
+            *_differing(records),
+            "",
             "## Reasons why pairs are impossible",
             "",
             *(f"- {count} pairs: {reason}" for reason, count in reasons.most_common()),
             "",
         ]
     )
+
+
+def _differing(records: Sequence[Record]) -> list[str]:
+    """What was tried of ranks that differ."""
+    tried = [(record["subject"], record["differing"]) for record in records if record["differing"]["compared"]]
+    total = {key: sum(tally[key] for _, tally in tried) for key in ("arguments", "compared", "unchecked")}
+    return [
+        "## Ranks that differ",
+        "",
+        f"{len(tried)} calls with {total['arguments']} arguments: {total['compared']} situations in which an argument of one "
+        f'rank, or of all, is another or a wrong one, {total["unchecked"]} with `check="off"`.',
+        "",
+        "| call | arguments | situations | with check off |",
+        "| --- | --- | --- | --- |",
+        *(f"| {name} | {tally['arguments']} | {tally['compared']} | {tally['unchecked']} |" for name, tally in tried),
+    ]
 
 
 def _line(record: Record) -> str:
