@@ -34,6 +34,10 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_whole, value))
 
 
+def _has_step(value: Any) -> bool:
+    return callable(getattr(value, "step", None)) and not isinstance(value, type)
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
@@ -59,6 +63,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (lambda value: hasattr(value, "Split"), "a communicator of mpi4py, such as MPI.COMM_WORLD"),
     "parameters": (lambda value: isinstance(value, Iterable), "the parameters, such as model.parameters()"),
+    "optimizer": (_has_step, "an optimizer of model.parameters()"),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
     "on_token": (lambda value: value is None or callable(value), "a function of a prompt's number and a token, or None"),

@@ -58,7 +58,7 @@ def train_step(
     """
 
     def call() -> str:
-        arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, "Make one of model.parameters().")
+        arguments.check(optimizer=optimizer)
         return f"train_step({max_norm=})"
 
     loss = _backward(model, sequences, layout, call)
