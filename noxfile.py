@@ -41,7 +41,7 @@ def tests(session: nox.Session, mpi: str) -> None:
     threads = ("python", "-m", "pytest", "tests", *spread, *UNENDED, *_junit(f"{mpi}-threads"), *chosen)
     session.run(*threads, *session.posargs, env=quick, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1800", "--")
-    suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
+    suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--sp-expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
     left_out = () if mpi == MPIS[0] or session.posargs else [f"--ignore-glob=*/test_{name}.py" for name in ABOVE]
     session.run(*launch, *suite, *left_out, *session.posargs, env=brief)
 

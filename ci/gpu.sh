@@ -63,9 +63,9 @@ install() {
 suite() {
     local code=0
     export SP_TRANSPORT=$1
-    python -m pytest tests --device cuda --share-gpu --junitxml="$out/$1-threads.xml" || code=1
-    python -m sp_core.testing.launch -n 4 --timeout 1200 -- python -m pytest tests --only-mpi --expect-ranks 4 \
-        --device cuda --share-gpu --junitxml="$out/$1-ranks.xml" || code=1
+    python -m pytest tests --sp-device cuda --sp-share-gpu --junitxml="$out/$1-threads.xml" || code=1
+    python -m sp_core.testing.launch -n 4 --timeout 1200 -- python -m pytest tests --only-mpi --sp-expect-ranks 4 \
+        --sp-device cuda --sp-share-gpu --junitxml="$out/$1-ranks.xml" || code=1
     unset SP_TRANSPORT
     return $code
 }

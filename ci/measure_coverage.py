@@ -17,7 +17,7 @@ SECONDS = 1200
 MEASURED = ("-m", "coverage", "run", "-m", "pytest", "-q", "-m", "not starts_mpi")
 SPREAD = ("-n", str(os.cpu_count() or 1), "--dist", "loadfile")
 LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", str(SECONDS), "--", "python")
-ON_RANKS = ("--only-mpi", "--expect-ranks", str(RANKS))
+ON_RANKS = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
 
 
 def stages(arguments: Sequence[str]) -> list[tuple[str, ...]]:

@@ -15,6 +15,7 @@ import pytest
 
 from sp_core.testing import launch, leftovers
 from sp_core.testing.launch import SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.testing.plugin import pytest_addoption
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
 
@@ -24,11 +25,12 @@ PLUGIN = (
     [] if any(e.value == "sp_core.testing.plugin" for e in entry_points(group="pytest11")) else ["-p", "sp_core.testing.plugin"]
 )
 SECONDS = 100
+PATHS = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command; output and errors come as one text."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(PATHS)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
     return subprocess.run(
         [sys.executable, *command],
@@ -111,14 +113,14 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
 
 
 def test_a_launch_of_another_size_is_refused() -> None:
-    result = pytest_on(2, "--with-mpi", "--expect-ranks", "3", "case_small.py")
+    result = pytest_on(2, "--with-mpi", "--sp-expect-ranks", "3", "case_small.py")
     assert result.returncode == 4, result.stdout
-    assert result.stdout.count("--expect-ranks 3 was given, but MPI says that this launch has 2") == 1, result.stdout
+    assert result.stdout.count("--sp-expect-ranks 3 was given, but MPI says that this launch has 2") == 1, result.stdout
 
 
 def test_single_processes_are_refused_where_ranks_are_expected() -> None:
     for with_mpi, said in ((["--with-mpi"], "this launch has 1"), ([], "needs --with-mpi under mpiexec")):
-        result = pytest_alone(*with_mpi, "--expect-ranks", "4", "case_small.py")
+        result = pytest_alone(*with_mpi, "--sp-expect-ranks", "4", "case_small.py")
         assert result.returncode == 4, result.stdout
         assert said in result.stdout
 
@@ -143,14 +145,14 @@ def test_xdist_is_refused() -> None:
 
 
 def test_only_mpi_selects_what_has_ranks_and_the_seed_is_told() -> None:
-    result = pytest_on(2, "--only-mpi", "-v", "--expect-ranks", "2", "case_small.py", SP_PROFILE="explore")
+    result = pytest_on(2, "--only-mpi", "-v", "--sp-expect-ranks", "2", "case_small.py", SP_PROFILE="explore")
     assert result.returncode == 0, result.stdout
     assert "test_ranks PASSED" in result.stdout
     assert "test_ordinary SKIPPED" in result.stdout
     assert re.search(r"seed: \d+ \(again with --hypothesis-seed=\d+\)", result.stdout)
 
 
-@pytest.mark.parametrize(("ratio", "option", "code"), [("0.6", [], 1), ("nan", [], 1), ("0.6", ["--max-error-ratio=0.7"], 0)])
+@pytest.mark.parametrize(("ratio", "option", "code"), [("0.6", [], 1), ("nan", [], 1), ("0.6", ["--sp-max-error-ratio=0.7"], 0)])
 def test_an_error_too_near_its_bound_fails_the_session(ratio: str, option: list[str], code: int) -> None:
     result = pytest_alone(*option, "case_small.py", CASE_RATIO=ratio)
     assert result.returncode == code, result.stdout
@@ -167,7 +169,7 @@ def test_what_workers_of_xdist_have_seen_is_in_the_report(ratio: str, code: int)
 
 
 def test_a_single_process_may_be_a_launch() -> None:
-    result = pytest_alone("--with-mpi", "--expect-ranks", "1", "case_small.py", CASE_TIER="mpi")
+    result = pytest_alone("--with-mpi", "--sp-expect-ranks", "1", "case_small.py", CASE_TIER="mpi")
     assert result.returncode == 0, result.stdout
     assert "mpi: 1 tests, 1 examples (+ 1 raw)" in result.stdout
 
@@ -179,6 +181,21 @@ def test_the_plugin_does_nothing_where_nobody_uses_it(tmp_path: Path) -> None:
     result = pytest_alone("-q", "-p", "no:hypothesispytest", str(tmp_path), OMPI_COMM_WORLD_SIZE="2", PMI_SIZE="2")
     assert result.returncode == 0, result.stdout
     assert "sp_core.testing" not in result.stdout
+
+
+def test_another_plugin_may_have_the_common_options() -> None:
+    result = pytest_alone("-p", "common_options", "--device=tpu", "case_small.py", PYTHONPATH=os.pathsep.join([str(KIT), *PATHS]))
+    assert result.returncode == 0, result.stdout
+    assert "2 passed" in result.stdout
+
+
+def test_each_option_of_the_plugin_has_its_prefix() -> None:
+    parser = pytest.Parser(_ispytest=True)
+    pytest_addoption(parser)
+    names = [name for group in parser._groups for option in group.options for name in option.names()]
+    assert len(names) == 6
+    assert [name for name in names if not name.startswith("--sp-")] == []
+    assert [name for name in parser._inidict if not name.startswith("sp_")] == []
 
 
 def test_launches_share_no_folder_of_the_library_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sp_core.testing.outcome import Kind
 from sp_core.testing.remarks import Remarks
 from sp_core.testing.session import Session
 
-_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "tally")
+_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")
 _MAX_LISTED = 5
 _Report = tuple[str, bool, str]
 
@@ -64,10 +64,10 @@ class Ranks:
             watchdog.mark(watchdog.RESULT, str(exitstatus))
 
     def _refuse(self) -> None:
-        expected = self.config.getoption("--expect-ranks")
+        expected = self.config.getoption("--sp-expect-ranks")
         if expected is not None and expected != self.size:
             self._usage(
-                f"--expect-ranks {expected} was given, but MPI says that this launch has {self.size}. Start it with mpiexec "
+                f"--sp-expect-ranks {expected} was given, but MPI says that this launch has {self.size}. Start it with mpiexec "
                 f"-n {expected}, the one of the MPI library that this Python's mpi4py uses: another one starts single processes."
             )
         if self.config.getoption("numprocesses", None):
@@ -79,9 +79,9 @@ class Ranks:
     def _command(self, session: Session) -> str:
         options = ["--with-mpi"]
         if session.device != "cpu":
-            options.append(f"--device {session.device}")
+            options.append(f"--sp-device {session.device}")
         if session.share_gpu:
-            options.append("--share-gpu")
+            options.append("--sp-share-gpu")
         if session.seed is not None:
             options.append(f"--hypothesis-seed={session.seed}")
         return f"python -m sp_core.testing.launch -n {self.size} -- python -m pytest {' '.join(options)} {{test}}"

@@ -50,7 +50,7 @@ class Round:
         self.file, self.log = (folder / f"{ranks}-ranks-{seed}.{kind}" for kind in ("json", "txt"))
         self.began = time.monotonic()
         suite = [sys.executable, "-m", "pytest", "-m", "explore", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
-        suite += [f"--tally={self.file}", "-x", *(["--only-mpi", "--expect-ranks", str(ranks)] if ranks else [])]
+        suite += [f"--sp-tally={self.file}", "-x", *(["--only-mpi", "--sp-expect-ranks", str(ranks)] if ranks else [])]
         launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(ROUND_SECONDS), "--"]
         chosen = {"SP_PROFILE": "explore", "SP_EXAMPLES": os.environ.get("SP_EXAMPLES", str(PER_TEST)), "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:

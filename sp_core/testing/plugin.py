@@ -30,17 +30,17 @@ MAX_ERROR_RATIO = 0.5
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Our options; `--with-mpi` and `--only-mpi` are pytest-mpi's."""
     group = parser.getgroup("sp_core", "tests on several ranks")
-    group.addoption("--expect-ranks", type=int, metavar="N", help="fail unless the launch has N ranks")
+    group.addoption("--sp-expect-ranks", type=int, metavar="N", help="fail unless the launch has N ranks")
     group.addoption(
-        "--no-raw-replay", action="store_true", help="do not run passed examples again without the checks between ranks"
+        "--sp-no-raw-replay", action="store_true", help="do not run passed examples again without the checks between ranks"
     )
-    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tests put their tensors (default: cpu)")
-    group.addoption("--share-gpu", action="store_true", help="let several ranks use one GPU")
+    group.addoption("--sp-device", choices=("cpu", "cuda"), default="cpu", help="where tests put their tensors (default: cpu)")
+    group.addoption("--sp-share-gpu", action="store_true", help="let several ranks use one GPU")
     group.addoption(
-        "--max-error-ratio", type=float, help="fail where a recorded error over bound is larger (default: the ini option, 0.5)"
+        "--sp-max-error-ratio", type=float, help="fail where a recorded error over bound is larger (default: the ini option, 0.5)"
     )
-    group.addoption("--tally", metavar="FILE", help="write what was drawn, and the worst errors, to a JSON file")
-    parser.addini("max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO))
+    group.addoption("--sp-tally", metavar="FILE", help="write what was drawn, and the worst errors, to a JSON file")
+    parser.addini("sp_max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO))
 
 
 def _with_mpi(config: pytest.Config) -> bool:
@@ -57,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with --only-mpi)"
     )
-    session = Session(device=config.getoption("--device"), share_gpu=config.getoption("--share-gpu"))
-    session.raw_replay = not config.getoption("--no-raw-replay")
+    session = Session(device=config.getoption("--sp-device"), share_gpu=config.getoption("--sp-share-gpu"))
+    session.raw_replay = not config.getoption("--sp-no-raw-replay")
     session.begin()
     _choose_profile(config, session)
     if session.seed is not None:
@@ -68,9 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[_RANKS] = ranks = Ranks(config, session)
         config.pluginmanager.register(ranks, "sp_core_ranks")
-    elif (expected := config.getoption("--expect-ranks")) is not None:
+    elif (expected := config.getoption("--sp-expect-ranks")) is not None:
         raise pytest.UsageError(
-            f"--expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are threads of this process."
+            f"--sp-expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are threads of this process."
         )
 
 
@@ -160,7 +160,7 @@ def _leave_tally(config: pytest.Config) -> None:
     tally.ratios = remarks.session.ratios
     if hasattr(config, "workeroutput"):
         config.workeroutput["sp_core"] = tally.text()
-    elif (file := config.getoption("--tally")) is not None:
+    elif (file := config.getoption("--sp-tally")) is not None:
         tally.write(Path(file))
 
 
@@ -175,8 +175,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def _limit(config: pytest.Config) -> float:
-    option = config.getoption("--max-error-ratio")
-    return float(config.getini("max_error_ratio")) if option is None else float(option)
+    option = config.getoption("--sp-max-error-ratio")
+    return float(config.getini("sp_max_error_ratio")) if option is None else float(option)
 
 
 def _too_large(config: pytest.Config) -> dict[str, float]:
@@ -188,12 +188,14 @@ def _too_large(config: pytest.Config) -> dict[str, float]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """One line of counts, and the worst error over bound."""
     current, ratios = session.current, remarks.session.ratios
-    if not current.tally.tests and not ratios:
+    if not current.tally.tests and not ratios and not remarks.session.notes:
         return
     terminalreporter.section("sp_core.testing")
     terminalreporter.write_line(current.summary())
     if current.seed is not None:
         terminalreporter.write_line(f"seed: {current.seed} (again with --hypothesis-seed={current.seed})")
+    for note in remarks.session.notes:
+        terminalreporter.write_line(note)
     for name, ratio in sorted(ratios.items(), key=lambda item: -item[1]):
         late = name in _too_large(config)
         text = f"worst error over bound: {ratio:.3g} in {name}" + (f", above the limit {_limit(config):g}: FAILED" if late else "")

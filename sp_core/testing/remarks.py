@@ -142,7 +142,7 @@ def record_ratio(name: str, value: float) -> None:
 
     Args:
         name: what was compared.
-        value: error over bound; a session whose worst value is above the option `max_error_ratio` (0.5) fails.
+        value: error over bound; a session whose worst value is above the option `sp_max_error_ratio` (0.5) fails.
     """
     sink = current()
     ratios = (session if sink is None else sink).ratios

@@ -76,7 +76,7 @@ def device() -> torch.device:
     """The device that the tests of this rank use.
 
     Returns:
-        What `--device` says. For CUDA the local rank's own GPU; with `--share-gpu` ranks go round those that there are.
+        What `--sp-device` says. For CUDA the local rank's own GPU; with `--sp-share-gpu` ranks go round those that there are.
 
     Raises:
         DeviceError: there are fewer GPUs than ranks on this machine, and sharing was not asked for.
@@ -90,7 +90,7 @@ def device() -> torch.device:
     local, count = _local_rank(), torch.cuda.device_count()
     if local >= count and not (current.share_gpu and count):
         raise DeviceError(
-            f"local rank {local} has no GPU of its own: this machine offers {count}. Pass --share-gpu or start fewer ranks."
+            f"local rank {local} has no GPU of its own: this machine offers {count}. Pass --sp-share-gpu or start fewer ranks."
         )
     return torch.device("cuda", local % count)
 

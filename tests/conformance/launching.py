@@ -165,8 +165,8 @@ def _launch(size: int, folder: Path, patience: float) -> str:
     chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "OMP_NUM_THREADS": "1", **seconds}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(size), "--timeout", str(LAUNCH_SECONDS * patience), "--"]
-    quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--no-raw-replay", "-q"]
-    suite = [sys.executable, "-m", "pytest", str(LAWS), "--only-mpi", "--expect-ranks", str(size), *quiet]
+    quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--sp-no-raw-replay", "-q"]
+    suite = [sys.executable, "-m", "pytest", str(LAWS), "--only-mpi", "--sp-expect-ranks", str(size), *quiet]
     with (folder / "printed").open("w") as printed:
         environment = {**os.environ, **chosen, "PYTHONPATH": path}
         process = subprocess.Popen([*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT)

@@ -163,7 +163,7 @@ def command(stage: str, files: Sequence[str], seconds: float = SECONDS["ranks"] 
     if stage != "ranks":
         return [sys.executable, *suite, *files]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{seconds:g}", "--", "python"]
-    return [sys.executable, *launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *files]
+    return [sys.executable, *launch, *suite, "--only-mpi", "--sp-expect-ranks", str(RANKS), *files]
 
 
 def plugins() -> list[str]:

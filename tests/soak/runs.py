@@ -135,7 +135,7 @@ def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
     if stage == "threads":
         return [*suite, "-n", str(os.cpu_count() or 1), "--dist", "loadfile", "-m", "not starts_mpi", *files]
     launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS - 60:g}", "--", "python"]
-    return [*launch, *suite, "--only-mpi", "--expect-ranks", str(RANKS), *files]
+    return [*launch, *suite, "--only-mpi", "--sp-expect-ranks", str(RANKS), *files]
 
 
 def repeated(stage: str, seed: int, tests: Sequence[str]) -> str:
