@@ -13,7 +13,7 @@ from kit.failing import SEARCH, failure_of, leads
 from mpi4py import MPI
 
 from sp_core.errors import RankError
-from sp_core.testing import given, spmd, tier
+from sp_core.testing import ThreadComm, given, spmd, tier
 from sp_core.testing.comm import LockstepComm
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
@@ -142,10 +142,10 @@ def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
 
 
 @spmd(2)
-def test_what_is_not_checked_is_refused(comm: Any) -> None:
-    if isinstance(comm, LockstepComm):
-        assert not hasattr(comm, "Scan")
-        with pytest.raises(AttributeError, match="lockstep protocol can check"):
+def test_threads_refuse_what_they_do_not_offer(comm: Any) -> None:
+    if isinstance(comm, ThreadComm):
+        assert not hasattr(comm, "Probe")
+        with pytest.raises(AttributeError, match="under mpiexec, where every call of mpi4py is there"):
             comm.Alltoallw()
 
 
@@ -177,10 +177,6 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[[Any], object], Callable[[Any], object
         lambda c: c.Alltoallv([zeros(2), [1, 1]], [zeros(2), [1, 1]]),
         lambda c: c.Alltoallv([zeros(3), [2, 1]], [zeros(2), [1, 1]]),
     ),
-    "sendrecv": (
-        lambda c: c.Sendrecv(zeros(2), 1 - c.rank, 0, zeros(2), 1 - c.rank, 0),
-        lambda c: c.Sendrecv(zeros(3), 1 - c.rank, 0, zeros(2), 1 - c.rank, 0),
-    ),
     "announcement": (lambda c: announce(c, [], [(1, 8)]), lambda c: announce(c, [(0, 16)], [])),
 }
 
@@ -205,8 +201,11 @@ def test_a_wrong_announcement_names_the_message() -> None:
 
 
 LOCAL: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "own counts": ("sends 2 elements, but counts[1] is 3", lambda c: c.Allgatherv(zeros(2), [zeros(5), [2, 3]])),
-    "short buffer": ("the buffer has 3 elements, its counts add up to 4", lambda c: c.Allgatherv(zeros(2), [zeros(3), [2, 2]])),
+    "own counts": (
+        "sends itself 16 bytes of float64, but expects 24 of float64",
+        lambda c: c.Allgatherv(zeros(2), [zeros(5), [2, 3]]),
+    ),
+    "short buffer": ("a buffer of 24 bytes, its counts add up to 4", lambda c: c.Allgatherv(zeros(2), [zeros(3), [2, 2]])),
     "strides": ("is not contiguous", lambda c: c.Allreduce(np.zeros(4)[::2], zeros(2))),
     "aliasing": ("share memory", lambda c: (lambda x: c.Allreduce(x, x))(zeros(2))),
     "no such root": ("root 2 is not one of the 2 ranks", lambda c: c.Bcast(zeros(2), 2)),
@@ -218,14 +217,14 @@ LOCAL: dict[str, tuple[str, Callable[[Any], object]]] = {
 def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case: str) -> None:
     message, wrong = LOCAL[case]
     text = at(1, wrong, lambda c: c.Barrier())
-    assert "RankFailure[ValueError" in text
+    assert text.startswith(("RankFailure[ValueError", "RankFailure[RootError"))
     if leads():
         assert message in text
         assert "rank 0: stopped: PeerFailed" in text
 
 
 def test_messages_must_be_those_announced() -> None:
-    unannounced = at(0, lambda c: c.Isend(zeros(1), 1), lambda c: c.Barrier())
+    unannounced = at(0, lambda c: (announce(c, [], []), c.Isend(zeros(1), 1)), lambda c: (announce(c, [], []), c.Barrier()))
     assert "CollectiveMismatch" in unannounced
     forgotten = at(0, lambda c: announce(c, [(1, 8)], []), lambda c: (announce(c, [], [(0, 8)]), c.Irecv(zeros(1), 0)))
     assert "CollectiveMismatch" in forgotten
@@ -296,10 +295,12 @@ def test_the_names_are_those_of_the_tier() -> None:
 def test_what_is_left_out_is_what_mpi4py_takes() -> None:
     """Its own signatures stand in the first lines of its docstrings."""
     compared = 0
-    for name, method in inspect.getmembers(LockstepComm, inspect.isfunction):
+    for name, method in inspect.getmembers(ThreadComm, inspect.isfunction):
+        if name.startswith("_"):
+            continue
         theirs = (getattr(MPI.Intracomm, name, None).__doc__ or "").partition("\n")[0]
         for parameter in inspect.signature(method).parameters.values():
             if parameter.name in ("root", "sendtag", "color", "key") and parameter.default is not parameter.empty:
                 assert f"{parameter.name}: int = {parameter.default}" in theirs, name
                 compared += 1
-    assert compared >= 8
+    assert compared >= 7

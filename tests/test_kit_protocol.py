@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sp_core.testing.lockstep import Call, Decision, Record, decide
 from sp_core.testing.outcome import Kind, Mismatched, Outcome, Woken, capture, failure, failure_class
-from sp_core.testing.signatures import call
-from sp_core.testing.stuck import Report, deadlocked
+from sp_core.testing.signatures import exchange
+from sp_core.testing.stuck import Ends, Report, deadlocked
 
 pytestmark = pytest.mark.mpi_skip  # one process is enough
 
@@ -58,7 +58,7 @@ def test_messages_agree_iff_what_is_sent_is_received(sizes: list[list[int]], dat
 
     def records(expected: list[list[int]]) -> list[Record]:
         return [
-            call("announce_exchange", r, p, list(enumerate(sizes[r])), [(s, expected[s][r]) for s in range(p)]).record()
+            exchange("announce_exchange", r, p, list(enumerate(sizes[r])), [(s, expected[s][r]) for s in range(p)], False).record()
             for r in range(p)
         ]
 
@@ -70,8 +70,8 @@ def test_messages_agree_iff_what_is_sent_is_received(sizes: list[list[int]], dat
 
 
 def test_the_order_of_two_messages_matters() -> None:
-    one = call("announce_exchange", 0, 2, [(1, 8), (1, 16)], []).record()
-    other = call("announce_exchange", 1, 2, [], [(0, 16), (0, 8)]).record()
+    one = exchange("announce_exchange", 0, 2, [(1, 8), (1, 16)], [], False).record()
+    other = exchange("announce_exchange", 1, 2, [], [(0, 16), (0, 8)], False).record()
     assert decide([one, other]) is Decision.MISMATCH
 
 
@@ -128,12 +128,30 @@ def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: st
 
 def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
     def report(on: str, a: int, b: int) -> Report:
-        return Report((("a", a), ("b", b)), on, 2, "")
+        return Report((("a", a), ("b", b)), on, 2, "", ended=not on)
 
     assert deadlocked([report("a", 1, 0), report("b", 0, 1)])
     assert not deadlocked([report("a", 1, 0), report("a", 1, 0)])
     assert not deadlocked([report("", 1, 1), report("", 1, 1)])
-    assert not deadlocked([report("b", 1, 1), report("", 1, 1)])  # the other has entered it, and ended
+    assert not deadlocked([report("b", 1, 1), report("", 1, 0)])  # the other has ended, which this one will find out
+    elsewhere = Report((("c", 1),), "", 0, "", ended=True)
+    assert deadlocked([report("b", 1, 1), report("a", 2, 0), elsewhere])  # a third one that is not part of it has ended
+
+
+def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
+    def report(awaits: tuple[bool, Ends], sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()) -> Report:
+        accepts = () if awaits[0] else (awaits[1],)
+        return Report((), "", 2, "", (awaits,), accepts, sent, received)
+
+    message, other = ("c", 0, 1, 5), ("c", 0, 1, 6)
+    idle = Report((), "", 2, "", ended=True)
+    for pattern in (message, ("c", -1, 1, 5), ("c", 0, 1, -1)):
+        assert deadlocked([idle, report((False, pattern))])
+        assert not deadlocked([report((True, message), (message,)), report((False, pattern))])
+        assert deadlocked([report((True, message), (message,)), report((False, pattern), (), (message,))]) is False
+    assert deadlocked([report((True, other), (other,)), report((False, message))])
+    assert deadlocked([report((True, message), (message,)), idle])
+    assert not deadlocked([report((True, message), (message,)), idle._replace(received=(message,))])  # the sender will be told
 
 
 ALWAYS = ("", ".plugin", ".launch")

@@ -10,12 +10,11 @@ from typing import Any, NoReturn, TextIO
 
 import pytest
 
-from sp_core.testing import remarks, watchdog
+from sp_core.testing import remarks, unchecked, watchdog
 from sp_core.testing.diary import Diary
 from sp_core.testing.lockstep import Call, Record, until
 from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import Kind
-from sp_core.testing.remarks import Remarks
 from sp_core.testing.session import Session
 
 _RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")
@@ -40,6 +39,7 @@ class Ranks:
         mpi4py.rc.fast_reduce = False  # the shortcut duplicates a communicator while it holds the interpreter's lock
         from mpi4py import MPI
 
+        unchecked.install()  # before any test takes a class out of mpi4py
         world = MPI.COMM_WORLD
         self.config, self.rank, self.size = config, world.rank, world.size
         self._nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -188,15 +188,15 @@ class Ranks:
         """One exit status for all ranks: the worst."""
         watchdog.progress()
         try:
-            mine = int(session.exitstatus), remarks.session.ratios
+            mine = int(session.exitstatus), remarks.session
             everyone = [] if self._lost else self._everyone("the end of the session", mine)
         except pytest.exit.Exception as lost:  # raised here, it would keep other plugins from writing what they know
             everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
         session.exitstatus = max((status for status, _ in everyone), default=pytest.ExitCode.INTERNAL_ERROR)
-        for _, ratios in everyone:
-            remarks.session.merge(Remarks(ratios=ratios))
+        for _, told in everyone:
+            remarks.session.merge(told)
 
 
 def _fail(report: pytest.TestReport, text: str) -> None:

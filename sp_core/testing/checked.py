@@ -2,154 +2,190 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import functools
+import inspect
+import itertools
+import sys
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from sp_core.testing.comm import LockstepComm
+from sp_core.testing.beginning import Beginning
 from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Lockstep, Request
-from sp_core.testing.mpi import MpiCarrier, patiently, wait
-from sp_core.testing.outcome import Mismatched, capture, raise_for_peers
-from sp_core.testing.signatures import call, op_name
-from sp_core.testing.stuck import Detector, Report
+from sp_core.testing.lockstep import Call, Lockstep
+from sp_core.testing.messages import MESSAGES, PROBES, Messages
+from sp_core.testing.mpi import MpiCarrier, patiently
+from sp_core.testing.outcome import Catch, Kind, Mismatched, capture, raise_for_peers
+from sp_core.testing.requests import Transfer, announced, begun
+from sp_core.testing.signatures import COLLECTIVES, Edges, Flow
+from sp_core.testing.stuck import Detector
+from sp_core.testing.unchecked import UNCHECKED, install, say
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
     from sp_core.transport.counter import SharedCounter
 
-_NUMBER_OF_REDUCTION = {"Allreduce": 2, "Reduce": 2, "Reduce_scatter": 3}
+AGREED = {
+    **dict.fromkeys(("Dup", "Dup_with_info", "Clone", "Idup", "Idup_with_info", "Split", "Split_type", "Create"), ""),
+    **dict.fromkeys(("Set_info", "allgather", "alltoall", "neighbor_allgather", "neighbor_alltoall"), ""),
+    **dict.fromkeys(("bcast", "gather", "scatter"), "root"),
+    "Create_cart": "dims periods reorder",
+    "Create_graph": "index edges reorder",
+    **dict.fromkeys(("Create_dist_graph", "Create_dist_graph_adjacent"), "reorder"),
+    "Sub": "remain_dims",
+    "Cart_map": "dims periods",
+    "Graph_map": "index edges",
+}
+"""More collectives, and which of their arguments have to be the same on all ranks."""
+
+LOCAL = (
+    *(
+        "Get_",
+        "Is_",
+        "is_",
+        "Set_attr",
+        "Set_name",
+        "Set_errhandler",
+        "Call_errhandler",
+        "Delete_attr",
+        "Compare",
+        "Abort",
+        "Shift",
+    ),
+    *("Attach_buffer", "Detach_buffer", "Flush_buffer", "Iflush_buffer", "py2f", "toint"),
+)
+"""How the names of calls begin that no other rank need make."""
 
 
-class _Request:
-    """An MPI request that keeps its buffers alive, and whose test notices when a peer has left."""
-
-    def __init__(self, comm: CheckedComm, raw: Any, buffers: Sequence[Any], what: str) -> None:
-        self._comm = comm
-        self._buffers: Sequence[Any] | None = buffers
-        self._what = what
-        self.raw = raw
-        self.done = False
-
-    def __str__(self) -> str:
-        return f"a request that {self._what}" if self._what else "a collective"
-
-    def Test(self) -> bool:
-        """Make progress; True once the transfer is complete."""
-        if not self.done and self.raw.Test():
-            self.done, self._buffers = True, None
-        if not self.done and self._what:
-            self._comm.lockstep.waiting(self._what)
-        return self.done
-
-    def Wait(self) -> bool:
-        """Wait until the transfer is complete."""
-        return patiently(lambda: self.Test() or None)
-
-
-class _Received(_Request):
-    def __init__(self, comm: CheckedComm, raw: Any, buffer: Any, source: int) -> None:
-        super().__init__(comm, raw, [buffer], f"waits for a message from rank {source} on {comm.lockstep.name}")
-        self.source = source
-
-
-class CheckedComm(LockstepComm):
-    """Wraps an mpi4py communicator.
+class CheckedComm(Messages):
+    """Wraps an mpi4py communicator, and is one.
 
     As a context manager it tells the other ranks when its block ends, also by an error: they need not wait for ever.
+    What it does not check between ranks it says; `sp_core.testing.unchecked` lists it.
 
     Args:
         raw: the communicator to make the calls on; freed by `Free`.
-        family: where to enter this communicator.
+        family: where to enter this communicator; a new one, whose ranks find out when they all wait for ever.
         name: what error messages call it.
     """
 
-    def __init__(self, raw: Intracomm, family: Family | None = None, name: str = "comm") -> None:
-        self._raw = raw
-        self._shadow = raw.Dup()
-        self._carrier = MpiCarrier(self._shadow, self._look)
-        self._sent: Counter[int] = Counter()
-        self._completed: Counter[int] = Counter()
+    _raw: Any
+
+    def __new__(cls, raw: Any = None, family: Family | None = None, name: str = "comm") -> Self:
+        install()
+        base: Any = next(kind for kind in type(raw).__mro__ if kind.__module__ == "mpi4py.MPI")
+        made: Self = base.__new__(_kind(base), raw)
+        made._raw, made._mpi = base(raw), sys.modules[base.__module__]
+        return made
+
+    def __init__(self, raw: Any, family: Family | None = None, name: str = "comm") -> None:
+        self._shadows = [self._raw.Split(0, self._raw.rank) for _ in range(2 if family is None else 1)]
+        self._carrier = MpiCarrier(self._shadows[0], self._look)
+        self._groups, self._persistent = itertools.count(), itertools.count()
         super().__init__(Lockstep(self._carrier, name), family or Family())
+        if family is None:
+            self.family.detector = Detector(MpiCarrier(self._shadows[1]).share, self.rank)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        outcomes = self.family.finish(capture(error))
-        self._shadow.Free()
-        self._freed = True
+        with Catch() as left:
+            for member in self.family.members if error is None else ():
+                member.ensure_posted("the end of the block", later=True)
+        outcomes = self.family.finish(capture(error or left.error))
+        self.settle(max(MpiCarrier(self._shadows[0]).gather(self.family.rounds)))
+        self._give_back()
+        if error is None and left.error is not None:
+            raise left.error
+        if error is None and outcomes[self.rank].kind is Kind.MISMATCH:
+            raise Mismatched(outcomes[self.rank].message)
         raise_for_peers(error, outcomes)
 
-    @classmethod
-    def root(cls, raw: Intracomm) -> CheckedComm:
-        """The first communicator of an example, whose ranks also find out when they wait for each other for ever.
-
-        `settle` has to follow each example.
-        """
-        made = cls(raw)
-        made.family.detector = Detector(MpiCarrier(raw.Dup()).share, raw.rank)
-        return made
-
     def settle(self, rounds: int) -> None:
-        """Complete what the detector has begun, given the largest number of rounds of any rank."""
+        """Complete what the detector has begun, given the largest number of rounds of any rank; after each example."""
         detector = self.family.detector
         if detector is not None:
             patiently(lambda: detector.settle(rounds) or None)
 
-    def _look(self, what: str, ending: bool) -> None:
-        """Find out whether all ranks of the example wait, this one among them."""
+    @property
+    def _pickle(self) -> Any:
+        return self._mpi.pickle
+
+    def _look(self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False) -> None:
+        """Find out whether all ranks of the example wait, this one among them, and none can go on."""
         if self.family.detector is None:
             return
-        posts = tuple((member.lockstep.name, member._posts()) for member in self.family.members)
-        deadlock = self.family.detector.look(Report(posts, "" if ending else self.lockstep.name, self.size, what))
+        waits_on = "" if ending or pending else self.lockstep.name
+        report = self.family.report(waits_on, self.size, what, tuple(transfer.waits() for transfer in pending), every)
+        deadlock = self.family.detector.look(report)
         if deadlock and not ending:
             raise Mismatched(deadlock)
 
-    def _posts(self) -> int:
-        return self._carrier.posts
-
-    def _do(self, op: str, *args: Any) -> None:
-        getattr(self._raw, op)(*_mpi_arguments(op, args))
-
-    def _begin(self, op: str, *args: Any) -> Request:
-        raw = getattr(self._raw, "I" + op.lower())(*_mpi_arguments(op, args))
-        return self._keep(_Request(self, raw, args, ""))
-
-    def _objects(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         return self._carrier.gather(value)
 
-    def _send(self, buf: Any, dest: int, tag: int) -> Request:
-        self._sent[dest] += 1
-        what = f"waits for rank {dest} to receive a message on {self.lockstep.name}"
-        raw = self._raw.Issend(buf, dest, tag)  # not complete before the receive is there: long messages are sent so
-        return self._keep(_Request(self, raw, [buf], what))
+    def _wrong_root(self, text: str) -> Exception:
+        """The error of mpi4py, which says nothing else than "invalid root", with a text."""
+        kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
+        error: Exception = kind(self._mpi.ERR_ROOT)
+        return error
 
-    def _receive(self, buf: Any, source: int, tag: int) -> Request:
-        return self._keep(_Received(self, self._raw.Irecv(buf, source, tag), buf, source))
+    def _edges(self, op: str) -> Edges:
+        return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
 
-    def _keep(self, request: _Request) -> Request:
-        self._settle()
-        self._requests.append(request)
-        return request
+    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """A collective on buffers, in one of its forms."""
 
-    def _settle(self) -> None:
-        """Forget requests that are complete, but count the messages that have come."""
-        self._completed.update(r.source for r in self._requests if r.done and isinstance(r, _Received))
-        self._requests = [request for request in self._requests if not request.done]
+        def make(found: Flow) -> Any:
+            plain = [getattr(self._mpi, arg.upper()) if isinstance(arg, str) else arg for arg in args]
+            made = getattr(self._raw, form)(*plain, **given)
+            what = f"{form} number {next(self._persistent)}" if form.endswith("_init") else f"a started {form}"
+            return None if made is None else begun(made, Transfer(self, what))
 
-    def _dup(self, name: str) -> CheckedComm:
-        return CheckedComm(self._raw.Dup(), self.family, name)
+        return self._agree_on(op, form, args, given, make)
 
-    def _split(self, name: str, color: int, key: int) -> Any:
-        from mpi4py import MPI
+    def _later(self, beginning: Beginning) -> Any:
+        return announced(beginning)
 
-        made = self._raw.Split(color if color >= 0 else MPI.UNDEFINED, key)
-        return CheckedComm(cast("Intracomm", made), self.family, f"{name}[{color}]") if made != MPI.COMM_NULL else made
+    def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """A collective that is not on buffers: all ranks call it, with the same of the arguments in `AGREED`."""
+        call = self._bound(name, args, given)
+        self._check_objects(name, call)
+        values = ((key, call[key]) for key in AGREED[name].split())
+        text = ", ".join(f"{key}={value if value is None else np.asarray(value).tolist()}" for key, value in values)
+        what = Call(name, (text,), text=text)
+        made = self._enter(what, lambda: getattr(self._raw, name)(*args, **given))
+        if name.startswith("Idup"):  # who has the communicator may use it only when the request is complete
+            made[1].Wait()
+            return self._adopted(made[0], self.children), made[1]
+        return self._adopted(made, self.children)
+
+    def _check_objects(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Find a root, a number of objects or an object that would stop this rank alone in the middle of a call."""
+        root = arguments.get("root")
+        self._check_root(name, root)
+        for key in {"obj", "sendobj"} & arguments.keys() if root in (None, self.rank) or name == "gather" else ():
+            several = {"scatter": self.size, "alltoall": self.size, "neighbor_alltoall": getattr(self._raw, "outdegree", 0)}.get(
+                name
+            )
+            self._pickle.dumps(arguments[key] if several is None else self._one_each(name, arguments[key], several))
+
+    def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
+        """What a call has given; a communicator of ours where it is one."""
+        if not isinstance(made, self._mpi.Comm):
+            return made
+        name = f"{self.lockstep.name}.{'' if counter is self.children else 'g'}{next(counter)}"
+        if not isinstance(made, self._mpi.Intracomm) or not made:
+            return made
+        together = counter is self.children and made.size == self.size
+        return CheckedComm(made, self.family, name if together else made.bcast(f"{name}[{self.rank}]"))
+
+    def _unchecked(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        say(name)
+        return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 
     def alone(self) -> CheckedComm:
         """A communicator of this rank alone, which needs no other rank."""
@@ -161,71 +197,61 @@ class CheckedComm(LockstepComm):
         """A counter that these ranks share."""
         from sp_core.transport.counter import MpiCounter  # with it comes torch, which other projects may do without
 
-        self._enter(call("make_counter", self.rank, self.size))
+        self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
+
+    def Disconnect(self) -> None:
+        """mpi4py's `Disconnect`."""
+        self.Free()
+
+    def free(self) -> None:
+        """mpi4py's `free`: nothing where it has been freed."""
+        if self:
+            self.Free()
 
     def _release(self) -> None:
         pass  # MPI itself moves what was started
 
-    def _complete(self) -> None:
-        if self._exchanges:
-            self._clear_messages()
-        for request in self._requests:
-            wait(request.raw)
-        self._requests.clear()
-        self._announced.clear()
-        self._announced_for_later.clear()
-        self._exchanges = 0
-
-    def _clear_messages(self) -> None:
-        """Leave no message of a broken exchange for the next example to find."""
-        for request in self._requests:
-            if isinstance(request, _Received):
-                self._cancel(request)
-        self._settle()
-        for source, sent in enumerate(self._carrier.gather(dict(self._sent))):
-            self._drain(source, sent.get(self.rank, 0) - self._completed[source])
-        self._sent.clear()
-        self._completed.clear()
-
-    def _cancel(self, request: _Received) -> None:
-        """End a receive: its message may be there already, on its way, or never come."""
-        from mpi4py import MPI
-
-        if request.done:
-            return
-        status = MPI.Status()
-        request.raw.Cancel()
-        patiently(lambda: True if request.raw.Test(status) else None)
-        request.done = True
-        if status.Is_cancelled():
-            self._completed[request.source] -= 1  # `_settle` counts it as come
-
-    def _drain(self, source: int, count: int) -> None:
-        from mpi4py import MPI
-
-        for _ in range(count):
-            message, status = self._probe(source)
-            trash = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            wait(message.Irecv([trash, MPI.BYTE]))
-
-    def _probe(self, source: int) -> tuple[Any, Any]:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        return patiently(lambda: self._raw.Improbe(source, MPI.ANY_TAG, status)), status
+    def _complete(self, clean: bool) -> None:
+        if clean:
+            self._clear()
+        super()._complete(clean)
 
     def _free(self) -> None:
+        next(kind for kind in type(self).__mro__ if kind.__module__ == "mpi4py.MPI").Free(self)  # type: ignore[attr-defined]
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Free what the protocol has used."""
         self._freed = True
-        self._raw.Free()
-        self._shadow.Free()
+        for shadow in self._shadows:
+            shadow.Free()
 
 
-def _mpi_arguments(op: str, args: tuple[Any, ...]) -> list[Any]:
-    """The arguments as mpi4py wants them: its own reduction objects, and the sum where none is named."""
-    place = _NUMBER_OF_REDUCTION.get(op)
-    if place is None:
-        return list(args)
-    from mpi4py import MPI
+@functools.cache
+def _kind(base: Any) -> Any:
+    """The class of checked communicators that wraps a class of mpi4py."""
+    own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
+    calls = {
+        name: _call(name) for name, value in inspect.getmembers(base, callable) if not name.startswith("_") and name not in own
+    }
+    name = "CheckedComm" if base.__name__ == "Intracomm" else f"Checked{base.__name__}"
+    own_calls = {name: call for name, call in calls.items() if call is not None}
+    return ABCMeta(name, (CheckedComm, base), {"__module__": __name__, **own_calls})
 
-    return [getattr(MPI, op_name(arg)) if index == place else arg for index, arg in enumerate(args)]
+
+def _call(name: str) -> Callable[..., Any] | None:
+    """The checked form of a method of mpi4py, or None for one that no other rank need call."""
+    stem = name.removesuffix("_init")
+    ops = [op for op in (stem, stem[1:].capitalize()) if op in COLLECTIVES]
+    if ops:
+        return lambda self, *args, **given: self._collective(ops[0], name, args, given)
+    if name in MESSAGES:
+        return lambda self, *args, **given: self._message(name, args, given)
+    if name in PROBES:
+        return lambda self, *args, **given: self._probe(name, args, given)
+    if name in AGREED:
+        return lambda self, *args, **given: self._agreed(name, args, given)
+    if name in UNCHECKED or not name.startswith(LOCAL):
+        return lambda self, *args, **given: self._unchecked(name, args, given)
+    return None

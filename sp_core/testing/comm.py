@@ -8,24 +8,37 @@ import operator
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.testing import watchdog
 from sp_core.testing.beginning import Beginning
 from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Call, Lockstep, Request
+from sp_core.testing.lockstep import Call, Lockstep
 from sp_core.testing.places import here
-from sp_core.testing.signatures import array, call, listed, op_name
+from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, listed, op_name, require
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
 
 
+def _on_two(op: Any) -> Callable[[Any, Any], Any]:
+    """The reduction of two objects; an operation of MPI is one itself."""
+    return op if callable(op) else _ON_OBJECTS[op_name(op)]
+
+
+@contextmanager
+def _told_of(op: str, comm: LockstepComm) -> Iterator[None]:
+    """Say which call of which rank contradicts itself."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as problem:
+        raise type(problem)(f"{op} on rank {comm.rank} of {comm.size}: {problem}") from problem
+
+
 class LockstepComm(ABC):
     """A communicator whose ranks agree on each call before they make it.
-
-    It offers the methods that the library needs and refuses every other one: a call that is not checked could block for ever.
 
     Args:
         lockstep: this rank's side of the protocol.
@@ -35,8 +48,6 @@ class LockstepComm(ABC):
     def __init__(self, lockstep: Lockstep, family: Family) -> None:
         self.lockstep = lockstep
         self.family = family
-        self.rank: int = lockstep.carrier.rank
-        self.size: int = lockstep.carrier.size
         self._announced: Counter[tuple[str, int, int]] = Counter()
         self._announced_for_later: Counter[tuple[str, int, int]] = Counter()
         self._exchanges = 0  # since the last clean-up; the same on all ranks
@@ -51,11 +62,15 @@ class LockstepComm(ABC):
     def __bool__(self) -> bool:
         return not self._freed
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{type(self).__name__} has no {name!r}: only calls that the lockstep protocol can check are offered. "
-            "Add a rule in sp_core/testing/signatures.py and a method in comm.py."
-        )
+    @property
+    def rank(self) -> int:
+        """The rank of the caller."""
+        return self.lockstep.carrier.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.lockstep.carrier.size
 
     def Get_rank(self) -> int:
         """The rank of the caller."""
@@ -65,98 +80,49 @@ class LockstepComm(ABC):
         """The number of ranks."""
         return self.size
 
-    def Barrier(self) -> None:
-        """mpi4py's `Barrier`."""
-        self._run("Barrier")
-
-    def Bcast(self, buf: Any, root: int = 0) -> None:
-        """mpi4py's `Bcast`."""
-        self._run("Bcast", buf, root)
-
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """mpi4py's `Allgather`."""
-        self._run("Allgather", sendbuf, recvbuf)
-
-    def Allgatherv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """mpi4py's `Allgatherv` with `[buffer, counts]` to receive into."""
-        self._run("Allgatherv", sendbuf, recvbuf)
-
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = None) -> None:
-        """mpi4py's `Allreduce`."""
-        self._run("Allreduce", sendbuf, recvbuf, op)
-
-    def Reduce(self, sendbuf: Any, recvbuf: Any, op: Any = None, root: int = 0) -> None:
-        """mpi4py's `Reduce`."""
-        self._run("Reduce", sendbuf, recvbuf, op, root)
-
-    def Reduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = None) -> None:
-        """mpi4py's `Reduce_scatter`."""
-        self._run("Reduce_scatter", sendbuf, recvbuf, recvcounts, op)
-
-    def Alltoallv(self, sendbuf: Any, recvbuf: Any) -> None:
-        """mpi4py's `Alltoallv` with `[buffer, counts]` on both sides."""
-        self._run("Alltoallv", sendbuf, recvbuf)
-
-    def Sendrecv(self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0) -> None:
-        """mpi4py's `Sendrecv` from a named source; every rank of the communicator takes part."""
-        self._run("Sendrecv", sendbuf, dest, sendtag, recvbuf, source, recvtag)
-
-    def Ibarrier(self) -> Request:
-        """mpi4py's `Ibarrier`."""
-        return self._start("Barrier")
-
-    def Ibcast(self, buf: Any, root: int = 0) -> Request:
-        """mpi4py's `Ibcast`."""
-        return self._start("Bcast", buf, root)
-
-    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """mpi4py's `Iallgather`. It does not wait for the other ranks: they may wait for something else from this one."""
-        what = call("Allgather", self.rank, self.size, sendbuf, recvbuf, blocking=False)
-        self._prepare(what)
-        return Beginning(self, what, lambda: self._begin("Allgather", sendbuf, recvbuf))
-
-    def Iallgatherv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """mpi4py's `Iallgatherv`."""
-        return self._start("Allgatherv", sendbuf, recvbuf)
-
-    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: Any = None) -> Request:
-        """mpi4py's `Iallreduce`."""
-        return self._start("Allreduce", sendbuf, recvbuf, op)
-
-    def Ireduce(self, sendbuf: Any, recvbuf: Any, op: Any = None, root: int = 0) -> Request:
-        """mpi4py's `Ireduce`."""
-        return self._start("Reduce", sendbuf, recvbuf, op, root)
-
-    def Ireduce_scatter(self, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = None) -> Request:
-        """mpi4py's `Ireduce_scatter`."""
-        return self._start("Reduce_scatter", sendbuf, recvbuf, recvcounts, op)
-
-    def Ialltoallv(self, sendbuf: Any, recvbuf: Any) -> Request:
-        """mpi4py's `Ialltoallv`."""
-        return self._start("Alltoallv", sendbuf, recvbuf)
-
     def barrier(self) -> None:
         """mpi4py's `barrier`."""
-        self._run("Barrier")
+        self._collective("Barrier", "Barrier", (), {})
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """mpi4py's `bcast` of a picklable object."""
-        return self._enter(call("bcast", self.rank, self.size, root), lambda: self._objects(obj))[root]
+        return self._on_objects("bcast", obj if self.rank == root else None, root)[root]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """mpi4py's `gather` of picklable objects."""
-        objects: list[Any] = self._enter(call("gather", self.rank, self.size, root), lambda: self._objects(sendobj))
+        objects = self._on_objects("gather", sendobj, root)
         return objects if self.rank == root else None
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """mpi4py's `scatter` of picklable objects, one for each rank."""
+        mine = self._one_each("scatter", sendobj, self.size) if self.rank == root else None
+        return self._on_objects("scatter", mine, root)[root][self.rank]
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """mpi4py's `allgather` of picklable objects."""
-        objects: list[Any] = self._enter(call("allgather", self.rank, self.size), lambda: self._objects(sendobj))
-        return objects
+        return self._on_objects("allgather", sendobj)
+
+    def alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
+        """mpi4py's `alltoall` of picklable objects, one for each rank."""
+        return [objects[self.rank] for objects in self._on_objects("alltoall", self._one_each("alltoall", sendobj, self.size))]
+
+    def reduce(self, sendobj: Any, op: Any = None, root: int = 0) -> Any:
+        """mpi4py's `reduce` of objects, in rank order; the sum unless another operation is given."""
+        objects = self._on_objects("reduce", sendobj, root, op)
+        return functools.reduce(_on_two(op), objects) if self.rank == root else None
 
     def allreduce(self, sendobj: Any, op: Any = None) -> Any:
-        """mpi4py's `allreduce` of objects, in rank order; the sum unless another operation is given."""
-        objects = self._enter(call("allreduce", self.rank, self.size, None, op), lambda: self._objects(sendobj))
-        return functools.reduce(_ON_OBJECTS[op_name(op)], objects)
+        """mpi4py's `allreduce` of objects, in rank order."""
+        return functools.reduce(_on_two(op), self._on_objects("allreduce", sendobj, None, op))
+
+    def scan(self, sendobj: Any, op: Any = None) -> Any:
+        """mpi4py's `scan` of objects: of this rank and those before it."""
+        return functools.reduce(_on_two(op), self._on_objects("scan", sendobj, None, op)[: self.rank + 1])
+
+    def exscan(self, sendobj: Any, op: Any = None) -> Any:
+        """mpi4py's `exscan` of objects: of the ranks before this one; None on rank 0."""
+        objects = self._on_objects("exscan", sendobj, None, op)[: self.rank]
+        return functools.reduce(_on_two(op), objects) if objects else None
 
     def announce_exchange(
         self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = (), *, later: bool = False
@@ -172,7 +138,9 @@ class LockstepComm(ABC):
             CollectiveMismatch: the messages sent are not the messages received.
         """
         sends, recvs = list(sends), list(recvs)
-        self._enter(call("announce_exchange", self.rank, self.size, sends, recvs, later))
+        with _told_of("announce_exchange", self):
+            what = exchange("announce_exchange", self.rank, self.size, sends, recvs, later)
+        self._enter(what)
         self._exchanges += 1
         announced = self._announced_for_later if later else self._announced
         announced.update(("Isend", peer, nbytes) for peer, nbytes in sends)
@@ -180,32 +148,12 @@ class LockstepComm(ABC):
 
     def announce_call(self, what: str) -> None:
         """Declare that this rank is about to do something, the same on every rank, that is no call of MPI."""
-        self._enter(call("announce_call", self.rank, self.size, what))
+        self._enter(Call("announce_call", (what,), text=what))
 
     def watch(self, what: str) -> None:
         """Notice that a peer has left the example, while this rank waits for something that is no call of MPI."""
         self.progress()
         self.lockstep.waiting(what)
-
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """mpi4py's `Isend` of an announced message."""
-        self._take("Isend", dest, array(buf).nbytes)
-        return self._send(buf, dest, tag)
-
-    def Irecv(self, buf: Any, source: int, tag: int = 0) -> Request:
-        """mpi4py's `Irecv` of an announced message from a named source."""
-        self._take("Irecv", source, array(buf).nbytes)
-        return self._receive(buf, source, tag)
-
-    def Dup(self) -> Self:
-        """mpi4py's `Dup`: the same ranks with messages of their own."""
-        self._enter(call("Dup", self.rank, self.size))
-        return self._dup(f"{self.lockstep.name}.{next(self.children)}")
-
-    def Split(self, color: int = 0, key: int = 0) -> Any:
-        """mpi4py's `Split`; a negative color (`MPI.UNDEFINED`) gives a false value instead of a communicator."""
-        self._enter(call("Split", self.rank, self.size))
-        return self._split(f"{self.lockstep.name}.{next(self.children)}", color, key)
 
     def Free(self) -> None:
         """mpi4py's `Free`. While an error is on its way out it is put off to the end of the example, not to hide the error."""
@@ -213,10 +161,10 @@ class LockstepComm(ABC):
             self._freed = True
             return
         self.ensure_posted("Free", later=True)
-        self._enter(call("Free", self.rank, self.size))
-        self._complete()
+        self._enter(Call("Free", sends=self.lockstep.sent, receives=self.lockstep.received))
+        self._complete(clean=False)
         self._free()
-        self.family.members.remove(self)
+        self.family.members = [other for other in self.family.members if other is not self]
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
         """Raise `CollectiveMismatch` where a message was announced and not posted (`later`: or begun and not found complete)."""
@@ -225,12 +173,52 @@ class LockstepComm(ABC):
         if later and (left := [request for request in self._requests if not request.done]):
             raise CollectiveMismatch(f"{before} before these were found complete by Test or Wait: {', '.join(map(str, left))}")
 
-    def _run(self, op: str, *args: Any) -> None:
-        self._enter(call(op, self.rank, self.size, *args), lambda: self._do(op, *args))
-        watchdog.note(f"left {op}")
+    def _on_objects(self, op: str, value: Any, root: int | None = None, reduction: Any = None) -> list[Any]:
+        """Every rank's object. Each is pickled before anybody relies on it."""
+        self._check_root(op, root)
+        with _told_of(op, self):
+            pickled = self._pickle.dumps(value)
+        name = op_name(reduction)
+        text = "".join(f"{key}={given}" for key, given in (("root", root), ("op", reduction and name)) if given is not None)
+        everyone = self._enter(Call(op, (root, name), text=text), lambda: self._exchange(pickled))
+        return [self._pickle.loads(raw) for raw in everyone]
 
-    def _start(self, op: str, *args: Any) -> Request:
-        return cast("Request", self._enter(call(op, self.rank, self.size, *args, blocking=False), lambda: self._begin(op, *args)))
+    def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
+        """One object for each rank; none at all is None for each."""
+        objects = [None] * number if sendobj is None else list(sendobj)
+        with _told_of(op, self):
+            require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
+        return objects
+
+    def _agree_on(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
+        """Agree on a collective on buffers, then make it. `form` is the name of this variant of it."""
+        with _told_of(form, self):
+            values = bind(op, args, given)
+        self._check_root(form, values.get("root"))
+        with _told_of(form, self):
+            found = flow(op, self.rank, self.size, values, self._edges(op))
+        what = found.call(form, self.rank)
+        if form != "Iallgather":
+            return self._enter(what, lambda: then(found))
+        self._prepare(what)  # and does not wait for the other ranks: they may wait for something else from this one
+        return self._later(Beginning(self, what, lambda: then(found)))
+
+    def _later(self, beginning: Beginning) -> Any:
+        """What the caller gets for a collective that has been announced only."""
+        return beginning
+
+    def _check_root(self, op: str, root: int | None) -> None:
+        if root is not None and not 0 <= root < self.size:
+            raise self._wrong_root(
+                f"{op} on rank {self.rank}: root {root} is not one of the {self.size} ranks of this communicator"
+            )
+
+    def _wrong_root(self, text: str) -> Exception:
+        return ValueError(text)
+
+    def _edges(self, op: str) -> Edges:
+        """The neighbours of this rank, for a collective between neighbours."""
+        return (), ()
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
         self._prepare(what)
@@ -260,40 +248,29 @@ class LockstepComm(ABC):
         announced[op, peer, nbytes] -= 1
 
     @abstractmethod
-    def _do(self, op: str, *args: Any) -> None:
-        """Make the blocking call."""
+    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """A collective on buffers; `form` is the name of this variant of it."""
+
+    @property
+    @abstractmethod
+    def _pickle(self) -> Any:
+        """Has `dumps` and `loads`."""
 
     @abstractmethod
-    def _begin(self, op: str, *args: Any) -> Request:
-        """Make the non-blocking call."""
-
-    @abstractmethod
-    def _objects(self, value: Any) -> list[Any]:
-        """Every rank's object."""
-
-    @abstractmethod
-    def _send(self, buf: Any, dest: int, tag: int) -> Request: ...
-
-    @abstractmethod
-    def _receive(self, buf: Any, source: int, tag: int) -> Request: ...
-
-    @abstractmethod
-    def _dup(self, name: str) -> Self: ...
-
-    @abstractmethod
-    def _split(self, name: str, color: int, key: int) -> Any: ...
-
-    def _posts(self) -> int:
-        """How often this rank has entered an exchange of this communicator."""
-        return 0
+    def _exchange(self, value: Any) -> list[Any]:
+        """Every rank's value."""
 
     @abstractmethod
     def _release(self) -> None:
         """Let peers complete what this rank has started."""
 
-    @abstractmethod
-    def _complete(self) -> None:
-        """Complete or undo what this rank has started and not waited for."""
+    def _complete(self, clean: bool) -> None:
+        """Forget the example. `clean`: it was broken, so first undo what was started; all ranks say the same."""
+        self._requests.clear()
+        self._announced.clear()
+        self._announced_for_later.clear()
+        self._exchanges = 0
+        self.lockstep.forget()
 
     @abstractmethod
     def _free(self) -> None:

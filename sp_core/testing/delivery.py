@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 
-from sp_core.testing.signatures import Array, array, op_name, with_counts
+from sp_core.testing.signatures import Flow, require
+from sp_core.testing.specs import Array, Part
 
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
@@ -16,87 +17,44 @@ _UFUNCS: dict[str, np.ufunc] = {
     "MIN": np.fmin,
     "LAND": np.logical_and,
     "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
     "BAND": np.bitwise_and,
     "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
 }
 
 
-def contribution(op: str, rank: int, size: int, args: Sequence[Any]) -> list[Array]:
-    """A copy of what a rank gives: one piece for each rank where they differ, else one for all."""
-    if op == "Barrier":
-        return []
-    if op == "Alltoallv":
-        flat, counts = with_counts(args[0], size)
-        return [piece.copy() for piece in np.split(flat, np.cumsum(counts)[:-1])]
-    return [array(args[0]).copy()]
+def contribution(flow: Flow) -> dict[int, Array]:
+    """A copy of what a rank gives to each rank; in a reduction all of it to itself."""
+    given: dict[int, list[Array]] = {}
+    for peer, part in flow.gives:
+        given.setdefault(peer, []).append(view(part))
+    return {peer: np.concatenate(pieces) for peer, pieces in given.items()}
 
 
-def deliver(op: str, rank: int, size: int, parts: Sequence[list[Array]], args: Sequence[Any]) -> None:
+def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -> None:
     """Write what a rank gets into its buffers."""
-    if op in _DELIVERIES:
-        _DELIVERIES[op](rank, size, parts, *args)
+    for source, part in flow.takes:
+        place = view(part)
+        if not flow.reduction:
+            place[:] = parts[source][rank].view(place.dtype)
+        elif op != "Exscan" or rank:
+            result = _reduced(op, rank, parts, flow.reduction)
+            counts = flow.equal[-1] or [len(place) if op.startswith("Reduce_scatter") else len(result)] * len(parts)
+            require(not op.startswith("Reduce_scatter") or sum(counts) == len(result), f"{len(result)} elements are not {counts}")
+            start = sum(counts[:rank]) if op.startswith("Reduce_scatter") else 0
+            place[: counts[rank]] = result[start : start + counts[rank]]
 
 
-def receives(op: str, rank: int, args: Sequence[Any]) -> Array | None:
-    """The buffer that a rank receives into, if it has one."""
-    if op == "Barrier":
-        return None
-    if op == "Bcast":
-        return None if rank == args[1] else array(args[0])
-    if op == "Reduce" and rank != args[3]:
-        return None
-    spec = args[1]
-    return array(spec[0] if isinstance(spec, list | tuple) else spec)
-
-
-def _reduced(parts: Sequence[list[Array]], op: Any, piece: slice = slice(None)) -> Array:
+def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: str) -> Array:
     """The reduction in rank order, so that it is the same on every run."""
-    total = parts[0][0][piece].copy()
-    for part in parts[1:]:
-        total = _UFUNCS[op_name(op)](total, part[0][piece]).astype(total.dtype)
-    return total
+    require(reduction in _UFUNCS, f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {reduction}")
+    members = parts[: {"Scan": rank + 1, "Exscan": rank}.get(op, len(parts))]
+    first, *others = [part[index] for index, part in enumerate(members)]
+    return functools.reduce(lambda total, each: _UFUNCS[reduction](total, each).astype(total.dtype), others, first)
 
 
-def _bcast(rank: int, size: int, parts: Sequence[list[Array]], buf: Any, root: int) -> None:
-    if rank != root:
-        array(buf)[:] = parts[root][0]
-
-
-def _gather(rank: int, size: int, parts: Sequence[list[Array]], send: Any, recv: Any) -> None:
-    array(recv[0] if isinstance(recv, list | tuple) else recv)[:] = np.concatenate([part[0] for part in parts])
-
-
-def _allreduce(rank: int, size: int, parts: Sequence[list[Array]], send: Any, recv: Any, op: Any) -> None:
-    array(recv)[:] = _reduced(parts, op)
-
-
-def _reduce(rank: int, size: int, parts: Sequence[list[Array]], send: Any, recv: Any, op: Any, root: int) -> None:
-    if rank == root:
-        array(recv)[:] = _reduced(parts, op)
-
-
-def _reduce_scatter(rank: int, size: int, parts: Sequence[list[Array]], send: Any, recv: Any, counts: Any, op: Any) -> None:
-    received = array(recv)
-    start = rank * received.size if counts is None else sum(counts[:rank])
-    received[:] = _reduced(parts, op, slice(start, start + received.size))
-
-
-def _alltoallv(rank: int, size: int, parts: Sequence[list[Array]], send: Any, recv: Any) -> None:
-    array(recv[0])[:] = np.concatenate([part[rank] for part in parts])
-
-
-def _sendrecv(rank: int, size: int, parts: Sequence[list[Array]], *args: Any) -> None:
-    received = array(args[3])
-    received[:] = parts[args[4]][0].view(received.dtype)
-
-
-_DELIVERIES: dict[str, Callable[..., None]] = {
-    "Bcast": _bcast,
-    "Allgather": _gather,
-    "Allgatherv": _gather,
-    "Allreduce": _allreduce,
-    "Reduce": _reduce,
-    "Reduce_scatter": _reduce_scatter,
-    "Alltoallv": _alltoallv,
-    "Sendrecv": _sendrecv,
-}
+def view(part: Part) -> Array:
+    """The numbers of a part."""
+    require(part.view is not None, "ranks that are threads take numbers that lie side by side")
+    return np.asarray(part.view)

@@ -6,8 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from sp_core.testing.lockstep import finish_all
-from sp_core.testing.outcome import Outcome
-from sp_core.testing.stuck import Detector
+from sp_core.testing.outcome import Kind, Outcome
+from sp_core.testing.stuck import Detector, Ends, Report
 
 if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
@@ -20,19 +20,38 @@ class Family:
         self.members: list[LockstepComm] = []
         self.detector: Detector | None = None
 
+    @property
+    def rounds(self) -> int:
+        """How often this rank has taken part in finding out whether all wait."""
+        return 0 if self.detector is None else self.detector.rounds
+
+    def report(self, waits_on: str, size: int, what: str, awaits: tuple[tuple[bool, Ends], ...], every: bool) -> Report:
+        """What this rank says while it waits."""
+        named = [(member.lockstep.name, member) for member in self.members]
+        calls = tuple((name, member.lockstep.calls) for name, member in named)
+        accepts = tuple((name, *transfer.takes) for name, member in named for transfer in member._requests if transfer.takes)
+        sent, received = (
+            tuple((name, *message[:3]) for name, member in named for message in getattr(member.lockstep, side))
+            for side in ("sent", "received")
+        )
+        return Report(calls, waits_on, size, what, awaits, accepts, sent, received, not waits_on and not awaits, every)
+
     def finish(self, outcome: Outcome) -> list[Outcome]:
         """End the example on every live communicator, then free all but the first.
 
         Returns:
-            The outcome of every rank of the first communicator.
+            The outcome of every rank of the first communicator; a mismatch where a message was lost on any of this rank's.
         """
         for member in self.members:
             member._release()
-        outcomes = finish_all([member.lockstep for member in self.members], outcome)
-        for member in self.members:
-            member._complete()
+        everyone = finish_all([member.lockstep for member in self.members], outcome)
+        rank = self.members[0].rank
+        for member, outcomes in zip(self.members, everyone, strict=True):
+            member._complete(any(each.kind is not Kind.OK for each in outcomes))
+            if outcomes[member.rank].kind is Kind.MISMATCH and outcome.kind is Kind.OK:
+                everyone[0][rank] = outcomes[member.rank]
         for member in self.members[1:]:
             member._free()
         self.members[0].children = itertools.count()  # so that an example names its communicators alike every time
         del self.members[1:]
-        return outcomes
+        return everyone[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,6 +23,8 @@ Steps = Generator[None, None, T]
 """Work that yields while it has to wait for other ranks."""
 
 _MODULUS = 2**128
+UNCOUNTED = "not counted"
+"""In the place of a message's kind: what has come is not known, so nothing can be said about the messages of that communicator."""
 
 
 class Record(NamedTuple):
@@ -73,12 +76,24 @@ class Carrier(Protocol):
 
 
 class Message(NamedTuple):
-    """One message between two ranks; `turn` counts those between the same two, because MPI keeps their order."""
+    """One message between two ranks.
+
+    Attributes:
+        source: rank that sends it.
+        dest: rank that receives it.
+        turn: counts those of one call between the same two, because MPI keeps their order; the tag of a message of its own.
+        nbytes: its length.
+        kind: its elements, nothing where that is not known; bytes are received as elements of any kind.
+    """
 
     source: int
     dest: int
     turn: int
     nbytes: int
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes" + (f" of {self.kind}" if self.kind else "")
 
 
 @dataclass(frozen=True)
@@ -90,8 +105,8 @@ class Call:
 
     op: str
     equal: tuple[object, ...] = ()
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
+    sends: Sequence[Message] = ()
+    receives: Sequence[Message] = ()
     text: str = ""
 
     def record(self) -> Record:
@@ -105,7 +120,7 @@ def _hash(value: object) -> int:
 
 def _sum(messages: Iterable[Message]) -> int:
     """A hash of a multiset that adds up over ranks: what is sent equals what is received iff the sums are equal."""
-    return sum(_hash(tuple(message)) for message in messages) % _MODULUS
+    return sum(count * _hash(tuple(message)) for message, count in Counter(messages).items()) % _MODULUS
 
 
 class Decision(enum.Enum):
@@ -131,14 +146,17 @@ def decide(records: Sequence[Record]) -> Decision:
 
 
 def _agree(records: Sequence[Record]) -> bool:
-    same = len({record.digest for record in records}) == 1
-    return same and (sum(r.sends for r in records) - sum(r.receives for r in records)) % _MODULUS == 0
+    return len({record.digest for record in records}) == 1 and _balanced(records)
+
+
+def _balanced(records: Sequence[Record]) -> bool:
+    return (sum(r.sends for r in records) - sum(r.receives for r in records)) % _MODULUS == 0
 
 
 def needs_details(decision: Decision, records: Sequence[Record]) -> bool:
     """Whether the ranks must tell each other more than fits into a record."""
     if decision is Decision.OVER:
-        return any(record.kind not in QUIET for record in records)
+        return any(record.kind not in QUIET for record in records) or not _balanced(records)
     return decision in (Decision.PEER_FAILED, Decision.MISMATCH)
 
 
@@ -159,6 +177,9 @@ class Lockstep:
     def __init__(self, carrier: Carrier, name: str) -> None:
         self.carrier = carrier
         self.name = name
+        self.calls = 0  # that this rank has come to
+        self.sent: list[Message] = []  # since the example began
+        self.received: list[Message] = []
         # a round begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to its memory
         self._open: tuple[Ticket, object] | None = None
         self._sharing: Ticket | None = None
@@ -181,11 +202,21 @@ class Lockstep:
     def begin(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
         """`call` in steps, between which this rank can do other work; nothing else is called here before the last one."""
         self._then, decision = then, Decision.AGAIN
+        self.calls += 1
         yield from self._settle()
         while decision is Decision.AGAIN:
             self._open = (self.carrier.post(call.record()), (call, what))
             decision = yield from self._settle()
         return self._keep_word()
+
+    def forget(self) -> None:
+        """Forget the example, in which ranks may have made different numbers of calls."""
+        self.calls, self.beginning, self.sent, self.received = 0, None, [], []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun that this rank has not read."""
+        return self._open is not None
 
     def waiting(self, what: str) -> None:
         """Look, without waiting, whether a peer has left the example while this rank waits for its message."""
@@ -194,11 +225,7 @@ class Lockstep:
             return
         if self._open is None:
             self._open = (self.carrier.post(Record(Kind.WAIT)), what)
-        ticket, _ = self._open
-        records = ticket.poll()
-        if records is not None:
-            self._open = (_Read(records), what)
-            self.carrier.drive(self._settle(), what)
+        next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
         """Say that this rank is done until all are.
@@ -209,11 +236,13 @@ class Lockstep:
         while self._open is not None:
             yield from self._read()
         self._keep_word()
+        end = Call("the end", sends=self.sent, receives=self.received)
+        record = end.record()._replace(kind=outcome.kind, digest=0)
         while True:
-            self._open = (self.carrier.post(Record(outcome.kind)), outcome)
+            self._open = (self.carrier.post(record), (end, outcome))
             decision, records, details = yield from self._read()
             if decision is Decision.OVER:
-                return list(details) if details else [Outcome(record.kind) for record in records]
+                return _outcomes(records, details)
 
     def _keep_word(self) -> Any:
         promised, self._promised = self._promised, _nothing
@@ -234,24 +263,16 @@ class Lockstep:
         ticket, detail = self._open
         records = yield from until(ticket)
         decision = decide(records)
-        if decision is Decision.GO:
-            self._promised, self._then = self._then, _nothing  # not kept longer: it holds the memory that it sends
         details: list[Any] = []
         if needs_details(decision, records):
             self._sharing = self._sharing or self.carrier.share(detail)
             details = yield from until(self._sharing)
+        if decision is Decision.MISMATCH and _fit(details):
+            decision = Decision.GO
+        if decision is Decision.GO:
+            self._promised, self._then = self._then, _nothing  # not kept longer: it holds the memory that it sends
         self._open = self._sharing = None
         return decision, records, details
-
-
-class _Read:
-    """A round whose records are known."""
-
-    def __init__(self, records: list[Record]) -> None:
-        self._records = records
-
-    def poll(self) -> list[Record]:
-        return self._records
 
 
 def _text(detail: object) -> str:
@@ -262,32 +283,54 @@ def _describe(details: Sequence[object]) -> str:
     return "; ".join(f"rank {rank}: {_text(detail)}" for rank, detail in enumerate(details))
 
 
-def _explain(details: Sequence[object]) -> str:
+def _explain(details: Sequence[Any]) -> str:
     """Who calls what, and which messages nobody sends or nobody receives."""
+    calls = [detail[0] for detail in details if isinstance(detail, tuple) and isinstance(detail[1], str)]
+    return "the ranks do not call the same: " + _describe(details) + _unmatched(calls)
+
+
+def _fit(details: Sequence[Any]) -> bool:
+    """Whether calls whose records differ fit after all: the same call, and the messages too, as bytes are of any kind."""
     calls = [detail[0] for detail in details if isinstance(detail, tuple)]
-    sent = {message for call in calls for message in call.sends}
-    received = {message for call in calls for message in call.receives}
-    lines = [
-        f"\n  rank {m.source} sends {m.nbytes} bytes to rank {m.dest}, which does not expect them" for m in sorted(sent - received)
-    ]
-    lines += [
-        f"\n  rank {m.dest} expects {m.nbytes} bytes from rank {m.source}, which does not send them"
-        for m in sorted(received - sent)
-    ]
-    return "the ranks do not call the same: " + _describe(details) + "".join(lines[:8])
+    return len(calls) == len(details) and len({(call.op, call.equal) for call in calls}) == 1 and not _unmatched(calls)
 
 
-def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome) -> list[Outcome]:
+def _unmatched(calls: Sequence[Call]) -> str:
+    """Which messages nobody sends or nobody receives; nothing if there are none."""
+    sent = Counter(message for call in calls for message in call.sends)
+    received = Counter(message for call in calls for message in call.receives)
+    if any(message.kind == UNCOUNTED for message in (*sent, *received)):
+        return ""
+    lost, missed = sorted((sent - received).elements()), sorted((received - sent).elements())
+    for message in list(lost):
+        other = next((m for m in missed if m[:4] == message[:4] and "" in (m.kind, message.kind)), None)
+        if other is not None:
+            lost.remove(message)
+            missed.remove(other)
+    lines = [f"\n  rank {m.source} sends {m} to rank {m.dest}, which does not expect them" for m in lost]
+    lines += [f"\n  rank {m.dest} expects {m} from rank {m.source}, which does not send them" for m in missed]
+    return "".join(lines[:8])
+
+
+def _outcomes(records: Sequence[Record], details: Sequence[Any]) -> list[Outcome]:
+    """How every rank ended; all in a mismatch where each is content and a message was lost."""
+    outcomes = [outcome for _, outcome in details] or [Outcome(record.kind) for record in records]
+    lost = _unmatched([end for end, _ in details]) if {outcome.kind for outcome in outcomes} == {Kind.OK} else ""
+    text = "at the end of the body not every message sent has been received as it was sent:" + lost
+    return [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
+
+
+def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome) -> list[list[Outcome]]:
     """Finish on several communicators at once, since a peer may be blocked on any of them.
 
     Returns:
-        The outcome of every rank of the first communicator.
+        For each of them the outcome of every rank.
     """
     jobs = [lockstep.finish(outcome) for lockstep in locksteps]
     return locksteps[0].carrier.drive(_together(jobs), "has ended", ending=True)
 
 
-def _together(jobs: Sequence[Steps[list[Outcome]]]) -> Steps[list[Outcome]]:
+def _together(jobs: Sequence[Steps[list[Outcome]]]) -> Steps[list[list[Outcome]]]:
     results: dict[int, list[Outcome]] = {}
     while len(results) < len(jobs):
         for index, job in enumerate(jobs):
@@ -297,4 +340,4 @@ def _together(jobs: Sequence[Steps[list[Outcome]]]) -> Steps[list[Outcome]]:
                 except StopIteration as stop:
                     results[index] = stop.value
         yield
-    return results[0]
+    return [results[index] for index in range(len(jobs))]

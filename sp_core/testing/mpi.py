@@ -120,17 +120,14 @@ class MpiCarrier:
         self.comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.posts = 0
         self._stuck = stuck
 
     def post(self, record: Record) -> Ticket:
         """Begin an exchange of records."""
-        self.posts += 1
         return _RecordTicket(self.comm, record)
 
     def share(self, value: object) -> Ticket:
         """Begin an exchange of picklable values."""
-        self.posts += 1
         return _ValueTicket(self.comm, value)
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:

@@ -71,7 +71,7 @@ class _Pool:
         made = control.comm.Split(0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0)
         if not member:
             return None
-        return made if raw else CheckedComm.root(cast("Intracomm", made))
+        return made if raw else CheckedComm(made)
 
     def _make_room(self) -> None:
         # every rank sees the same sequence of orders, so all drop the same one
@@ -179,8 +179,7 @@ def _outcome(control: MpiCarrier, spec: Spec, order: _Run) -> Outcome:
         return _bare(spec, comm, order.example)
     _, outcome = run_body(comm.family, lambda: spec.body(comm, **spec.fixtures, **order.example.values))
     watchdog.note(f"after the body: {outcome}")
-    comm.family.finish(outcome)
-    return outcome
+    return cast("Outcome", comm.family.finish(outcome)[comm.rank])
 
 
 def _bare(spec: Spec, comm: Intracomm, example: Example) -> Outcome:
@@ -192,7 +191,7 @@ def _bare(spec: Spec, comm: Intracomm, example: Example) -> Outcome:
 def _gather(control: MpiCarrier, order: _Run, outcome: Outcome, sink: Remarks) -> list[tuple[Outcome, Remarks]]:
     """Every world rank's outcome and remarks; one small message where there is nothing to tell."""
     checked = None if order.raw else _pool.get(control, order.example.ranks, raw=False)
-    rounds = 0 if checked is None else checked.family.detector.rounds
+    rounds = 0 if checked is None else checked.family.rounds
     records = control.drive(until(control.post(Record(outcome.kind, digest=bool(sink), sends=rounds))), "gather")
     if checked is not None:
         checked.settle(max(record.sends for record in records))

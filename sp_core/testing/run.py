@@ -96,7 +96,7 @@ class _Rank(threading.Thread):
         remarks.enter(self._sink)
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
-            self._family.finish(self.outcome)
+            self.outcome = self._family.finish(self.outcome)[self.number]
         if not isinstance(caught.error, Stopped):
             self.crash = caught.error  # a fault of the kit itself: the main thread raises it
         self._world.leave(self.number)

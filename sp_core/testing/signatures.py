@@ -1,228 +1,227 @@
-"""What each operation must agree on over the ranks, and what a rank's own buffers must satisfy before it may call it."""
+"""What goes where in each call of mpi4py, what ranks must agree on, and what a rank's own arguments must satisfy."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sp_core.testing.lockstep import Call, Message
+from sp_core.testing.specs import Part, Spec, read
 
-Array = np.ndarray[Any, Any]
-_REDUCTIONS = ("SUM", "MAX", "MIN", "PROD", "LAND", "LOR", "BAND", "BOR")
+Values = Mapping[str, Any]
+Edges = tuple[Sequence[int], Sequence[int]]
+"""The ranks that a rank hears from in a neighbourhood, and those that it sends to."""
+
+_DEFAULTS = {"root": 0, "op": None, "recvcounts": None}
+_PARAMETERS = """
+Barrier
+Bcast buf root
+Gather sendbuf recvbuf:B root
+Gatherv sendbuf recvbuf:V root
+Scatter sendbuf:B recvbuf root
+Scatterv sendbuf:V recvbuf root
+Allgather sendbuf recvbuf:B
+Allgatherv sendbuf recvbuf:V
+Alltoall sendbuf:B recvbuf:B
+Alltoallv sendbuf:V recvbuf:V
+Alltoallw sendbuf:W recvbuf:W
+Reduce sendbuf recvbuf op root
+Allreduce sendbuf recvbuf op
+Reduce_scatter_block sendbuf:B recvbuf op
+Reduce_scatter sendbuf recvbuf recvcounts op
+Scan sendbuf recvbuf op
+Exscan sendbuf recvbuf op
+Neighbor_allgather sendbuf recvbuf:B
+Neighbor_allgatherv sendbuf recvbuf:V
+Neighbor_alltoall sendbuf:B recvbuf:B
+Neighbor_alltoallv sendbuf:V recvbuf:V
+Neighbor_alltoallw sendbuf:W recvbuf:W
+"""
+COLLECTIVES = {
+    op: {name: form for name, _, form in (parameter.partition(":") for parameter in parameters)}
+    for op, *parameters in map(str.split, _PARAMETERS.strip().splitlines())
+}
+"""The parameters of each collective on buffers. B: a block for each rank, V: counts, W: counts and types; else one block."""
 
 
-def array(buffer: Any) -> Array:
-    """The memory of a buffer as a flat array.
+@dataclass(frozen=True)
+class Flow:
+    """One rank's part in a collective.
+
+    Attributes:
+        gives: (rank, part) for each that it sends to; in a reduction what it contributes, to itself.
+        takes: (rank, part) for each that it hears from; in a reduction the place of the result.
+        equal: what has to be the same on all ranks.
+        text: the arguments, for people.
+        reduction: its name, where it is one.
+    """
+
+    gives: tuple[tuple[int, Part], ...] = ()
+    takes: tuple[tuple[int, Part], ...] = ()
+    equal: tuple[Any, ...] = ()
+    text: str = ""
+    reduction: str = ""
+
+    def call(self, op: str, rank: int) -> Call:
+        """The call to announce. What a rank sends to itself, and a reduction, are no messages."""
+        going, coming = (
+            [(peer, part.nbytes, part.kind) for peer, part in parts if peer != rank and peer >= 0]
+            for parts in (self.gives, self.takes)
+        )
+        return Call(op, self.equal, *_messages(rank, going, coming, count=not op.lower().startswith(("n", "in"))), self.text)
+
+
+def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
+    """The arguments of a collective on buffers, by name.
 
     Raises:
-        ValueError: it is not contiguous, so MPI would take its elements in another order.
+        TypeError: one is missing, or not one of this operation.
     """
-    flat = buffer if isinstance(buffer, np.ndarray) else np.asarray(memoryview(buffer))
-    if not flat.flags.c_contiguous:
-        raise ValueError(f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a contiguous copy.")
-    return flat.reshape(-1)
+    names = COLLECTIVES[op]
+    values = {name: _DEFAULTS[name] for name in names if name in _DEFAULTS} | dict(zip(names, args, strict=False)) | dict(given)
+    wrong = (names.keys() ^ values.keys()) - {"info"}
+    if wrong:
+        raise TypeError(f"{op} takes {', '.join(names) or 'no arguments'}; missing or unknown: {', '.join(sorted(wrong))}")
+    return values
 
 
-def with_counts(spec: Any, size: int) -> tuple[Array, tuple[int, ...]]:
-    """The buffer and counts of `[buffer, counts]`, packed one after the other."""
-    if not isinstance(spec, list | tuple) or len(spec) != 2:
-        raise ValueError(f"expected [buffer, counts], got {spec!r}")
-    buffer, counts = array(spec[0]), tuple(int(count) for count in spec[1])
-    _require(len(counts) == size, f"{len(counts)} counts for {size} ranks")
-    _require(buffer.size == sum(counts), f"the buffer has {buffer.size} elements, its counts add up to {sum(counts)}")
-    return buffer, counts
+def in_place(argument: object) -> bool:
+    """Whether it is `MPI.IN_PLACE`, for which None may stand; asked without importing mpi4py."""
+    return argument is None or type(argument).__name__ == "InPlaceType"
+
+
+def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ())) -> Flow:
+    """What a rank sends and receives in a collective on buffers, given its arguments by name.
+
+    Raises:
+        ValueError, TypeError: this rank's own arguments contradict each other, or are none.
+    """
+    root = values.get("root")
+    if not values:
+        return Flow()
+    if "op" in values:
+        return _reduction(op, rank, size, values)
+    sender, receiver = ("buf", "buf") if op == "Bcast" else ("sendbuf", "recvbuf")
+    sources, dests = edges if op.startswith("Neighbor") else _ends(op, rank, size, root)
+    inside = op.startswith(("Allgather", "Alltoall")) or (op.startswith(("Gather", "Scatter")) and rank == root)
+    no_send = inside and not op.startswith("Scatter") and in_place(values[sender])
+    no_receive = inside and op.startswith("Scatter") and in_place(values[receiver])
+    sent = read(values[sender], COLLECTIVES[op][sender], len(dests)) if dests and not no_send else None
+    received = (
+        read(values[receiver], COLLECTIVES[op][receiver], len(sources), writable=True) if sources and not no_receive else None
+    )
+    gives, takes = _paired(dests, sent), _paired(sources, received)
+    if no_send and received is not None and not op.startswith("Gather"):
+        gives = tuple((peer, received.parts[rank if op.startswith("Allgather") else peer]) for peer in dests)
+    if no_send or no_receive:
+        gives, takes = (tuple(pair for pair in pairs if pair[0] != rank) for pairs in (gives, takes))
+    elif not op.startswith("Neighbor"):
+        _check_self(dict(gives).get(rank), dict(takes).get(rank))
+    if sent is not None and received is not None:
+        _check_apart(sent, received)
+    texts = {sender: sent, receiver: received}
+    text = ", ".join(f"{name}={value.text}" for name, value in texts.items() if value) + _named(values)
+    return Flow(gives, takes, (root,), text)
+
+
+def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
+    """The ranks that a rank hears from in this operation, and those that it sends to."""
+    everyone = tuple(range(size))
+    if op.startswith("Gather"):
+        return everyone if rank == root else (), (int(root or 0),)
+    if op.startswith("Scatter"):
+        return (int(root or 0),), everyone if rank == root else ()
+    if op == "Bcast":
+        return ((), everyone[:rank] + everyone[rank + 1 :]) if rank == root else ((int(root or 0),), ())
+    return everyone, everyone
+
+
+def _paired(ranks: Sequence[int], spec: Spec | None) -> tuple[tuple[int, Part], ...]:
+    if spec is None:
+        return ()
+    return tuple(zip(ranks, spec.parts if len(spec.parts) == len(ranks) else spec.parts * len(ranks), strict=True))
+
+
+def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
+    """A reduction: all contribute as much, and what comes out fits."""
+    root, counts = values.get("root"), values.get("recvcounts")
+    inside = in_place(values["sendbuf"]) and root in (None, rank)
+    result = root in (None, rank) and not inside
+    blocks = size if op == "Reduce_scatter_block" else 1
+    sent = read(values["recvbuf" if inside else "sendbuf"], "B", blocks, writable=inside)
+    received = read(values["recvbuf"], "", 1, writable=True) if result else None
+    if counts is not None:
+        counts = tuple(int(count) for count in counts)
+        require(len(counts) == size, f"{len(counts)} counts for {size} ranks")
+        require(sum(counts) == sent.counts[0], f"the buffer has {sent.counts[0]} elements, its counts add up to {sum(counts)}")
+    if received is not None:
+        _check_apart(sent, received)
+        free = op == "Reduce_scatter" and counts is None  # then mpi4py asks the ranks
+        due = received.counts[0] if free else sent.counts[0] if counts is None else counts[rank]
+        require(received.parts[0].kind == sent.parts[0].kind, f"sends {sent.text} but receives {received.text}")
+        require(received.counts[0] == due, f"receives {received.counts[0]} elements where {due} come out of {sent.text}")
+    takes = (sent if received is None else received).parts[:1] if result or inside else ()
+    name = op_name(values["op"])
+    equal = (blocks * sent.parts[0].nbytes, sent.parts[0].kind, name, root, counts)
+    return Flow(_paired((rank,) * blocks, sent), tuple((rank, part) for part in takes), equal, sent.text + _named(values), name)
+
+
+def _named(values: Values) -> str:
+    """The arguments that are no buffers, for people."""
+    rest = {name: op_name(value) if name == "op" else value for name, value in values.items() if name in _DEFAULTS}
+    return "".join(f", {name}={value}" for name, value in rest.items() if value is not None)
+
+
+def _check_self(gives: Part | None, takes: Part | None) -> None:
+    if gives is not None and takes is not None:
+        same = gives.nbytes == takes.nbytes and (not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind))
+        require(same, f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of {takes.kind}")
+
+
+def _check_apart(sent: Spec, received: Spec) -> None:
+    """MPI forbids that the buffers of one call overlap."""
+    shared = any(a < d and c < b for a, b in sent.spans for c, d in received.spans)
+    require(not shared, "two buffers of this call share memory")
 
 
 def op_name(op: Any) -> str:
-    """The name of a reduction: None is the sum, a string or an mpi4py operation is its name."""
-    reduced = op if isinstance(op, str) or op is None else op.__reduce__()
-    name = "SUM" if reduced is None else reduced.upper() if isinstance(reduced, str) else ""
-    _require(name in _REDUCTIONS, f"the reduction {op!r} is not one of {_REDUCTIONS}")
-    return name
+    """The name of a reduction: None is the sum, a string or an operation of MPI is its name; one's own cannot be compared."""
+    if isinstance(op, str):
+        return op.upper()
+    return "SUM" if op is None else str(op.__reduce__()) if getattr(op, "is_predefined", False) else "one's own"
 
 
-def messages(
-    rank: int, size: int, sends: Iterable[tuple[int, int]], receives: Iterable[tuple[int, int]]
-) -> tuple[tuple[Message, ...], ...]:
-    """The messages (peer, bytes) that a rank sends and receives."""
-    sent, received = list(sends), list(receives)
-    for peer, _ in (*sent, *received):
-        _require(0 <= peer < size, f"rank {peer} is not one of the {size} ranks of this communicator")
-    return _turns(sent, lambda p: (rank, p)), _turns(received, lambda p: (p, rank))
-
-
-def _turns(pairs: Sequence[tuple[int, int]], ends: Callable[[int], tuple[int, int]]) -> tuple[Message, ...]:
-    seen: Counter[int] = Counter()
-    result = []
-    for peer, nbytes in pairs:
-        result.append(Message(*ends(peer), turn=seen[peer], nbytes=int(nbytes)))
-        seen[peer] += 1
-    return tuple(result)
-
-
-def _require(condition: bool, problem: str) -> None:
+def require(condition: bool, problem: str) -> None:
+    """Raise a ValueError where a rank contradicts itself."""
     if not condition:
         raise ValueError(problem)
 
 
-def _apart(*buffers: Array) -> None:
-    """MPI forbids that the buffers of one call overlap."""
-    for i, one in enumerate(buffers):
-        for other in buffers[:i]:
-            _require(not np.may_share_memory(one, other), "two buffers of this call share memory")
-
-
-def _barrier(op: str, rank: int, size: int) -> Call:
-    return Call(op)
-
-
-def _bcast(op: str, rank: int, size: int, buffer: Any, root: int = 0) -> Call:
-    flat = array(buffer)
-    _root(root, size)
-    return Call(op, (flat.size, flat.dtype.str, root), text=f"{flat.size} x {flat.dtype}, root={root}")
-
-
-def _allgather(op: str, rank: int, size: int, send: Any, recv: Any) -> Call:
-    sent, received = array(send), array(recv)
-    _apart(sent, received)
-    _require(
-        received.size == sent.size * size, f"sends {sent.size} elements on each of {size} ranks, but receives into {received.size}"
-    )
-    _require(received.dtype == sent.dtype, f"sends {sent.dtype} but receives {received.dtype}")
-    return Call(op, (sent.size, sent.dtype.str), text=f"{sent.size} x {sent.dtype}")
-
-
-def _allgatherv(op: str, rank: int, size: int, send: Any, recv: Any) -> Call:
-    sent = array(send)
-    received, counts = with_counts(recv, size)
-    _apart(sent, received)
-    _require(sent.size == counts[rank], f"sends {sent.size} elements, but counts[{rank}] is {counts[rank]}")
-    _require(received.dtype == sent.dtype, f"sends {sent.dtype} but receives {received.dtype}")
-    return Call(op, (counts, sent.dtype.str), text=f"counts={counts} of {sent.dtype}")
-
-
-def _allreduce(op: str, rank: int, size: int, send: Any, recv: Any, reduction: Any = None) -> Call:
-    sent, received, name = array(send), array(recv), op_name(reduction)
-    _apart(sent, received)
-    _require(sent.size == received.size and sent.dtype == received.dtype, f"sends {_size(sent)} but receives {_size(received)}")
-    return Call(op, (sent.size, sent.dtype.str, name), text=f"{_size(sent)}, op={name}")
-
-
-def _reduce(op: str, rank: int, size: int, send: Any, recv: Any, reduction: Any = None, root: int = 0) -> Call:
-    _root(root, size)
-    sent, name = array(send), op_name(reduction)
-    if rank == root:
-        _require(recv is not None, "the root of a reduction needs a buffer to receive into")
-        _allreduce(op, rank, size, send, recv, reduction)
-    return Call(op, (sent.size, sent.dtype.str, name, root), text=f"{_size(sent)}, op={name}, root={root}")
-
-
-def _reduce_scatter(op: str, rank: int, size: int, send: Any, recv: Any, counts: Any = None, reduction: Any = None) -> Call:
-    received, name = array(recv), op_name(reduction)
-    sent, sizes = with_counts([send, [received.size] * size if counts is None else counts], size)
-    _apart(sent, received)
-    _require(received.size == sizes[rank], f"receives {received.size} elements, but counts[{rank}] is {sizes[rank]}")
-    _require(received.dtype == sent.dtype, f"sends {sent.dtype} but receives {received.dtype}")
-    return Call(op, (sizes, sent.dtype.str, name), text=f"counts={sizes} of {sent.dtype}, op={name}")
-
-
-def _alltoallv(op: str, rank: int, size: int, send: Any, recv: Any) -> Call:
-    (sent, send_counts), (received, recv_counts) = with_counts(send, size), with_counts(recv, size)
-    _apart(sent, received)
-    going, coming = messages(
-        rank,
-        size,
-        [(peer, count * sent.itemsize) for peer, count in enumerate(send_counts)],
-        [(peer, count * received.itemsize) for peer, count in enumerate(recv_counts)],
-    )
-    text = f"send_counts={send_counts} of {sent.dtype}, recv_counts={recv_counts} of {received.dtype}"
-    return Call(op, (sent.dtype.str,), going, coming, text)
-
-
-def _sendrecv(op: str, rank: int, size: int, send: Any, dest: int, sendtag: int, recv: Any, source: int, recvtag: int) -> Call:
-    sent, received = array(send), array(recv)
-    _apart(sent, received)
-    going, coming = messages(rank, size, [(dest, sent.nbytes)], [(source, received.nbytes)])
-    return Call(
-        op,
-        (sendtag, recvtag),
-        going,
-        coming,
-        f"{_size(sent)} to {dest}, {_size(received)} from {source}, tags {sendtag}, {recvtag}",
-    )
-
-
-def _exchange(
-    op: str, rank: int, size: int, sends: Iterable[tuple[int, int]], recvs: Iterable[tuple[int, int]], later: bool = False
+def exchange(
+    op: str, rank: int, size: int, sends: Iterable[tuple[int, int]], recvs: Iterable[tuple[int, int]], later: bool
 ) -> Call:
-    going, coming = messages(rank, size, sends, recvs)
-    text = f"sends={[(m.dest, m.nbytes) for m in going]}, recvs={[(m.source, m.nbytes) for m in coming]}"
-    return Call(op, (later,), going, coming, text)
+    """The announcement of messages, as (rank, bytes)."""
+    sends, recvs = list(sends), list(recvs)
+    for peer, _ in (*sends, *recvs):
+        require(0 <= peer < size, f"rank {peer} is not one of the {size} ranks of this communicator")
+    messages = _messages(rank, [(*pair, "") for pair in sends], [(*pair, "") for pair in recvs])
+    return Call(op, (later,), *messages, f"sends={sends}, recvs={recvs}")
 
 
-def _announced(op: str, rank: int, size: int, what: str) -> Call:
-    return Call(op, (what,), text=what)
-
-
-def _object(op: str, rank: int, size: int, root: int | None = None, reduction: Any = None) -> Call:
-    _root(root or 0, size)
-    name = op_name(reduction)
-    return Call(op, (root, name), text="" if root is None else f"root={root}")
-
-
-def _root(root: int, size: int) -> None:
-    _require(0 <= root < size, f"root {root} is not one of the {size} ranks of this communicator")
-
-
-def _size(flat: Array) -> str:
-    return f"{flat.size} x {flat.dtype}"
-
-
-_RULES: dict[str, Callable[..., Call]] = {
-    "Barrier": _barrier,
-    "Bcast": _bcast,
-    "Allgather": _allgather,
-    "Allgatherv": _allgatherv,
-    "Allreduce": _allreduce,
-    "Reduce": _reduce,
-    "Reduce_scatter": _reduce_scatter,
-    "Alltoallv": _alltoallv,
-    "Sendrecv": _sendrecv,
-    "announce_exchange": _exchange,
-    "announce_call": _announced,
-    "Dup": _barrier,
-    "Split": _barrier,
-    "Free": _barrier,
-    "make_counter": _barrier,
-    "barrier": _barrier,
-    "bcast": _object,
-    "gather": _object,
-    "allgather": _object,
-    "allreduce": _object,
-}
-
-
-def call(op: str, rank: int, size: int, *args: Any, blocking: bool = True) -> Call:
-    """The call that a rank is about to make.
-
-    Args:
-        op: the mpi4py name of the blocking form.
-        rank: of the caller.
-        size: of the communicator.
-        args: the buffers and arguments, in mpi4py's order.
-        blocking: False for the form that returns a request; ranks must not mix the two.
-
-    Raises:
-        ValueError: this rank's own arguments contradict each other; the text says which operation.
-    """
-    name = op if blocking else "I" + op.lower()
-    try:
-        return _RULES[op](name, rank, size, *args)
-    except (ValueError, TypeError) as problem:
-        raise ValueError(f"{name} on rank {rank} of {size}: {problem}") from problem
+def _messages(
+    rank: int, going: Iterable[tuple[int, int, str]], coming: Iterable[tuple[int, int, str]], *, count: bool = True
+) -> tuple[list[Message], list[Message]]:
+    """The messages that a rank sends to others and receives from them, as (rank, bytes, kind), counted by rank."""
+    made: tuple[list[Message], list[Message]] = ([], [])
+    for pairs, messages, sends in ((going, made[0], True), (coming, made[1], False)):
+        turns: Counter[int] = Counter()
+        for peer, nbytes, kind in pairs:
+            source, dest = (rank, peer) if sends else (peer, rank)
+            messages.append(Message(source, dest, turns[peer], int(nbytes), kind if nbytes else ""))
+            turns[peer] += count
+    return made
 
 
 def listed(messages: Counter[tuple[str, int, int]]) -> str:

@@ -7,36 +7,73 @@ none can go on, ever. The time after which a rank speaks up decides only when th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sp_core.testing.lockstep import Ticket
 
 AFTER_SECONDS = 0.5
+Ends = tuple[str, int, int, int]
+"""Communicator, source, destination and tag of a message; -1 in the place of source or tag stands for any."""
 
 
 class Report(NamedTuple):
     """What one rank says.
 
     Attributes:
-        posts: by communicator, how often this rank has entered an exchange.
-        waits_on: the communicator whose exchange it waits for; nothing if it has ended.
+        calls: by communicator that it is a member of, how many calls this rank has come to.
+        waits_on: the communicator on whose call it waits; nothing if it has ended, or waits for a message.
         size: of that communicator.
         what: for people.
+        awaits: the messages that it waits for, and (True) those of its own whose receive it waits for.
+        accepts: what it has begun to receive.
+        sent: its messages so far.
+        received: those that have come to it.
+        ended: it makes no more calls, which the others find out wherever they meet it.
+        every: it waits for all of those, not for one.
     """
 
-    posts: tuple[tuple[str, int], ...]
+    calls: tuple[tuple[str, int], ...]
     waits_on: str
     size: int
     what: str
+    awaits: tuple[tuple[bool, Ends], ...] = ()
+    accepts: tuple[Ends, ...] = ()
+    sent: tuple[Ends, ...] = ()
+    received: tuple[Ends, ...] = ()
+    ended: bool = False
+    every: bool = False
 
 
 def deadlocked(reports: Sequence[Report]) -> bool:
     """Whether none of these ranks, all of them waiting, can go on."""
-    posts = [dict(report.posts) for report in reports]
-    waiting = [(report, posts[rank][report.waits_on]) for rank, report in enumerate(reports) if report.waits_on]
-    arrived = [sum(p.get(report.waits_on, 0) >= turn for p in posts) for report, turn in waiting]
-    return bool(waiting) and all(count < report.size for count, (report, _) in zip(arrived, waiting, strict=True))
+    calls = [dict(report.calls) for report in reports]
+    under_way = Counter(ends for report in reports for ends in report.sent)
+    under_way.subtract(ends for report in reports for ends in report.received)
+    messages = list(+under_way)
+    accepted = [ends for report in reports for ends in report.accepts]
+
+    def may_go_on(rank: int, report: Report) -> bool:
+        if report.waits_on:
+            comm, turn = report.waits_on, calls[rank][report.waits_on]
+            met = (comm in theirs and (other.ended or theirs[comm] >= turn) for other, theirs in zip(reports, calls, strict=True))
+            return sum(met) >= report.size
+        return not report.ended and (all if report.every else any)(
+            (ends not in messages or any(_takes(each, ends) for each in accepted))
+            if sends
+            else any(_takes(ends, each) for each in messages)
+            for sends, ends in report.awaits
+        )
+
+    waiting = any(report.waits_on or report.awaits for report in reports)
+    counted = not any(source < 0 for report in reports for _, source, *_ in report.received)
+    return waiting and counted and not any(may_go_on(rank, report) for rank, report in enumerate(reports))
+
+
+def _takes(pattern: Ends, message: Ends) -> bool:
+    """Whether a receive takes a message."""
+    return pattern[::2] == message[::2] and all(pattern[place] in (message[place], -1) for place in (1, 3))
 
 
 class Detector:

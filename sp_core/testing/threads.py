@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from sp_core.testing.comm import LockstepComm
-from sp_core.testing.delivery import contribution, deliver, receives
+from sp_core.testing.delivery import contribution, deliver, view
 from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Lockstep, Record, Steps, Ticket, until
-from sp_core.testing.signatures import Array, array, call
+from sp_core.testing.lockstep import Call, Lockstep, Message, Record, Steps, Ticket, until
+from sp_core.testing.signatures import COLLECTIVES, Flow, require
+from sp_core.testing.specs import Array, read
 from sp_core.testing.world import Stopped, World
 
 if TYPE_CHECKING:
@@ -103,63 +103,74 @@ class _Request:
 
     def Test(self) -> bool:
         """Make progress; True once the transfer is complete."""
-        self._comm.progress()
-        if not self.done and self._advance():
-            self.done = True
-            self._comm._forget(self)  # with its buffers
-        if not self.done:
+        if not self._over():
             self._comm.lockstep.waiting(self._what)
         return self.done
 
     def Wait(self) -> bool:
-        """Wait until the transfer is complete."""
-        while not self.Test():
-            threading.Event().wait(1e-4)
+        """Wait until the transfer is complete; where no rank can go on, all of them learn it."""
+        self._comm._carrier.drive(self._waiting(), self._what)
         return True
+
+    def _waiting(self) -> Steps[None]:
+        heard = self._comm.lockstep.waiting  # once: else ranks that all wait would wake each other for ever
+        heard(self._what)
+        while not self._over():
+            yield
+            if self._comm.lockstep.is_open:
+                heard(self._what)
+
+    def _over(self) -> bool:
+        self._comm.progress()
+        if not self.done and self._advance():
+            self.done = True
+            self._comm._forget(self)  # with its buffers
+        return self.done
 
     def _advance(self) -> bool:
         raise NotImplementedError
 
 
 class _Collective(_Request):
-    def __init__(self, comm: ThreadComm, op: str, args: tuple[Any, ...], ticket_of: Any) -> None:
+    def __init__(self, comm: ThreadComm, op: str, flow: Flow, slots: dict[int, dict[int, Array]]) -> None:
         super().__init__(comm, f"a started {op}")
-        self._op, self._args = op, args
-        self._slots: dict[int, list[Array]] = ticket_of
-        spoil(receives(op, comm.rank, args))
+        self._op, self._flow, self._slots = op, flow, slots
+        for _, part in flow.takes:
+            spoil(part.view)
 
     def release(self) -> None:
         """Read what this rank gives; from now on the others can complete."""
-        comm = self._comm
-        self._slots.setdefault(comm.rank, contribution(self._op, comm.rank, comm.size, self._args))
+        self._slots.setdefault(self._comm.rank, contribution(self._flow))
+        self._comm._touch()
 
     def _advance(self) -> bool:
         if len(self._slots) < self._comm.size:
             return False
-        parts = [self._slots[rank] for rank in range(self._comm.size)]
-        deliver(self._op, self._comm.rank, self._comm.size, parts, self._args)
+        deliver(self._op, self._comm.rank, [self._slots[rank] for rank in range(self._comm.size)], self._flow)
         return True
 
 
 class _Send(_Request):
-    def __init__(self, comm: ThreadComm, buf: Any, slot: dict[str, Array]) -> None:
+    def __init__(self, comm: ThreadComm, numbers: Array, slot: dict[str, Array]) -> None:
         super().__init__(comm, "a message to be sent")
-        self._buf, self._slot = buf, slot
+        self._numbers, self._slot = numbers, slot
 
     def release(self) -> None:
         """Read the buffer; from now on the receiver can complete."""
-        self._slot.setdefault("data", array(self._buf).copy())
+        self._slot.setdefault("data", self._numbers.copy())
+        self._comm._touch()
 
     def _advance(self) -> bool:
         return "awaited" in self._slot  # MPI may keep a long message until there is a place for it
 
 
 class _Receive(_Request):
-    def __init__(self, comm: ThreadComm, buf: Any, slot: dict[str, Array], source: int) -> None:
-        super().__init__(comm, f"a message from rank {source}")
-        self._buf, self._slot = array(buf), slot
+    def __init__(self, comm: ThreadComm, numbers: Array, slot: dict[str, Array], message: Message) -> None:
+        super().__init__(comm, f"a message from rank {message.source}")
+        self._buf, self._slot, self._message = numbers, slot, message
         slot["awaited"] = np.empty(0)  # a mark only: nobody but its owner may keep the buffer alive
         spoil(self._buf)
+        comm._touch()
 
     def _advance(self) -> bool:
         if "data" not in self._slot:
@@ -170,6 +181,7 @@ class _Receive(_Request):
                 f"{self._what} has {data.nbytes} bytes, its buffer {self._buf.nbytes}: messages of one tag came in another order"
             )
         self._buf[:] = data.view(self._buf.dtype)
+        self._comm.lockstep.received.append(self._message)
         return True
 
 
@@ -196,6 +208,12 @@ def spoil(buffer: Array | None) -> None:
 class ThreadComm(LockstepComm):
     """A communicator whose ranks are threads of this process; `run_threads` makes it."""
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}: ranks that are threads have the collectives of a whole communicator and the "
+            "messages that the library announces. Run this test under mpiexec, where every call of mpi4py is there."
+        )
+
     def __init__(self, world: World, name: str, rank: int, size: int, *, world_rank: int, family: Family) -> None:
         self._world = world
         self._name = name
@@ -212,12 +230,25 @@ class ThreadComm(LockstepComm):
             raise Stopped
         super().progress()
 
+    def _touch(self) -> None:
+        """Wake the ranks that wait: something has changed."""
+        with self._world.changed:
+            self._world.touch()
+
     def _exchange(self, value: Any) -> list[Any]:
         return self._carrier.drive(until(self._carrier.share(value)), "an exchange of data")
 
-    def _do(self, op: str, *args: Any) -> None:
-        mine = contribution(op, self.rank, self.size, args)
-        deliver(op, self.rank, self.size, self._exchange(mine), args)
+    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> _Request | None:
+        def make(flow: Flow) -> _Request | None:
+            if form != op:
+                request = _Collective(self, op, flow, self._slot("member", "collective"))
+                self._pending.append(request)
+                return self._kept(request)
+            deliver(op, self.rank, self._exchange(contribution(flow)), flow)
+            return None
+
+        made: _Request | None = self._agree_on(op, form, args, given, make)
+        return made
 
     def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
         """What sender and receiver of one transfer share; transfers of one key are told apart by their order on each side."""
@@ -226,18 +257,40 @@ class ThreadComm(LockstepComm):
         slot: dict[Any, Any] = self._world.shared((self._name, *key, number), dict)
         return slot
 
-    def _begin(self, op: str, *args: Any) -> _Request:
-        request = _Collective(self, op, args, self._slot("member", "collective"))
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> _Request:
+        """mpi4py's `Isend`."""
+        message, numbers = self._message("Isend", buf, self.rank, dest, tag)
+        self.lockstep.sent.append(message)
+        request = _Send(self, numbers, self._slot("sender", self.rank, dest, tag))
         self._pending.append(request)
         return self._kept(request)
 
-    def _send(self, buf: Any, dest: int, tag: int) -> _Request:
-        request = _Send(self, buf, self._slot("sender", self.rank, dest, tag))
-        self._pending.append(request)
-        return self._kept(request)
+    def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
+        """mpi4py's `Irecv` from a named source, with a named tag, of exactly as much."""
+        message, numbers = self._message("Irecv", buf, source, self.rank, tag)
+        return self._kept(_Receive(self, numbers, self._slot("receiver", source, self.rank, tag), message))
 
-    def _receive(self, buf: Any, source: int, tag: int) -> _Request:
-        return self._kept(_Receive(self, buf, self._slot("receiver", source, self.rank, tag), source))
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """mpi4py's `Send`."""
+        self.Isend(buf, dest, tag).Wait()
+
+    def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
+        """mpi4py's `Recv`, as `Irecv`."""
+        self.Irecv(buf, source, tag).Wait()
+
+    def Sendrecv(self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0) -> None:
+        """mpi4py's `Sendrecv`, from a named source."""
+        requests = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
+        for request in requests:
+            request.Wait()
+
+    def _message(self, op: str, buf: Any, source: int, dest: int, tag: int) -> tuple[Message, Array]:
+        """A message that is announced where any has been, and its numbers."""
+        peer, part = (dest if op == "Isend" else source), read(buf, "", 1, writable=op == "Irecv").parts[0]
+        require(0 <= peer < self.size, f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator")
+        if self._exchanges:
+            self._take(op, peer, part.nbytes)
+        return Message(source, dest, tag, part.nbytes, part.kind), view(part)
 
     def _kept(self, request: _Request) -> _Request:
         self._requests.append(request)
@@ -246,20 +299,26 @@ class ThreadComm(LockstepComm):
     def _forget(self, request: _Request) -> None:
         self._requests = [other for other in self._requests if other is not request]
 
-    def _objects(self, value: Any) -> list[Any]:
-        return [pickle.loads(raw) for raw in self._exchange(pickle.dumps(value))]
-
-    def _dup(self, name: str) -> ThreadComm:
+    def Dup(self) -> ThreadComm:
+        """mpi4py's `Dup`: the same ranks with messages of their own."""
+        self._enter(Call("Dup"))
+        name = f"{self._name}.{next(self.children)}"
         return ThreadComm(self._world, name, self.rank, self.size, world_rank=self._world_rank, family=self.family)
 
-    def _split(self, name: str, color: int, key: int) -> ThreadComm | None:
-        choices = self._exchange((color, key))
+    def Split(self, color: int = 0, key: int = 0) -> ThreadComm | None:
+        """mpi4py's `Split`; a negative color (`MPI.UNDEFINED`) gives a false value instead of a communicator."""
+        choices = self._enter(Call("Split"), lambda: self._exchange((color, key)))
+        name = f"{self._name}.{next(self.children)}[{color}]"
         if color < 0:
             return None
         ranks = sorted((k, rank) for rank, (c, k) in enumerate(choices) if c == color)
-        mine = ranks.index((key, self.rank))
-        name = f"{name}[{color}]"
-        return ThreadComm(self._world, name, mine, len(ranks), world_rank=self._world_rank, family=self.family)
+        return ThreadComm(
+            self._world, name, ranks.index((key, self.rank)), len(ranks), world_rank=self._world_rank, family=self.family
+        )
+
+    @property
+    def _pickle(self) -> Any:
+        return pickle
 
     def alone(self) -> ThreadComm:
         """A communicator of this rank alone, which needs no other rank."""
@@ -268,7 +327,7 @@ class ThreadComm(LockstepComm):
 
     def make_counter(self) -> SharedCounter:
         """A counter that these ranks share."""
-        self._enter(call("make_counter", self.rank, self.size))
+        self._enter(Call("make_counter"))
         return _Draws(self._world.shared((self._name, "counter", next(self.children)), itertools.count))
 
     def _release(self) -> None:
@@ -276,10 +335,15 @@ class ThreadComm(LockstepComm):
         for request in pending:
             request.release()
 
-    def _complete(self) -> None:
-        self._requests.clear()
-        self._announced.clear()
-        self._announced_for_later.clear()
-
     def _free(self) -> None:
         self._freed = True
+
+
+def _call(op: str, form: str) -> Callable[..., _Request | None]:
+    return lambda self, *args, **given: self._collective(op, form, args, given)
+
+
+for _op in COLLECTIVES:
+    if not _op.startswith("Neighbor") and _op != "Alltoallw":
+        setattr(ThreadComm, _op, _call(_op, _op))
+        setattr(ThreadComm, f"I{_op.lower()}", _call(_op, f"I{_op.lower()}"))

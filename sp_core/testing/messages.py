@@ -1,0 +1,194 @@
+"""Messages between two ranks of a checked communicator: each of mpi4py's calls, waited for outside MPI, and counted."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sp_core.testing.comm import LockstepComm
+from sp_core.testing.lockstep import UNCOUNTED, Message
+from sp_core.testing.mpi import MpiCarrier, patiently, wait
+from sp_core.testing.outcome import Catch
+from sp_core.testing.requests import OBJECT, Transfer, begun, patient
+from sp_core.testing.specs import Part, read
+from sp_core.testing.unchecked import UNCHECKED, say
+
+_SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
+"""Not complete before the receive is there: long messages are sent so."""
+_MODES = ("send", "bsend", "ssend", "rsend")
+_ONE_WAY = {*_MODES, "recv", *(f"i{name}" for name in (*_MODES, "recv"))} - {"rsend", "irsend"}
+MESSAGES = {
+    *_ONE_WAY | {"sendrecv"},
+    *(name.capitalize() for name in _ONE_WAY | {"rsend", "irsend"} | {f"{name}_init" for name in (*_MODES, "recv")}),
+    *("Sendrecv", "Isendrecv", "Sendrecv_replace", "Isendrecv_replace"),
+}
+"""The calls that send or receive."""
+PROBES = {start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "imp") for rest in ("robe",)}
+
+
+class Messages(LockstepComm):
+    """The part of `CheckedComm` that sends and receives; no other rank need call at the same time."""
+
+    _raw: Any
+    _mpi: Any
+    _carrier: MpiCarrier
+
+    @abstractmethod
+    def _look(self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False) -> None:
+        """Find out whether all ranks of the example wait, this one among them, and none can go on."""
+
+    def _message(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Send, receive or both, in any of mpi4py's forms."""
+        call = self._bound(name, args, given)
+        _, *values = call.values()
+        status = values.pop() if "status" in call else None
+        begins = name[0] in "Ii" or name.endswith("_init")
+        if name == "recv":
+            return self._receive_object([*values, status])
+        if {"dest", "source"} <= call.keys():
+            return self._begin_both(name, values) if begins else self._both(name, values, status)
+        request = self._begin(name if begins else f"{'i' if name.islower() else 'I'}{name.lower()}", *values)
+        return request if begins else request.Wait(status) and None
+
+    def _probe(self, name: str, args: Sequence[Any], given: Mapping[str, Any], kind: str = "") -> Any:
+        """Look for a message, in any of mpi4py's forms; `kind`: of its elements, where it is taken."""
+        _, source, tag, status = self._bound(name, args, given).values()
+        test = name if name[0] in "Ii" else f"{'i' if name.islower() else 'I'}{name.lower()}"
+        status = status or self._mpi.Status()
+
+        def ask() -> tuple[bool, Any]:
+            found = getattr(self._raw, test)(source, tag, status)
+            if found and "mprobe" in test.lower():
+                self.count_received(status, kind)
+            return bool(found), found
+
+        waited = self._transfer(None, (Part(0, kind), source, tag))
+        waited.done = False
+        if test != name:
+            return patient(ask, [waited])
+        done, found = ask()
+        if not done:
+            self.lockstep.waiting(waited.what)
+        return found
+
+    def _bound(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name, `self` among them, with mpi4py's defaults."""
+        call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
+        call.apply_defaults()
+        return call.arguments
+
+    def _begin(self, name: str, buf: Any, peer: int, tag: int, part: Part | None = None) -> Any:
+        """Begin to send or receive, or make a request that does."""
+        sends = "send" in name.lower()
+        if name.islower() and sends:  # as mpi4py does it: the bytes of a pickle
+            buf, name = self._pickle.dumps(buf), name.capitalize()
+            part = Part(len(buf), OBJECT)
+        part = part or (Part(0, OBJECT) if name == "irecv" else self._part(buf, peer))
+        if self._exchanges:
+            self._take("Isend" if sends else "Irecv", peer, part.nbytes)
+        raw = getattr(self._raw, _SYNCHRONOUS.get(name, name))(buf, peer, tag)
+        if part.kind == UNCOUNTED:
+            say("a message in memory of a kind that only mpi4py knows")
+        side = (part, peer, tag)
+        return begun(raw, self._transfer(side, None) if sends else self._transfer(None, side))
+
+    def _receive_object(self, values: Sequence[Any]) -> Any:
+        """Receive a pickled object; `buf` is not needed, which mpi4py says."""
+        buf, *source_and_tag, status = values
+        if buf is not None:
+            self._raw.recv(buf, self._mpi.PROC_NULL)
+        return self._probe("mprobe", (*source_and_tag, status), {}, OBJECT).recv(status)
+
+    def _both(self, name: str, values: list[Any], status: Any) -> Any:
+        """Send and receive."""
+        part = None
+        if name == "sendrecv":
+            sent = self._begin("isend", *values[:3])
+            received = self._receive_object([*values[3:], status])
+            return sent.Wait() and received
+        if name == "Sendrecv_replace":
+            part, buf = self._part(*values[:2]), values[0]
+            values = [[bytearray(part.nbytes), self._mpi.PACKED], *values[1:3], buf, *values[3:]]
+            if part.nbytes:
+                self._carrier.comm.Sendrecv(buf, self.rank, 0, values[0], self.rank, 0)
+        sent, dest, tag = values[:3]
+        self._raw.Send_init(sent, dest, tag).Free()  # neither is begun where mpi4py does not take the other
+        self._raw.Recv_init(*values[3:]).Free()
+        received = self._begin("Irecv", *values[3:])
+        self._begin("Isend", sent, dest, tag, part).Wait()
+        received.Wait(status)
+        return None
+
+    def _begin_both(self, name: str, values: list[Any]) -> Any:
+        """Begin to send and to receive."""
+        raw = getattr(self._raw, name)(*values)
+        if name in UNCHECKED:
+            say(name)
+        sides = (self._part(*values[:2]), *values[1:3]), (Part(0, UNCOUNTED), *values[-2:])
+        return begun(raw, self._transfer(*sides))
+
+    def _transfer(self, gives: tuple[Part, int, int] | None, takes: tuple[Part, int, int] | None) -> Transfer:
+        """What a request is for: the parts, whom they go to and come from, and the tags."""
+        message = ends = None
+        whats = []
+        if gives is not None and gives[1] != self._mpi.PROC_NULL:
+            message = Message(self.rank, *gives[1:], *gives[0][:2])
+            whats.append(f"waits for rank {gives[1]} to receive a message")
+        if takes is not None and takes[1] != self._mpi.PROC_NULL:
+            ends = (max(takes[1], -1), self.rank, max(takes[2], -1))
+            whats.append(f"waits for a message from {'any rank' if takes[1] < 0 else f'rank {takes[1]}'}")
+        what = f"{' and '.join(whats) or 'a message to nobody'} on {self.lockstep.name}"
+        return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
+
+    def count_received(self, status: Any, kind: str) -> None:
+        """Count a message that has come; none does from `MPI.PROC_NULL`."""
+        if kind == UNCOUNTED:
+            self.lockstep.received.append(Message(-1, self.rank, -1, 0, kind))
+        elif status.source >= 0:
+            nbytes = status.Get_count(self._mpi.BYTE)
+            self.lockstep.received.append(Message(status.source, self.rank, status.tag, nbytes, kind))
+
+    def _part(self, buf: Any, peer: int) -> Part:
+        """What a buffer holds for a peer; mpi4py may know memory that we do not, and says itself what it does not take."""
+        if peer == self._mpi.PROC_NULL:
+            return Part(0, "")
+        try:
+            return read(buf, "", 1).parts[0]
+        except (ValueError, TypeError, KeyError, BufferError, self._mpi.Exception):
+            return Part(0, UNCOUNTED)
+
+    def _clear(self) -> None:
+        """Leave no message of a broken example for the next one: give every receive one, then take all that are left."""
+        last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
+        awaited = MpiCarrier(self._carrier.comm).gather([transfer.takes for transfer in self._requests if transfer.takes])
+        sent = []
+        for dest, ends in enumerate(awaited):
+            mine = [tag for source, _, tag in ends if self.rank == (dest if source < 0 else source)]
+            sent += [self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends]  # one of any source may take another's
+        requests = [(transfer.request, transfer.takes) for transfer in self._requests]
+        for transfer in [*self._requests]:
+            transfer.end(None)  # from now on mpi4py's alone
+        for request, _ in filter(operator.itemgetter(1), requests):
+            with Catch():  # a message that was too long
+                wait(request)
+        sent += [self._raw.Isend(b"", dest, last) for dest in range(self.size)]
+        for source in range(self.size):
+            self._take_all(source, last)
+        for request in [*sent, *(request for request, _ in requests)]:
+            wait(request)
+
+    def _take_all(self, source: int, last: int) -> None:
+        """Receive what a rank has sent, up to the message with the last tag: MPI keeps their order."""
+        status = self._mpi.Status()
+        while status.tag != last:
+            message = patiently(lambda: self._raw.Improbe(source, self._mpi.ANY_TAG, status))
+            message.Recv(bytearray(status.Get_count(self._mpi.BYTE)))
+
+
+@functools.cache
+def _signature(call: Any) -> inspect.Signature:
+    return inspect.signature(call)

@@ -1,0 +1,231 @@
+"""Requests of mpi4py that notice, while a rank waits for them, that a peer has left.
+
+mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and `MPI.Prequest` are replaced, once in a
+process, by subclasses that test again and again; requests of other communicators are handed on to mpi4py as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sp_core.testing.lockstep import Call, Message
+from sp_core.testing.mpi import patiently
+from sp_core.testing.stuck import AFTER_SECONDS, Ends
+from sp_core.testing.unchecked import replacement
+
+if TYPE_CHECKING:
+    from sp_core.testing.beginning import Beginning
+    from sp_core.testing.messages import Messages
+
+OBJECT = "a pickled object"
+TESTS = ("Test", "Testany", "Testall", "Testsome", "test", "testany", "testall", "testsome")
+
+
+class Transfer:
+    """What a request is for.
+
+    Args:
+        comm: the communicator that has begun it.
+        what: says so, for people.
+        sends: the message that it sends.
+        takes: the message that it waits for; negative numbers stand for any.
+        kind: of the elements that are received.
+
+    Attributes:
+        request: while it is under way, when nobody else may keep it and with it the memory of the message.
+    """
+
+    def __init__(
+        self, comm: Messages, what: str, sends: Message | None = None, takes: tuple[int, int, int] | None = None, kind: str = ""
+    ) -> None:
+        self.comm, self.what, self.sends, self.takes, self.kind = comm, what, sends, takes, kind
+        self.done = True
+        self.request: Any = None
+
+    def __str__(self) -> str:
+        return self.what
+
+    def waits(self) -> tuple[bool, Ends]:
+        """Whether it waits for a receive rather than for a message, and for which one."""
+        sends = self.takes is None
+        return sends, (self.comm.lockstep.name, *(self.sends[:3] if sends and self.sends else self.takes or (-1, -1, -1)))
+
+    @property
+    def is_message(self) -> bool:
+        """Whether its end depends on what another rank will call."""
+        return self.sends is not None or self.takes is not None
+
+    def start(self, request: Any) -> None:
+        """It has begun."""
+        self.done, self.request = False, request
+        self.comm._requests.append(self)
+        self.comm.lockstep.sent += [] if self.sends is None else [self.sends]
+
+    def end(self, status: Any) -> None:
+        """It is over; `status` says how, None that nobody knows."""
+        self.done, self.request = True, None
+        self.comm._requests = [other for other in self.comm._requests if other is not self]
+        if status is not None and status.Is_cancelled():
+            self.comm.lockstep.sent = [message for message in self.comm.lockstep.sent if message is not self.sends]
+        elif status is not None and self.takes is not None:
+            self.comm.count_received(status, self.kind)
+
+
+def begun(raw: Any, transfer: Transfer) -> Any:
+    """A request of mpi4py as one that notices; a persistent one has not started yet."""
+    from mpi4py import MPI
+
+    persistent = isinstance(raw, MPI.Prequest)
+    request: Any = (MPI.Prequest if persistent else MPI.Request)(raw)
+    request.transfer = transfer
+    if not persistent:
+        transfer.start(request)
+    return request
+
+
+def announced(beginning: Beginning) -> Any:
+    """A request for a collective that is made when all ranks have announced it; until then mpi4py has none."""
+    from mpi4py import MPI
+
+    request: Any = MPI.Request()
+    request.beginning = beginning
+    return request
+
+
+def _made(request: Any) -> Any:
+    """mpi4py's request, when all ranks have announced it."""
+    beginning: Beginning | None = getattr(request, "beginning", None)
+    return request if beginning is None else beginning.settle()
+
+
+def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
+    """What replaces the classes `MPI.Request` and `MPI.Prequest`."""
+
+    def start(self: Any) -> None:
+        transfer = _under(self)
+        if transfer is not None and not transfer.is_message:
+            transfer.comm._enter(Call("Start", (transfer.what,), text=transfer.what))
+        persistent.Start(self)
+        if transfer is not None:
+            transfer.start(self)
+
+    def free(self: Any) -> None:
+        self = _made(self)
+        transfer = _under(self)
+        if transfer is not None and not transfer.done:
+            status = transfer.comm._mpi.Status()
+            transfer.end(status if request.Get_status(self, status) else None)
+        request.Free(self)
+
+    def start_all(cls: type, requests: Sequence[Any]) -> None:
+        for each in requests:
+            each.Start()
+
+    waits = {
+        name: _method(request, name) for test in TESTS for name in (test, test.replace("Test", "Wait").replace("test", "wait"))
+    }
+    made = replacement(request, {**waits, "Free": free})
+    return made, replacement(persistent, {"Start": start, "Startall": classmethod(start_all)}, made)
+
+
+def _under(request: Any) -> Transfer | None:
+    transfer: Transfer | None = getattr(request, "transfer", None)
+    return transfer
+
+
+def _method(base: Any, name: str) -> Any:
+    """`name` of the class, for requests of ours and others."""
+    test = name.replace("Wait", "Test").replace("wait", "test")
+
+    def run(requests: Sequence[Any], target: Any, status: Any) -> Any:
+        transfers = [t for t in map(_under, requests) if t is not None and not t.done]
+        if not transfers:
+            return getattr(base, name)(target, status)
+        ask = functools.partial(_ask, base, test, requests, target, _room(transfers[0].comm._mpi, test[4:], status))
+        if name != test:
+            return patient(ask, transfers, test.endswith("all"))
+        done, got, _ = ask()
+        if not done:
+            _hear(transfers)
+        return got
+
+    def single(self: Any, status: Any = None) -> Any:
+        beginning: Beginning | None = getattr(self, "beginning", None)
+        if beginning is not None and name == "Test" and not beginning.step():
+            return False
+        return run([_made(self)], _made(self), status)
+
+    def several(cls: type, requests: Sequence[Any], status: Any = None, statuses: Any = None) -> Any:
+        made = [*map(_made, requests)]
+        return run(made, made, status if statuses is None else statuses)
+
+    return single if len(test) == 4 else classmethod(several)
+
+
+def _room(mpi: Any, several: str, given: Any) -> Any:
+    """A place for what mpi4py says of the requests that are complete, the caller's where there is one."""
+    if several in ("", "any"):
+        return given or mpi.Status()
+    return given if isinstance(given, list) else list(given or ())
+
+
+def _ask(base: Any, test: str, requests: Sequence[Any], target: Any, status: Any) -> tuple[bool, Any, Any]:
+    """Whether requests are complete, what `Test` would return, and what `Wait` would."""
+    complete: Sequence[int] = ()
+    try:
+        got = getattr(base, test)(target, status)
+        done, answer, complete = _meaning(test[4:], got if isinstance(got, tuple) else (got,), len(requests))
+    except RuntimeError:  # of MPI: those that it concerns are over
+        complete = [index for index, request in enumerate(requests) if not request]
+        raise
+    finally:
+        for place, index in enumerate(complete):
+            if (transfer := _under(requests[index])) is not None and not transfer.done:
+                known = status if not isinstance(status, list) else status[place] if place < len(status) else None
+                transfer.end(known)
+    return done, got, answer
+
+
+def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:
+    """Whether a test was successful, what a wait would return, and which requests are complete."""
+    if several == "some":
+        return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
+    if several == "any":
+        index, flag, *message = got
+        return flag, (index, *message) if message else index, [index] if flag and index >= 0 else []
+    flag, *messages = got
+    return flag, messages[0] if messages else True, range(number) if flag else []
+
+
+def patient(ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False) -> Any:
+    """Wait for an answer, and meanwhile hear of peers that leave and find out whether no rank can go on.
+
+    Args:
+        ask: whether it is there, and last the answer.
+        transfers: what is waited for.
+        every: for all of it, not for one.
+    """
+    begin = time.monotonic()
+
+    def ready() -> tuple[Any] | None:
+        done, *_, answer = ask()
+        if done:
+            return (answer,)
+        pending = _hear(transfers)
+        others = any(not transfer.is_message and not transfer.done for transfer in transfers)
+        if pending and (every or not others) and time.monotonic() - begin > AFTER_SECONDS:
+            pending[0].comm._look(" and ".join(map(str, pending)), pending=pending, every=every)
+        return None
+
+    return patiently(ready)[0]
+
+
+def _hear(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """The messages among these that are under way still; hear of peers that have left them."""
+    pending = [transfer for transfer in transfers if transfer.is_message and not transfer.done]
+    for transfer in pending:
+        transfer.comm.lockstep.waiting(transfer.what)
+    return pending

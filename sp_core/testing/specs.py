@@ -1,0 +1,199 @@
+"""Buffer specifications of mpi4py, read as mpi4py reads them: how much goes to each rank, of what, and from where."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Part(NamedTuple):
+    """What goes to one rank, or comes from one; `view` where it is numbers that lie side by side."""
+
+    nbytes: int
+    kind: str
+    view: Array | None = None
+
+
+class Spec(NamedTuple):
+    """What a specification says."""
+
+    counts: tuple[int, ...]
+    parts: tuple[Part, ...]
+    spans: tuple[tuple[int, int], ...]
+    text: str
+
+
+class _Element(NamedTuple):
+    """A buffer, and the elements that it is made of; `dtype` where they are numbers without gaps."""
+
+    data: Array
+    size: int
+    extent: int
+    kind: str
+    dtype: np.dtype[Any] | None
+
+
+def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
+    """Read a specification.
+
+    Args:
+        spec: a buffer, or a list of it with counts, displacements and a datatype.
+        form: B for a block for each rank, V for counts, W for counts and datatypes; else one block.
+        n: number of ranks that it is for.
+        writable: something is received into it.
+
+    Raises:
+        ValueError, TypeError: mpi4py would not take it either, or it does not fit its buffer.
+    """
+    buffer, counts, displs, types = _items(spec, form)
+    elements = [_element(buffer, each, writable) for each in (types if form == "W" else [types])]
+    counts, displs = _places(counts, displs, elements[0], form, n)
+    if not len(counts) == len(displs) == len(elements if form == "W" else counts) == (n if form else 1):
+        raise ValueError(f"{len(counts)} counts and {len(displs)} displacements for {n} ranks")
+    parts, spans = [], []
+    for element, count, displ in zip(elements if form == "W" else elements * len(counts), counts, displs, strict=True):
+        start = displ * (1 if form == "W" else element.extent)
+        stop = start + count * element.size
+        inside = element.data[start:stop]
+        if count < 0 or (element.dtype is not None and inside.size < stop - start):
+            raise ValueError(
+                f"{count} elements from byte {start} of a buffer of {element.data.size} bytes, its counts add up to {sum(counts)}"
+            )
+        view = None if element.dtype is None else inside.view(element.dtype)
+        parts.append(Part(count * element.size, element.kind, view))
+        address = element.data.ctypes.data
+        spans += [(address + start, address + stop)] if inside.size and view is not None else []
+    shown = list(counts) if form == "V" else counts[0] if form != "W" else [part.nbytes for part in parts]
+    return Spec(tuple(counts), tuple(parts), tuple(spans), f"{shown} x {elements[0].kind or 'byte'}")
+
+
+def array(buffer: Any) -> Array:
+    """The memory of a buffer as a flat array.
+
+    Raises:
+        ValueError: it is not contiguous, so MPI would take its elements in another order.
+        TypeError: it is no memory.
+    """
+    flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
+    if not flat.flags.c_contiguous and not flat.flags.f_contiguous:
+        raise ValueError(f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a contiguous copy.")
+    return flat.reshape(-1, order="A")
+
+
+def _foreign(buffer: Any) -> Array:
+    """Memory that is no array of NumPy: with Python's buffer protocol, a tensor, or memory of a device."""
+    if hasattr(buffer, "__array__") and not hasattr(buffer, "__cuda_array_interface__"):
+        return np.asarray(buffer)
+    if not hasattr(buffer, "__cuda_array_interface__") and not hasattr(buffer, "__dlpack__"):
+        return np.asarray(memoryview(buffer))
+    from mpi4py.MPI import buffer as memory
+
+    if hasattr(buffer, "__cuda_array_interface__"):
+        return np.asarray(memory(buffer)).view(buffer.__cuda_array_interface__["typestr"])
+    on_host = buffer.__dlpack_device__()[0] == 1
+    return np.asarray(memory(buffer)).view(_type_of_tensor(buffer.__dlpack__(**({} if on_host else {"stream": -1}))))
+
+
+def _type_of_tensor(capsule: Any) -> str:
+    """The type of the numbers in a DLPack tensor, which NumPy may not know: behind its data, device and number of dimensions."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    code, bits, lanes = struct.unpack_from("=BBH", ctypes.string_at(pointer(capsule, b"dltensor"), 24), 20)
+    return f"{'c' if lanes == 2 else 'iufVVcb'[code]}{bits * lanes // 8}"
+
+
+def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
+    """Buffer, counts, displacements and datatype of a specification; None for what it does not say."""
+    if not isinstance(spec, list | tuple):
+        return spec, None, None, None
+    if not 2 <= len(spec) <= 4:
+        raise ValueError(f"a message is a buffer, or 2 to 4 items, not {len(spec)}")
+    buffer, *middle, last = spec
+    if form != "W" and len(spec) == 2 and not (isinstance(last, str) or hasattr(last, "Get_extent")):
+        middle, last = [last], None
+    pair = (tuple,) if form == "V" else (tuple, list)
+    if len(middle) == 1 and (form == "W" or isinstance(middle[0], pair)):
+        (middle,) = middle
+    counts, displs = [*middle, None, None][:2]
+    return buffer, counts, displs, last
+
+
+def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
+    data = np.empty(0, np.uint8)
+    if buffer is not None and type(buffer).__name__ != "BottomType":
+        data = array(buffer)
+        if writable and not data.flags.writeable:
+            raise ValueError("a buffer to receive into is read-only")
+    elif datatype is None:
+        raise TypeError(f"a message without a buffer needs a datatype, got {buffer!r} alone")
+    if isinstance(datatype, str):
+        from mpi4py.MPI import Datatype
+
+        try:
+            datatype = Datatype.fromcode(datatype)
+        except ValueError as unknown:
+            raise KeyError(str(unknown)) from None
+    if datatype is not None:
+        return _typed(data.view(np.uint8), datatype, buffer is not None and type(buffer).__name__ != "BottomType")
+    if data.dtype.kind not in "?biufcS":
+        raise KeyError(f"no datatype of MPI is {data.dtype}")
+    return _Element(data.view(np.uint8), data.itemsize, data.itemsize, _kind(data.dtype), data.dtype)
+
+
+def _typed(data: Array, datatype: Any, known: bool) -> _Element:
+    """Elements of a datatype of MPI."""
+    if not datatype:
+        raise ValueError("the datatype is null")
+    size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
+    leaves = set(_leaves(datatype))
+    plain = known and size == extent and lower == 0 and len(leaves) == 1
+    return _Element(data, size, extent, ",".join(sorted(map(_kind, leaves))), leaves.pop() if plain else None)
+
+
+def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
+    """The numbers that a datatype is made of."""
+    if datatype.is_predefined:
+        yield np.dtype(datatype.typestr)
+        return
+    base, _, made_of = datatype.decode()
+    for inner in made_of.get("datatypes", [base]):
+        yield from _leaves(inner)
+        if not inner.is_predefined:
+            inner.Free()
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    """What a number is called; bytes may be anything."""
+    return "" if dtype.itemsize == 1 else dtype.name
+
+
+def _places(counts: Any, displs: Any, element: _Element, form: str, n: int) -> tuple[list[int], list[int]]:
+    """How many elements for each rank, and where they begin, in the datatype's extent."""
+    length = element.data.size // element.extent if element.extent > 0 else 0
+    if form == "W":
+        if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
+            raise ValueError("counts and displacements go together, and memory without an end needs them")
+        return ([1] * n, [0] * n) if counts is None else ([*map(index, counts)], [*map(index, displs)])
+    if form == "V":
+        counts = [length // n + (length % n > i) for i in range(n)] if counts is None else _repeated(counts, [1] * n)
+        displs = [0, *accumulate(counts[:-1])] if displs is None else _repeated(displs, range(n))
+        return counts, displs
+    blocks, first = (n if form == "B" else 1), index(displs or 0)
+    if counts is None:
+        if element.data.size % element.extent or (length - first) % blocks:
+            raise ValueError(f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes")
+        counts = (length - first) // blocks
+    return [index(counts)] * blocks, [first + i * index(counts) for i in range(blocks)]
+
+
+def _repeated(given: Any, steps: Sequence[int]) -> list[int]:
+    """A list of numbers, or one number times each step."""
+    return [*map(index, given)] if np.ndim(given) else [index(given) * step for step in steps]

@@ -1,0 +1,266 @@
+"""Every call of mpi4py's communicators through the checked one: what it is, and what becomes of ranks that differ in it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from kit.failing import failure_of, leads
+
+from sp_core.testing import ThreadComm, given, mpi, requests, spmd, tier
+from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
+from sp_core.testing.messages import MESSAGES, PROBES
+from sp_core.testing.signatures import COLLECTIVES
+from sp_core.testing.unchecked import UNCHECKED
+
+pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
+
+Call = Callable[[Any], object]
+
+
+@pytest.fixture(autouse=True)
+def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a rank says that it waits decides when a deadlock is found, not whether."""
+    for module in (mpi, requests):
+        monkeypatch.setattr(module, "AFTER_SECONDS", 0.02)
+
+
+TOPOLOGIES = ("Cartcomm", "Graphcomm", "Distgraphcomm")
+
+
+def calls_of(name: str) -> dict[str, Any]:
+    """The public methods of a class of mpi4py."""
+    from mpi4py import MPI
+
+    return {name: call for name, call in inspect.getmembers(getattr(MPI, name), callable) if not name.startswith("_")}
+
+
+def ways(name: str) -> set[str]:
+    """How the checked communicator treats a call; there must be one way."""
+    stem = name.removesuffix("_init")
+    found = {
+        "collective": {stem, stem[1:].capitalize()} & COLLECTIVES.keys(),
+        "agreed": name in AGREED,
+        "message": name in MESSAGES | PROBES,
+        "own": name in vars(CheckedComm) or any(name in vars(base) for base in CheckedComm.__mro__[1:-1]),
+        "local": name.startswith(LOCAL),
+        "unchecked": name in UNCHECKED,
+    }
+    return {way for way, so in found.items() if so}
+
+
+OF_THE_CLASS = {
+    "Create_errhandler",
+    "Create_from_group",
+    "Create_keyval",
+    "Free_keyval",
+    "Get_parent",
+    "Join",
+    "f2py",
+    "fromhandle",
+    "fromint",
+}
+
+
+@pytest.mark.parametrize("kind", ["Intracomm", *TOPOLOGIES])
+def test_every_call_of_mpi4py_is_known(kind: str) -> None:
+    treated = {name: ways(name) for name in calls_of(kind).keys() - OF_THE_CLASS}
+    assert len(treated) > 150
+    assert {name for name, found in treated.items() if not found} == set()
+    assert {
+        name for name, found in treated.items() if {"collective", "agreed", "message", "local"} >= found and len(found) > 1
+    } == set()
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_the_parameters_of_a_collective_are_those_of_mpi4py(op: str) -> None:
+    calls = calls_of("Cartcomm")
+    parameters = inspect.signature(calls[op]).parameters
+    forms = {name: parameter.annotation for name, parameter in parameters.items() if name != "self"}
+    assert list(COLLECTIVES[op]) == list(forms)
+    for name, form in COLLECTIVES[op].items():
+        assert name not in ("buf", "sendbuf", "recvbuf") or f"BufSpec{form}" in forms[name].replace(" |", "").split()
+    assert {op, f"I{op.lower()}", f"{op}_init"} <= calls.keys()
+
+
+def arguments(op: str, comm: Any, n: int = 2, dtype: str = "f8", root: int = 0, reduction: str = "SUM") -> dict[str, Any]:
+    """Arguments with which all ranks may make a collective."""
+    from mpi4py import MPI
+
+    blocks = 2 if op.startswith("Neighbor") else comm.size
+    types = [{"f8": MPI.DOUBLE, "i8": MPI.INT64_T}[dtype]] * blocks
+    made: dict[str, Any] = {}
+    for name, form in COLLECTIVES[op].items():
+        whole = np.zeros(n * blocks, dtype)
+        buffer = {
+            "": whole if (op, name) == ("Reduce_scatter", "sendbuf") else np.zeros(n, dtype),
+            "B": whole,
+            "V": [whole, [n] * blocks],
+            "W": [whole, [n] * blocks, [8 * n * i for i in range(blocks)], types],
+        }
+        made[name] = {"root": root, "op": getattr(MPI, reduction), "recvcounts": [n] * blocks}.get(name, buffer[form])
+    return made
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "count": {"n": 3},
+    "datatype": {"dtype": "i8"},
+    "root": {"root": 1},
+    "reduction": {"reduction": "MAX"},
+    "operation": {},
+    "nothing": {},
+}
+"""What one rank does otherwise, with arguments that are fine by themselves."""
+
+
+def concerns(difference: str, op: str) -> bool:
+    """Whether a difference can be one of an operation."""
+    needs = {"count": {"buf", "sendbuf"}, "datatype": {"buf", "sendbuf"}, "root": {"root"}, "reduction": {"op"}}
+    return difference not in needs or bool(needs[difference] & COLLECTIVES[op].keys())
+
+
+def offered() -> list[str]:
+    """The collectives that ranks of this tier have."""
+    return [op for op in COLLECTIVES if tier() == "mpi" or hasattr(ThreadComm, op)]
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference: str) -> None:
+    for number, op in enumerate(op for op in offered() if concerns(difference, op)):
+        forms = [op, f"I{op.lower()}", *([f"{op}_init"] if tier() == "mpi" else [])]
+        form = forms[(number + len(difference)) % len(forms)]
+
+        @spmd(2)
+        def body(comm: Any, op: str = op, form: str = form) -> None:
+            comm = comm.Create_cart([2], [True]) if op.startswith("Neighbor") else comm
+            odd, other = comm.rank == 1, "Barrier" if op != "Barrier" else "Allreduce"
+            if odd and difference == "operation":
+                form, op = other, other
+            if not (odd and difference == "nothing"):
+                begun = getattr(comm, form)(**arguments(op, comm, **(DIFFERENT[difference] if odd else {})))
+                waits = begun is None or begun.Wait()
+                assert waits
+
+        text = failure_of(body)
+        assert text.startswith("RankFailure[CollectiveMismatch]"), (form, text)
+
+
+@given(nprocs=st.integers(1, 4), n=st.integers(0, 3), form=st.sampled_from(["", "I", "_init"]), max_examples=12)
+def test_every_collective_passes_where_all_ranks_do_the_same(comm: Any, n: int, form: str) -> None:
+    for op in offered():
+        on = comm.Create_cart([comm.size], [True]) if op.startswith("Neighbor") else comm
+        name = op + form if form == "_init" else form + (op.lower() if form else op)
+        if form == "_init" and isinstance(comm, ThreadComm):
+            continue
+        request = getattr(on, name)(**arguments(op, on, n, reduction="MAX"))
+        if form == "_init":
+            request.Start()
+        if form:
+            request.Wait()
+        if form == "_init":
+            request.Free()
+        if on is not comm:
+            on.Free()
+
+
+def sent(n: int = 2, dtype: str = "f8") -> np.ndarray[Any, Any]:
+    """A message."""
+    return np.arange(n, dtype=dtype)
+
+
+def as_two(zero: Call, one: Call) -> str:
+    """The failure where rank 0 and rank 1 make these calls."""
+
+    @spmd(2)
+    def body(comm: Any) -> None:
+        (one if comm.rank else zero)(comm)
+
+    return failure_of(body)
+
+
+STUCK = "every rank waits and none can go on"
+NOT_AS_SENT = "not every message sent has been received as it was sent"
+MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
+    "nobody sends": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: None),
+    "nobody receives": (STUCK, lambda c: c.Send(sent(), 1), lambda c: None),
+    "both send first": (STUCK, lambda c: (c.Send(sent(), 1), c.Recv(sent(), 1)), lambda c: (c.Send(sent(), 0), c.Recv(sent(), 0))),
+    "both receive first": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: c.Recv(sent(), 0)),
+    "another tag": (STUCK, lambda c: c.Send(sent(), 1, 3), lambda c: c.Recv(sent(), 0, 4)),
+    "a collective": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: c.Barrier()),
+    "only one exchanges": (STUCK, lambda c: c.Sendrecv(sent(), 1, 0, sent(), 1, 0), lambda c: None),
+    "another datatype": (NOT_AS_SENT, lambda c: c.Send(sent(), 1), lambda c: c.Recv(sent(2, "i8"), 0)),
+    "too long": ("", lambda c: c.Send(sent(3), 1), lambda c: c.Recv(sent(2), 0)),
+}
+ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
+    "no object": (STUCK, lambda c: c.recv(source=1), lambda c: None),
+    "no message to look at": (STUCK, lambda c: c.Probe(1), lambda c: None),
+    "no message to take": (STUCK, lambda c: c.mprobe(), lambda c: None),
+    "an object for numbers": (NOT_AS_SENT, lambda c: c.send(whole(), 1), lambda c: c.Recv(np.zeros(100))),
+    "an unsafe ring": (STUCK, lambda c: (c.send(0, 1), c.recv(source=1)), lambda c: (c.send(1, 0), c.recv(source=0))),
+    "requests": (STUCK, lambda c: waitall([c.Irecv(sent(), 1), c.Isend(sent(), 1)]), lambda c: c.Recv(sent(), 0)),
+    "a persistent one": (STUCK, lambda c: started(c.Recv_init(sent(), 1)).Wait(), lambda c: None),
+    "kept by MPI and lost": (NOT_AS_SENT, lambda c: buffered(c), lambda c: None),
+}
+
+
+def whole() -> bytes:
+    """An object whose pickle is as long as some numbers: MPICH ends a process that receives a part of one."""
+    from mpi4py import MPI
+
+    return next(text for text in map(bytes, range(8, 99)) if len(MPI.pickle.dumps(text)) % 8 == 0)
+
+
+def waitall(several: list[Any]) -> None:
+    """Wait as programs do."""
+    from mpi4py import MPI
+
+    MPI.Request.Waitall(several)
+
+
+def started(request: Any) -> Any:
+    """A persistent request, started."""
+    request.Start()
+    return request
+
+
+@functools.cache
+def attached() -> None:
+    """Give MPI memory in which to keep messages, until the process ends."""
+    from mpi4py import MPI
+
+    MPI.Attach_buffer(bytearray(1000 + 10 * MPI.BSEND_OVERHEAD))
+
+
+def buffered(comm: Any) -> None:
+    """Send what MPI keeps."""
+    attached()
+    comm.Bsend(sent(), 1)
+
+
+@pytest.mark.parametrize("case", [*MESSAGES_THAT_DIFFER, *ON_PROCESSES])
+def test_messages_in_which_a_rank_differs_are_reported_on_all(case: str) -> None:
+    if case in ON_PROCESSES and tier() == "threads":
+        pytest.skip("ranks that are threads do not offer this")
+    said, zero, one = (MESSAGES_THAT_DIFFER | ON_PROCESSES)[case]
+    text = as_two(zero, one)
+    assert text.startswith("RankFailure[CollectiveMismatch]" if said else "RankFailure[")
+    if leads():
+        assert said in text
+    assert_clean()
+
+
+def assert_clean() -> None:
+    """No message of a broken example is found by the next one."""
+
+    @spmd(2)
+    def body(comm: Any) -> None:
+        received = sent()
+        comm.Sendrecv(sent() + comm.rank, 1 - comm.rank, 0, received, 1 - comm.rank, 0)
+        assert received.tolist() == (sent() + 1 - comm.rank).tolist()
+
+    body()
