@@ -112,6 +112,12 @@ def generic_mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def mpi4py(session: nox.Session) -> None:
+    """mpi4py's own tests of communication through the checked communicator, both MPIs. Arguments go to it, but `--mpi mpich`."""
+    _from_tests(session, "mpi4py_suite", *MPIS)
+
+
+@nox.session
 def llama(session: nox.Session) -> None:
     """LLaMA against transformers, which is too large a dependency for every test run. Arguments go to pytest."""
     _install(session, MPIS[0], "-e", ".[test,bench,hf]")
