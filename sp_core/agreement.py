@@ -1,19 +1,21 @@
 """Before a collective the ranks compare what each is about to do, so that a mistake on one rank is an error on all of them.
 
-Each rank sends one record of 64 bytes: whether it found an error, a hash of what it is about to call, and one number of its own
-(such as the length of its shard). Only when the records do not agree do the texts follow.
+Each rank sends one record of 64 bytes: its state, a hash of what it is about to call, one number of its own (such as the length of
+its shard), and the beginning of the call. Only when the records do not agree do the texts follow; a rank that leaves sends none.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sp_core import errors, progress
-from sp_core.errors import CollectiveMismatch
+from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.progress import Progress
 from sp_core.transport.base import wait
 
@@ -33,6 +35,15 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.RankError,
 )
 """What a check may find wrong; these travel to the other ranks by their place in this tuple."""
+
+
+class State(IntEnum):
+    """What a rank is about to do: call, refuse the call, free the communicator, or leave it because of an error."""
+
+    CALLS = 0
+    REFUSES = 1
+    FREES = 2
+    FAILS = 3
 
 
 def agree(
@@ -55,7 +66,7 @@ def agree(
 
     Raises:
         The error of the lowest rank that has one, on every rank, with the rank in its text; `CollectiveMismatch` where the
-        calls differ.
+        calls differ; `PeerFailed` where a rank has left the communicator because of an error.
     """
     question = Question(comm, call, value, error)
     under_way = under_way or progress.of_this_rank()
@@ -67,28 +78,35 @@ def agree(
 
 
 class Question:
-    """A comparison over the ranks that is under way; arguments as in `agree`."""
+    """A comparison over the ranks that is under way; arguments as in `agree`. A rank that leaves says so in its state."""
 
-    def __init__(self, comm: Intracomm, call: str, value: int = 0, error: Exception | None = None) -> None:
+    def __init__(
+        self, comm: Intracomm, call: str, value: int = 0, error: Exception | None = None, state: State = State.CALLS
+    ) -> None:
         self._comm, self._call, self._error = comm, call, error
         record = np.zeros(_FIELDS, np.int64)
-        record[:3] = (error is not None, _hash(call), value)
+        record[:3] = (state if error is None else State.REFUSES, _hash(call), value)
+        beginning = np.frombuffer((_text(error) if error else call).encode(), np.uint8)[: record[3:].nbytes]
+        record[3:].view(np.uint8)[: beginning.size] = beginning
         self._record, self._records = record, np.empty((comm.size, _FIELDS), np.int64)  # MPI holds only their addresses
-        self._request = comm.Iallgather(record, self._records.reshape(-1))
+        self.request = comm.Iallgather(record, self._records.reshape(-1))
 
     def test(self) -> bool:
         """Return whether the records of all ranks are here."""
-        return bool(self._request.Test())
+        return bool(self.request.Test())
 
     def wait(self) -> None:
         """Wait for the records of all ranks."""
-        self._request.Wait()
+        self.request.Wait()
 
     def answer(self) -> tuple[int, ...]:
         """Return and raise as `agree`; once `test` has returned True."""
         records = self._records
-        if records[:, 0].any() or (records[:, 1] != records[0, 1]).any():
-            _raise(self._comm, self._call, self._error, records[:, 0].astype(bool).tolist())
+        states, is_one_call = records[:, 0], bool((records[:, 1] == records[0, 1]).all())
+        if (states >= State.FREES).any() and not (is_one_call and (states == State.FREES).all()):
+            raise _parted(records) from self._error
+        if (states == State.REFUSES).any() or not is_one_call:
+            _raise(self._comm, self._call, self._error, (states == State.REFUSES).tolist())
         return tuple(int(v) for v in records[:, 2])
 
 
@@ -106,8 +124,18 @@ class Questions:
         """Return whether all are answered, or raise for one that differs."""
         for question in [question for question in self._open if question.test()]:
             self._open.remove(question)
-            question.answer()
+            try:
+                question.answer()
+            except RankError:
+                progress.of_this_rank().keep(self._open)
+                raise
         return not self._open
+
+
+def leave(comm: Intracomm, name: str) -> None:
+    """Tell the ranks that compare something, now or later, that this one has left because of an error. It does not wait."""
+    with suppress(Exception):  # the error that made it leave says more
+        progress.of_this_rank().keep([Question(comm, f"an error made it leave {name}", state=State.FAILS)])
 
 
 def _hash(text: str) -> int:
@@ -123,6 +151,16 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
     others = [rank for rank, bad in enumerate(failed) if bad and rank != first and messages[rank] != messages[first]]
     lines = [f"rank {first}: {messages[first]}"] + [f"rank {rank}: {messages[rank]}" for rank in others]
     raise ERRORS[int(kinds[first])]("\n".join(lines)) from error
+
+
+def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
+    """The error where a rank leaves while others call; the same on every rank."""
+    beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
+    texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
+    lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+    if (failed := np.flatnonzero(records[:, 0] == State.FAILS)).size:
+        return PeerFailed(f"rank {failed[0]} has left because of an error; see what it says. Nothing was sent.\n{lines}")
+    return CollectiveMismatch(f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}")
 
 
 def _kind(error: Exception | None) -> int:

@@ -242,7 +242,7 @@ class Communicator:
         if self._freed:
             return []
         self.counters["control"].add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
-        return [agreement.Question(self._control, f"free() of {self.name}")]
+        return [agreement.Question(self._control, f"free() of {self.name}", state=agreement.State.FREES)]
 
     def free(self, *, is_agreed: bool = False) -> None:
         """Free the MPI communicator, on every rank; a second call does nothing.
@@ -265,7 +265,9 @@ class Communicator:
             comm.Free()
 
     def abandon(self) -> None:
-        """Stop using this communicator without a word to the other ranks: what an error leaves behind is never waited for."""
+        """Stop using this communicator because of an error. Ranks that compare something on it are told; nobody is waited for."""
+        if self.is_made and not self._freed:
+            agreement.leave(self._control, self.name)
         self._leave(together=False)
 
     def _leave(self, *, together: bool) -> None:

@@ -7,8 +7,19 @@ therefore poll all of them. Otherwise ranks that wait in different orders would 
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
+
+
+class Question(Protocol):
+    """A comparison over the ranks that is under way, and MPI's request of it."""
+
+    request: Any
+
+    def test(self) -> bool:
+        """Return whether it is answered."""
+        ...
 
 
 class Source(Protocol):
@@ -24,10 +35,15 @@ class Progress:
 
     def __init__(self) -> None:
         self._busy: WeakKeyDictionary[Source, None] = WeakKeyDictionary()
+        self.kept: list[Question] = []
 
     def add(self, source: Source) -> None:
         """Poll a communicator from now on, until it has nothing under way."""
         self._busy[source] = None
+
+    def keep(self, questions: Sequence[Question]) -> None:
+        """Keep the memory of questions whose answers nobody waits for any more, until they are answered."""
+        self.kept = [question for question in self.kept if not question.test()] + list(questions)
 
     @property
     def idle(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from domains import attention, collectives
 from domains.declared import Subject
-from domains.differing import NOT_CALLED_ALONE, alone, compared, faults, known_of, unchecked
+from domains.differing import alone, compared, faults, known_of, unchecked
 from domains.subjects import SUBJECTS
 
 from sp_core.agreement import _gather_texts
@@ -39,11 +39,10 @@ def check_arguments(comm: Any, subject: Subject) -> None:
 
 
 def check_calls(comm: Any, subject: Subject) -> None:
-    """Let one rank call once more than the others, then once less."""
-    for is_extra in () if subject.name.startswith(NOT_CALLED_ALONE) else (True, False):
+    """Let one rank call once more than the others, then once less. Ranks along other axes may have other errors."""
+    for is_extra in (True, False):
         told = _gather_texts(comm, alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra))
-        assert len(set(told)) == 1, told
-        assert bool(told[0]) == ("a call on one rank" not in subject.allowed), told
+        assert {bool(text) for text in told} == {"a call on one rank" not in subject.allowed}, told
 
 
 @sized(UNDER_MPI, 2)

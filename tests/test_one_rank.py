@@ -105,6 +105,26 @@ def test_what_one_rank_does_differently_is_an_error_on_all(comm: Any, case: str)
         assert sp.all_reduce(torch.ones(1), comm=mesh["ring", "ulysses"]).item() == comm.size
 
 
+@pytest.mark.parametrize("others", ["call", "leave"])
+@spmd(2, 3, 4)
+def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: str) -> None:
+    """Of the caller's own code; the others are inside a collective, or leave the mesh as usual."""
+    here = comm.rank == comm.size - 1
+
+    def work() -> None:
+        with sp.Mesh(comm, data=1, ring=comm.size) as mesh:
+            if here:
+                raise KeyError("mine")
+            if others == "call":
+                sp.all_reduce(torch.ones(1), comm=mesh["ring"])
+
+    with pytest.raises(KeyError if here else sp.PeerFailed) as caught:
+        work()
+    assert here or f"rank {comm.size - 1} has left" in str(caught.value)
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        assert sp.all_reduce(torch.ones(1), comm=mesh["ring"]).item() == comm.size
+
+
 @spmd(4, 6)
 def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
     """Also that of no axes. Asking sends nothing; a rank alone can use the latter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sp_core.testing.lockstep import Call, Request
+from sp_core.testing.lockstep import Call, Request, meanwhile
 
 if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
@@ -24,13 +24,18 @@ class Beginning:
         self._comm, self._what = comm, comm.lockstep.told(what)
         self._steps = comm.lockstep.begin(what, self._what, make)
         self._made: Request | None = None
+        self._is_driven = False
+        self._before: Beginning | None = comm.lockstep.beginning
         comm.lockstep.beginning = self
 
     def step(self) -> bool:
         """Look whether all ranks have announced the call, and then make it; True once it is made."""
-        if self._made is None:
+        if self._made is None and not self._is_driven:
             self._comm.progress()
             try:
+                if self._before is not None and not self._before.step():
+                    return False
+                self._before = None
                 next(self._steps)
             except BaseException as end:
                 self._end()
@@ -42,12 +47,16 @@ class Beginning:
     def settle(self) -> Request:
         """Wait until all ranks have announced the call, and make it."""
         if self._made is None:
+            if self._before is not None:
+                self._before.settle()
             self._end()
-            self._made = self._comm.lockstep.carrier.drive(self._steps, self._what)
+            self._is_driven = True
+            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
         return self._made
 
     def _end(self) -> None:
-        self._comm.lockstep.beginning = None
+        if self._comm.lockstep.beginning is self:
+            self._comm.lockstep.beginning = None
 
     def Test(self) -> bool:
         """Make progress; True once the call is complete."""
@@ -56,3 +65,7 @@ class Beginning:
     def Wait(self) -> bool:
         """Wait until the call is complete."""
         return self.settle().Wait()
+
+    def abandon(self) -> None:
+        """Let the example end before the call is complete: the program keeps its memory, and says that nobody waits for it."""
+        self._comm._requests = [request for request in self._comm._requests if request is not self._made]

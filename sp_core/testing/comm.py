@@ -200,7 +200,7 @@ class LockstepComm(ABC):
         what = found.call(form, self.rank)
         if form != "Iallgather":
             return self._enter(what, lambda: then(found))
-        self._prepare(what)  # and does not wait for the other ranks: they may wait for something else from this one
+        self._allow(what)  # and does not wait for the other ranks: they may wait for something else from this one
         return self._later(Beginning(self, what, lambda: then(found)))
 
     def _later(self, beginning: Beginning) -> Any:
@@ -225,18 +225,20 @@ class LockstepComm(ABC):
         return self.lockstep.call(what, then)
 
     def _prepare(self, what: Call) -> None:
+        self._allow(what)
+        if self.lockstep.beginning is not None:
+            self.lockstep.beginning.settle()
+
+    def _allow(self, what: Call) -> None:
         if self._freed:
             raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
         self.ensure_posted(what.op)
         watchdog.note(f"in {what.op}({what.text}) at {here()}")
         self.progress()
-        if self.lockstep.beginning is not None:
-            self.lockstep.beginning.settle()
 
     def progress(self) -> None:
         """Let the other ranks complete what this one has started."""
-        for member in self.family.members:
-            member._release()
+        self.family.release()
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
         announced = self._announced if self._announced[op, peer, nbytes] else self._announced_for_later

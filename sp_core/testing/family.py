@@ -36,15 +36,18 @@ class Family:
         )
         return Report(calls, waits_on, size, what, awaits, accepts, sent, received, not waits_on and not awaits, every)
 
+    def release(self) -> None:
+        """Let the other ranks complete what this one has started."""
+        for member in self.members:
+            member._release()
+
     def finish(self, outcome: Outcome) -> list[Outcome]:
         """End the example on every live communicator, then free all but the first.
 
         Returns:
             The outcome of every rank of the first communicator; a mismatch where a message was lost on any of this rank's.
         """
-        for member in self.members:
-            member._release()
-        everyone = finish_all([member.lockstep for member in self.members], outcome)
+        everyone = finish_all([member.lockstep for member in self.members], outcome, self.release)
         rank = self.members[0].rank
         for member, outcomes in zip(self.members, everyone, strict=True):
             member._complete(any(each.kind is not Kind.OK for each in outcomes))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from sp_core import progress
 from sp_core.testing.outcome import DONE, QUIET, Kind, Mismatched, Outcome, Woken
 from sp_core.testing.places import here
 
@@ -193,7 +194,7 @@ class Lockstep:
         A rank that is interrupted in between (a signal, no memory) does it when it finishes: its peers may have begun.
         """
         what = self.told(call)
-        return self.carrier.drive(self.begin(call, what, then), what)
+        return self.carrier.drive(meanwhile(self.begin(call, what, then)), what)
 
     def told(self, call: Call) -> str:
         """What to say about a call that this rank is about to make."""
@@ -233,6 +234,12 @@ class Lockstep:
         Returns:
             The outcome of every rank.
         """
+        while self.beginning is not None:
+            try:
+                if not self.beginning.step():
+                    yield
+            except (Mismatched, Woken):  # other ranks have ended without this call
+                self.beginning = None
         while self._open is not None:
             yield from self._read()
         self._keep_word()
@@ -273,6 +280,18 @@ class Lockstep:
             self._promised, self._then = self._then, _nothing  # not kept longer: it holds the memory that it sends
         self._open = self._sharing = None
         return decision, records, details
+
+
+def meanwhile(steps: Steps[Any]) -> Steps[Any]:
+    """Steps between which the rank makes progress with questions that it has left open, as MPI does inside every call."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+        for question in progress.of_this_rank().kept:
+            question.test()
+        yield
 
 
 def _text(detail: object) -> str:
@@ -320,17 +339,22 @@ def _outcomes(records: Sequence[Record], details: Sequence[Any]) -> list[Outcome
     return [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
 
 
-def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome) -> list[list[Outcome]]:
+def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome, progress: Callable[[], object]) -> list[list[Outcome]]:
     """Finish on several communicators at once, since a peer may be blocked on any of them.
+
+    Args:
+        locksteps: this rank's, one for each communicator.
+        outcome: of this rank.
+        progress: lets the other ranks complete what this one has started, as the end of MPI does.
 
     Returns:
         For each of them the outcome of every rank.
     """
     jobs = [lockstep.finish(outcome) for lockstep in locksteps]
-    return locksteps[0].carrier.drive(_together(jobs), "has ended", ending=True)
+    return locksteps[0].carrier.drive(_together(jobs, progress), "has ended", ending=True)
 
 
-def _together(jobs: Sequence[Steps[list[Outcome]]]) -> Steps[list[list[Outcome]]]:
+def _together(jobs: Sequence[Steps[list[Outcome]]], progress: Callable[[], object]) -> Steps[list[list[Outcome]]]:
     results: dict[int, list[Outcome]] = {}
     while len(results) < len(jobs):
         for index, job in enumerate(jobs):
@@ -339,5 +363,6 @@ def _together(jobs: Sequence[Steps[list[Outcome]]]) -> Steps[list[list[Outcome]]
                     next(job)
                 except StopIteration as stop:
                     results[index] = stop.value
+        progress()
         yield
     return [results[index] for index in range(len(jobs))]

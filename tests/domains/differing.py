@@ -129,10 +129,6 @@ NOT_COMPARED = {
 }
 """Calls on several ranks whose arguments no rank compares, by the beginning of their names, each with the reason."""
 
-NOT_CALLED_ALONE = ("gradients.reduce_gradients", "llama.pipeline.loss_and_gradients", "llama.train.")
-"""Calls that agree over one axis after the other: a rank that leaves the mesh meanwhile stops at its first difference, and does not
-answer on the next axis. Only the watchdog ends a rank that calls once more or less."""
-
 UNCLEAR = re.compile(
     r"has no attribute|object is not|not subscriptable|unsupported operand|not supported between|'NoneType' object"
 )

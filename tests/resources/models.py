@@ -46,6 +46,7 @@ def training(place: Place, n: int) -> None:
     trained = model(place.window if n % 2 else place.tensor)
     optimizer: Any = Namespace(step=lambda: None)  # one of torch imports a million objects
     train.train_step(trained, optimizer, [[1] * n, [2, 3]], max_norm=1.0)
+    train.backward(trained, [[1] * n, [2, 3]])
 
 
 @row
