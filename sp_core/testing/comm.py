@@ -171,7 +171,9 @@ class LockstepComm(ABC):
         if missing := self._announced + (self._announced_for_later if later else Counter()):
             raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {listed(missing)}")
         if later and (left := [request for request in self._requests if not request.done]):
-            raise CollectiveMismatch(f"{before} before these were found complete by Test or Wait: {', '.join(map(str, left))}")
+            raise CollectiveMismatch(
+                f"{before} before these were found complete by Test or Wait, or freed: {', '.join(map(str, left))}"
+            )
 
     def _on_objects(self, op: str, value: Any, root: int | None = None, reduction: Any = None) -> list[Any]:
         """Every rank's object. Each is pickled before anybody relies on it."""

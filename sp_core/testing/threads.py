@@ -138,10 +138,11 @@ class _Collective(_Request):
         for _, part in flow.takes:
             spoil(part.view)
 
-    def release(self) -> None:
+    def release(self) -> bool:
         """Read what this rank gives; from now on the others can complete."""
         self._slots.setdefault(self._comm.rank, contribution(self._flow))
         self._comm._touch()
+        return True
 
     def _advance(self) -> bool:
         if len(self._slots) < self._comm.size:
@@ -155,13 +156,20 @@ class _Send(_Request):
         super().__init__(comm, "a message to be sent")
         self._numbers, self._slot = numbers, slot
 
-    def release(self) -> None:
-        """Read the buffer; from now on the receiver can complete."""
+    def release(self) -> bool:
+        """Read the buffer as late as MPI may, which keeps a long message until there is a place for it.
+
+        Returns:
+            Whether the receiver can complete.
+        """
+        if "awaited" not in self._slot:
+            return False
         self._slot.setdefault("data", self._numbers.copy())
         self._comm._touch()
+        return True
 
     def _advance(self) -> bool:
-        return "awaited" in self._slot  # MPI may keep a long message until there is a place for it
+        return "data" in self._slot
 
 
 class _Receive(_Request):
@@ -188,15 +196,20 @@ class _Receive(_Request):
 class _Draws:
     """A counter of ranks that are threads: one step of an iterator in C is never interrupted by another thread."""
 
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self._numbers = numbers
+    def __init__(self, comm: ThreadComm, numbers: Iterator[int]) -> None:
+        self._comm, self._numbers = comm, numbers
+        self.done, self.takes = False, None  # as a request: an example must not end before it is freed
+
+    def __str__(self) -> str:
+        return "a counter"
 
     def take(self) -> int:
         """The next number."""
         return next(self._numbers)
 
     def free(self) -> None:
-        """Nothing to give back."""
+        """Let the example end."""
+        self._comm._forget(self)
 
 
 def spoil(buffer: Array | None) -> None:
@@ -296,7 +309,7 @@ class ThreadComm(LockstepComm):
         self._requests.append(request)
         return request
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: _Request | _Draws) -> None:
         self._requests = [other for other in self._requests if other is not request]
 
     def Dup(self) -> ThreadComm:
@@ -328,12 +341,13 @@ class ThreadComm(LockstepComm):
     def make_counter(self) -> SharedCounter:
         """A counter that these ranks share."""
         self._enter(Call("make_counter"))
-        return _Draws(self._world.shared((self._name, "counter", next(self.children)), itertools.count))
+        counter = _Draws(self, self._world.shared((self._name, "counter", next(self.children)), itertools.count))
+        self._requests.append(counter)
+        return counter
 
     def _release(self) -> None:
         pending, self._pending = self._pending, []
-        for request in pending:
-            request.release()
+        self._pending = [request for request in pending if not request.release()]
 
     def _free(self) -> None:
         self._freed = True
