@@ -176,19 +176,20 @@ class Tallied:
 
     Args:
         comm: the communicator.
-        calls: how often each method was asked for.
+        calls: how often each method was called.
     """
 
     def __init__(self, comm: Any, calls: Counter[str]) -> None:
         self._inner, self._calls = comm, calls
 
     def __getattr__(self, name: str) -> Any:
-        self._calls[name] += 1
         found = getattr(self._inner, name)
-        return partial(self._made, found) if name in ("Dup", "Split") else found
+        return partial(self._called, name, found) if callable(found) else found
 
-    def _made(self, make: Callable[..., Any], *arguments: Any) -> Tallied:
-        return Tallied(make(*arguments), self._calls)
+    def _called(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._calls[name] += 1
+        found = call(*arguments, **named)
+        return Tallied(found, self._calls) if name in ("Dup", "Split") else found
 
 
 @spmd(1, 2, 4)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from sp_core.errors import CollectiveMismatch
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.delivery import contribution, deliver, view
 from sp_core.testing.family import Family
@@ -185,8 +186,9 @@ class _Receive(_Request):
             return False
         data = self._slot["data"]
         if data.nbytes != self._buf.nbytes:
-            raise ValueError(
-                f"{self._what} has {data.nbytes} bytes, its buffer {self._buf.nbytes}: messages of one tag came in another order"
+            raise CollectiveMismatch(
+                f"{self._what} has {data.nbytes} bytes, its buffer {self._buf.nbytes}: "
+                "the ranks' sizes differ, or messages of one tag came in another order"
             )
         self._buf[:] = data.view(self._buf.dtype)
         self._comm.lockstep.received.append(self._message)

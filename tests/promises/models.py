@@ -23,16 +23,18 @@ TOKENS = 12
 """Of a sequence: a multiple of every number of ranks."""
 
 
-@row("tp", "create", "save", "load")
+@row("tp", "Grid.of", "create", "save", "load")
 def _(scene: Scene) -> None:
     with scene.sends(agreements=1):
+        llama.Grid.of(scene.mesh)
+    with scene.sends(agreements=2):
         model = llama.create(CONFIG, scene.mesh)
     held = sum(p.nbytes for p in model.parameters())
     count = len(list(model.parameters()))
     for name, limit, files in (("one", None, 1), ("many", 1, count)):
-        with scene.sends(agreements=2 + files, all_gather=(count, (scene.size - 1) * held)):
+        with scene.sends(agreements=3 + files, all_gather=(count, (scene.size - 1) * held)):
             llama.save(model, scene.folder / name, max_file_bytes=limit)
-        with scene.sends(agreements=1):
+        with scene.sends(agreements=2):
             llama.load(scene.folder / name, scene.mesh)
 
 
@@ -116,7 +118,7 @@ def _(scene: Scene) -> None:
     batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(x.shape[1], 1)) for x in texts]
     way, mean = on + back, 8 * (scene.size - 1) * (scene.rank == scene.size - 1)
     sent: Book = {"pipeline": (3 * way, 10 * HIDDEN * 4 * way), "broadcast": (1, mean)}
-    with scene.sends(agreements=2, **sent):
+    with scene.sends(agreements=3, **sent):
         pipeline.loss_and_gradients(model, batches)
     ends = scene.rank in (0, scene.size - 1)
     with scene.sends(tied=(1, VOCAB * HIDDEN * 4)) if ends else scene.sends():
