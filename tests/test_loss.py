@@ -182,7 +182,9 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement((length, 3) if dim == 0 else (3, length), dim, ((range(cut),), (range(other, length),)), partial=True)
 
 
-DTYPES = st.lists(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), min_size=3, max_size=3)
+UNITS = {torch.float64: 1 + 2**-40, torch.float32: 1 + 2**-16, torch.bfloat16: 1.0}
+"""Numbers whose small multiples each dtype has, and no lower one."""
+DTYPES = st.lists(st.sampled_from(list(UNITS)), min_size=3, max_size=3)
 
 
 @given(
@@ -197,9 +199,9 @@ DTYPES = st.lists(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]
 def test_a_gradient_is_the_sum_over_those_who_have_a_part(
     comm: Any, placement: Placement, seed: int, max_norm: float, dtypes: list[torch.dtype], memory: str
 ) -> None:
-    """Integers, so that sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
-    whole = torch.randint(-4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)).double()
-    norm = torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
+    """Multiples of a unit, so that sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
+    whole = torch.randint(-4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)).double() * UNITS[dtypes[0]]
+    norm = torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double() * UNITS[dtypes[1]]
     with sp.Mesh(comm, dp=2, tp=2) as mesh:
         data, tensor = mesh["dp"], mesh["tp"]
         local = [in_memory(placement.take(whole[rank], rank % 2), memory) for rank in range(4)]
