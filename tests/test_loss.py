@@ -199,7 +199,7 @@ DTYPES = st.lists(st.sampled_from(list(UNITS)), min_size=3, max_size=3)
 def test_a_gradient_is_the_sum_over_those_who_have_a_part(
     comm: Any, placement: Placement, seed: int, max_norm: float, dtypes: list[torch.dtype], memory: str
 ) -> None:
-    """Multiples of a unit, so that sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
+    """Multiples of a unit, whose sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
     whole = torch.randint(-4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)).double() * UNITS[dtypes[0]]
     norm = torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double() * UNITS[dtypes[1]]
     with sp.Mesh(comm, dp=2, tp=2) as mesh:

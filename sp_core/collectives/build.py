@@ -185,8 +185,6 @@ def _call(operation: str, x: Tensor, comm: Communicator, free_dims: tuple[int, .
     shown = ", ".join(
         f"{name}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for name, v in given.items()
     )
-    if not isinstance(x, Tensor):
-        return f"{operation}({type(x).__name__}, {shown})"
     shape = ", ".join("any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape))
     grad = x.requires_grad and torch.is_grad_enabled()
     return f"{operation}(tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown}) on {comm.name}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from sp_core.testing.lockstep import Call, Request, meanwhile
 
@@ -66,6 +66,14 @@ class Beginning:
         """Wait until the call is complete."""
         return self.settle().Wait()
 
-    def abandon(self) -> None:
-        """Let the example end before the call is complete: the program keeps its memory, and says that nobody waits for it."""
-        self._comm._requests = [request for request in self._comm._requests if request is not self._made]
+    def forget(self) -> None:
+        """Let the example end before the call is complete."""
+        ended = (self._made, getattr(self._made, "transfer", None))
+        self._comm._requests = [other for other in self._comm._requests if all(other is not one for one in ended)]
+
+
+def abandon(requests: Iterable[Any]) -> None:
+    """Let the example end before these requests are complete: the program keeps their memory, and nobody waits for them."""
+    for request in requests:
+        if isinstance(beginning := getattr(request, "beginning", request), Beginning):
+            beginning.forget()

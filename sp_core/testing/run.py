@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from sp_core import progress
 from sp_core.testing import remarks, watchdog
-from sp_core.testing.beginning import Beginning
+from sp_core.testing.beginning import abandon
 from sp_core.testing.family import Family
 from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
 from sp_core.testing.threads import ThreadComm
@@ -113,8 +113,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
     result = None
     with Catch() as caught:
         result = body()
-        for question in progress.of_this_rank().kept:
-            cast("Beginning", question.request).abandon()
+        abandon(question.request for question in progress.of_this_rank().kept)
         for member in family.members:
             member.ensure_posted("the end of the body", later=True)
     if isinstance(caught.error, Stopped):
