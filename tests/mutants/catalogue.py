@@ -1,4 +1,4 @@
-"""The catalogue of faults: documented bugs of other projects, planted here as replacements of a piece of text.
+"""The catalogue of faults: documented bugs of other projects, and some of our own, planted as replacements of a piece of text.
 
 `faults/*.toml` hold what is planted, `excluded.toml` what has no place here and why, `known.txt` the numbers of all of them.
 """
