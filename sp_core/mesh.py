@@ -30,6 +30,7 @@ class Mesh:
     """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
     Use it as a context manager: the communicators that it makes are freed at the end. The one passed in stays the caller's.
+    An exception that leaves the block on one rank raises `PeerFailed` on the others, in their next call that compares arguments.
 
     Args:
         comm: an mpi4py communicator.
