@@ -162,11 +162,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     for about in SUBJECTS:
         lines += _matrix(document, about, runs)
-    for title, names in (
-        ("Wrong", ("wrong",)),
-        ("Hung, crashed or slow", NO_RESULT),
-        ("Refused", ("refused", "not offered")),
-    ):
+    for title, names in {"Wrong": ("wrong",), "Hung, crashed or slow": NO_RESULT, "Refused": ("refused", "not offered")}.items():
         lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
     lines += ["", "## Planted faults", "", "A function of the library was replaced by a wrong one; the column must see it.", ""]
     lines += ["| library | capability | fault | verdict |", "| --- | --- | --- | --- |"]
