@@ -133,7 +133,7 @@ class Questions:
 
 
 def leave(comm: Intracomm, name: str) -> None:
-    """Tell the ranks that compare something, now or later, that this one has left because of an error. It does not wait."""
+    """Tell the other ranks, in their next comparison, that this one has left because of an error. Do not wait for them."""
     with suppress(Exception):  # the error that made it leave says more
         progress.of_this_rank().keep([Question(comm, f"an error made it leave {name}", state=State.FAILS)])
 
@@ -154,7 +154,7 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
-    """The error where a rank leaves while others call; the same on every rank."""
+    """Make the error for ranks of which some leave while others call, from records alone: it is the same on every rank."""
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))

@@ -42,7 +42,7 @@ class Progress:
         self._busy[source] = None
 
     def keep(self, questions: Sequence[Question]) -> None:
-        """Keep the memory of questions whose answers nobody waits for any more, until they are answered."""
+        """Keep questions, whose answers nobody waits for any more, until MPI has done with their memory."""
         self.kept = [question for question in self.kept if not question.test()] + list(questions)
 
     @property

@@ -283,7 +283,7 @@ class Lockstep:
 
 
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
-    """Steps between which the rank makes progress with questions that it has left open, as MPI does inside every call."""
+    """Run steps. Between them, test the comparisons that nobody waits for any more, as MPI makes progress inside every call."""
     while True:
         try:
             next(steps)
@@ -339,22 +339,22 @@ def _outcomes(records: Sequence[Record], details: Sequence[Any]) -> list[Outcome
     return [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
 
 
-def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome, progress: Callable[[], object]) -> list[list[Outcome]]:
+def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome, release: Callable[[], object]) -> list[list[Outcome]]:
     """Finish on several communicators at once, since a peer may be blocked on any of them.
 
     Args:
         locksteps: this rank's, one for each communicator.
         outcome: of this rank.
-        progress: lets the other ranks complete what this one has started, as the end of MPI does.
+        release: lets the other ranks complete what this one has started, as the end of MPI does.
 
     Returns:
         For each of them the outcome of every rank.
     """
     jobs = [lockstep.finish(outcome) for lockstep in locksteps]
-    return locksteps[0].carrier.drive(_together(jobs, progress), "has ended", ending=True)
+    return locksteps[0].carrier.drive(_together(jobs, release), "has ended", ending=True)
 
 
-def _together(jobs: Sequence[Steps[list[Outcome]]], progress: Callable[[], object]) -> Steps[list[list[Outcome]]]:
+def _together(jobs: Sequence[Steps[list[Outcome]]], release: Callable[[], object]) -> Steps[list[list[Outcome]]]:
     results: dict[int, list[Outcome]] = {}
     while len(results) < len(jobs):
         for index, job in enumerate(jobs):
@@ -363,6 +363,6 @@ def _together(jobs: Sequence[Steps[list[Outcome]]], progress: Callable[[], objec
                     next(job)
                 except StopIteration as stop:
                     results[index] = stop.value
-        progress()
+        release()
         yield
     return [results[index] for index in range(len(jobs))]

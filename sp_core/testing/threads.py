@@ -200,7 +200,7 @@ class _Draws:
 
     def __init__(self, comm: ThreadComm, numbers: Iterator[int]) -> None:
         self._comm, self._numbers = comm, numbers
-        self.done, self.takes = False, None  # as a request: an example must not end before it is freed
+        self.done = False  # as a request: an example must not end before it is freed
 
     def __str__(self) -> str:
         return "a counter"

@@ -42,7 +42,7 @@ def say(name: str) -> None:
 
 
 class _Replaced(type):
-    """Of a class in the place of one of mpi4py's: objects of that one count as its own."""
+    """The metaclass of a stand-in for a class of mpi4py: objects of the class itself count as objects of the stand-in."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         base = vars(cls).get("replaced")
@@ -50,7 +50,7 @@ class _Replaced(type):
 
 
 def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
-    """A class in the place of one of mpi4py's."""
+    """Make a class that stands in for one of mpi4py's, with other methods."""
     for name in ("fromhandle", "fromint", "f2py"):
         methods[name] = classmethod(lambda cls, number, name=name: cls(getattr(base, name)(number)))
     return _Replaced(base.__name__, (base, *others), {**methods, "replaced": base, "__module__": base.__module__})
@@ -73,7 +73,7 @@ def install() -> None:
 
 
 def _named(base: Any, name: str) -> Any:
-    """A class method that says so where it takes a checked communicator."""
+    """Make a class method that says it is not checked where it is given a checked communicator."""
 
     def call(cls: type, *args: Any, **given: Any) -> Any:
         if any(isinstance(each, LockstepComm) for each in (*args, *given.values())):
@@ -84,7 +84,7 @@ def _named(base: Any, name: str) -> Any:
 
 
 def _probe(base: Any, name: str, of_comm: str) -> Any:
-    """A class method of messages that a checked communicator answers."""
+    """Make a class method of messages that asks the communicator itself where that is checked."""
 
     def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
         checked = isinstance(comm, LockstepComm)

@@ -211,12 +211,13 @@ def widened(
 
 
 def _in_turn(*calls: Callable[[], object]) -> None:
+    """Make calls one after the other."""
     for call in calls:
         call()
 
 
 def _nothing() -> None:
-    """After a sum that another rank gets."""
+    """Do nothing after a sum: another rank gets it."""
 
 
 def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:
