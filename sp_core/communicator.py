@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -299,3 +300,39 @@ class Communicator:
 
     def _bytes_sent(self, transfer: Transfer, send: Tensor | None) -> int:
         return transfer.needed_elsewhere(self.rank, self.size) * (0 if send is None else send.itemsize)
+
+
+AgreeOn = Callable[[Communicator, Callable[[], str], Callable[[], int]], tuple[int, ...]]
+
+
+@contextmanager
+def agreeing_in_turn() -> Iterator[AgreeOn]:
+    """Agree on communicators that are axes of one grid, one after the other.
+
+    What one rank finds wrong reaches its ranks along the first axis, and with each of them all ranks along the next.
+
+    Yields:
+        A function to call in place of `agree_on`: with a communicator, the call and the check. It returns nothing after an error.
+
+    Raises:
+        In the end, what was found last.
+    """
+    found: Exception | None = None
+
+    def agree_on(comm: Communicator, call: Callable[[], str], check: Callable[[], int]) -> tuple[int, ...]:
+        nonlocal found
+
+        def checked() -> int:
+            if found is not None:
+                raise found
+            return check()
+
+        try:
+            return comm.agree_on(call, checked)
+        except agreement.ERRORS as error:
+            found = error
+        return ()
+
+    yield agree_on
+    if found is not None:
+        raise found

@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
-from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce
 from sp_core.collectives.flat import overlaps
-from sp_core.communicator import Communicator
+from sp_core.communicator import Communicator, agreeing_in_turn
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
 
@@ -213,28 +212,20 @@ def _agree_in_turn(
 ) -> None:
     """Agree on communicators that are axes of one grid.
 
-    What is wrong on one rank reaches its ranks along the first axis, and with each of them all ranks along the next. What `own`
-    returns has to be the same along the first axis only.
+    What `own` returns has to be the same along the first axis only.
     """
     for each in comms:
         arguments.check_communicator(each, "tensor, data or stages")
-    found: Exception | None = None
 
-    def text() -> str:
-        return f"{call()} {own() if comm is comms[0] else ''} on {comm.name}"
+    def shown(comm: Communicator) -> str:
+        return f"{call()} on {comm.name}"
 
-    def told() -> int:
-        if found is not None:
-            raise found
-        return check() if comm is comms[0] else 0
-
-    for comm in (each for each in comms if each.size > 1 or each is comms[0]):
-        try:
-            comm.agree_on(text, told)
-        except ERRORS as error:
-            found = error
-    if found is not None:
-        raise found
+    first, *others = comms
+    with agreeing_in_turn() as agree_on:
+        agree_on(first, lambda: f"{shown(first)} {own()}", check)
+        for comm in others:
+            if comm.size > 1:
+                agree_on(comm, partial(shown, comm), lambda: 0)
 
 
 def _fitting(parameter: nn.Parameter, tensor: Communicator) -> Placement:

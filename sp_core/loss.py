@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.agreement import ERRORS
 from sp_core.attention import accumulation_dtype
 from sp_core.autograd import all_gather, all_reduce, reduce_from_group
 from sp_core.collectives.build import check_tensor
-from sp_core.communicator import Communicator
+from sp_core.communicator import Communicator, agreeing_in_turn
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
 from sp_core.sharding import Sharding
@@ -134,7 +133,6 @@ def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Co
     arguments.check_communicator(tensor, "tensor")
     arguments.check_communicator(data, "data")
     sizes: Sequence[int] = ()
-    found: Exception | None = None
 
     def call() -> str:
         return f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
@@ -142,20 +140,15 @@ def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Co
     def same() -> str:
         return f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
 
-    try:
-        sizes = tensor.agree_on(same, lambda: _check_loss(logits, labels, tensor, count))
-    except ERRORS as error:
-        found = error
-
     def check() -> int:
-        if found is not None:
-            raise found
         wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= sum(sizes)))]
         if wrong.numel():
             raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{sum(sizes) - 1}, and {IGNORED} means none.")
         return 0
 
-    data.agree_on(lambda: f"{call()} on {data.name}", check)
+    with agreeing_in_turn() as agree_on:
+        sizes = agree_on(tensor, same, lambda: _check_loss(logits, labels, tensor, count))
+        agree_on(data, lambda: f"{call()} on {data.name}", check)
     return sizes
 
 

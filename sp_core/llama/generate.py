@@ -12,7 +12,7 @@ from sp_core import arguments
 from sp_core.autograd import all_gather, broadcast
 from sp_core.llama.decode import Decoder, Tokens
 from sp_core.llama.grid import Grid
-from sp_core.llama.model import Llama, check_tokens
+from sp_core.llama.model import Llama, check_model, check_tokens
 from sp_core.segments import split_ranges
 
 OnToken = Callable[[int, int], None]
@@ -98,7 +98,7 @@ def generate(
         ValueError: an empty prompt, a token that is not in the vocabulary, or more tokens than the model has positions.
         CollectiveMismatch: ranks with different arguments. On every rank.
     """
-    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    check_model(model)
     stop = model.config.eos_token_id if stop is None else stop
     sampling = Sampling() if sampling is None else sampling
     model.grid.everyone.agree_on(

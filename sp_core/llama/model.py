@@ -142,6 +142,11 @@ class Llama(nn.Module):
         return 0
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no LLaMA. No rank can be asked then, so this is a local error."""
+    arguments.check_type("model", model, Llama, "Make one with load or create.")
+
+
 def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
     """Refuse tokens or labels outside the vocabulary, for which a split embedding would give zeros.
 

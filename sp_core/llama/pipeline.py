@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce, broadcast
+from sp_core.communicator import agreeing_in_turn
 from sp_core.errors import ShapeError
 from sp_core.llama.layers import Lengths
 from sp_core.llama.mail import Mail
-from sp_core.llama.model import CAUSAL, LayerAttend, Llama, check_tokens, document_positions
+from sp_core.llama.model import CAUSAL, LayerAttend, Llama, check_model, check_tokens, document_positions
 from sp_core.loss import IGNORED, check_shard, next_token_loss
 from sp_core.mask import Mask, Positions
 from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
@@ -107,7 +107,7 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
         ShapeError, DtypeError, ValueError: no micro-batch, no valid label, or tokens, labels or a mask that do not fit. On every
             rank of the mesh.
     """
-    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    check_model(model)
     grid = model.grid
     orders = _agree(model, batches, ordering)
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
@@ -192,17 +192,17 @@ def _shape(model: Llama, tokens: Tensor, lengths: Lengths) -> tuple[int, ...]:
 def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> tuple[Order, ...]:
     """Agree over ranks with the same tokens, then over those of one replica, then over all.
 
-    An error of one rank reaches its groups one after the other. Replicas may have micro-batches of other shapes.
+    Replicas may have micro-batches of other shapes.
 
     Returns:
         The order of every stage.
     """
     grid, orders = model.grid, list[tuple[Order, ...]]()
-    found: Exception | None = None
 
     def call() -> str:
         return f"loss_and_gradients({len(batches)} micro-batches, in {orders[0]})"
 
+    @cache
     def same_tokens() -> str:
         return f"{call()} of {[(batch.tokens.tolist(), batch.labels.tolist()) for batch in batches]}"
 
@@ -210,20 +210,14 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
         return f"{call()} of {[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
 
     def check() -> int:
-        if found is not None:
-            raise found
-        if not orders:
-            _check(model, batches, ordering)
-            orders.append(ordering(grid.stages.size, len(batches)))
+        _check(model, batches, ordering)
+        orders.append(ordering(grid.stages.size, len(batches)))
         return 0
 
-    for comm, text in ((grid.stages, same_tokens), (grid.tensor, same_tokens), (grid.model, same_shapes), (grid.everyone, call)):
-        try:
-            comm.agree_on(text, check)
-        except ERRORS as error:
-            found = error
-    if found is not None:
-        raise found
+    with agreeing_in_turn() as agree_on:
+        agree_on(grid.stages, same_tokens, check)
+        for comm, text in ((grid.tensor, same_tokens), (grid.model, same_shapes), (grid.everyone, call)):
+            agree_on(comm, text, lambda: 0)
     return orders[0]
 
 

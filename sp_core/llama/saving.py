@@ -19,7 +19,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import CheckpointError
 from sp_core.gradients import placement_of
 from sp_core.llama.checkpoint import INDEX, SINGLE
-from sp_core.llama.model import Llama, checkpoint_name
+from sp_core.llama.model import Llama, check_model, checkpoint_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,11 +45,13 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
             are split over stages.
         CollectiveMismatch: ranks that save differently. Both on every rank.
     """
-    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    check_model(model)
     everyone = model.grid.everyone
 
     def check() -> int:
         arguments.check(folder=folder, tokenizer=tokenizer, max_file_bytes=max_file_bytes)
+        if max_file_bytes is not None and max_file_bytes < 1:
+            raise CheckpointError(f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file.")
         return 0
 
     everyone.agree_on(lambda: f"save({folder}, {max_file_bytes}) on {everyone.name}", check)
@@ -64,7 +66,7 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
         )
 
     try:
-        on_first(partial(_begin, model.grid.stages.size, max_file_bytes, target, draft))
+        on_first(partial(_begin, model.grid.stages.size, target, draft))
         for file, weights in files.items():
             tensors = {name: gathered(weight, model.grid.tensor).cpu().contiguous() for name, weight in weights.items()}
             on_first(partial(_write, tensors, draft / file))
@@ -116,9 +118,7 @@ def _attempt(write: Callable[[], None], target: Path) -> int:
     return 0
 
 
-def _begin(stages: int, limit: int | None, target: Path, draft: Path) -> None:
-    if limit is not None and limit < 1:
-        raise CheckpointError(f"max_file_bytes={limit} was given; pass at least 1, or None for one file.")
+def _begin(stages: int, target: Path, draft: Path) -> None:
     if stages > 1:
         raise CheckpointError(f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):

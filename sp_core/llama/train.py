@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.gradients import clip_gradient_norm, reduce_gradients
-from sp_core.llama.model import Llama
+from sp_core.llama.model import Llama, check_model
 from sp_core.loss import next_token_labels, next_token_loss
 from sp_core.mask import Mask
 from sp_core.segments import split_ranges
@@ -56,12 +56,7 @@ def train_step(
     Raises:
         ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On every rank.
     """
-
-    def call() -> str:
-        arguments.check(optimizer=optimizer)
-        return f"train_step({max_norm=})"
-
-    loss = _backward(model, sequences, layout, call)
+    loss = _backward(f"train_step({max_norm=})", model, sequences, layout, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
     return Step(loss, norm)
@@ -86,15 +81,17 @@ def backward(model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigza
         ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no token with a next one.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
-    return _backward(model, sequences, layout, lambda: "backward()")
+    return _backward("backward()", model, sequences, layout)
 
 
-def _backward(model: Llama, sequences: Tokens, layout: Layout, call: Callable[[], str]) -> float:
-    arguments.check_type("model", model, Llama, "Make one with load or create.")
+def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **others: object) -> float:
+    """Carry out `backward`, as part of a call that has other arguments to check."""
+    check_model(model)
     grid, dealt = model.grid, list[Sharding]()
 
     def check() -> int:
-        _check(sequences, layout)
+        arguments.check(sequences=sequences, layout=layout, **others)
+        _check(sequences)
         for share in split_ranges(len(sequences), grid.replicas.size):
             dealt.append(layout(sum(len(sequences[number]) for number in share), grid.sequence.size))
             arguments.check_type(
@@ -103,7 +100,7 @@ def _backward(model: Llama, sequences: Tokens, layout: Layout, call: Callable[[]
         return 0
 
     def text() -> str:
-        return f"{call()} of {list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
+        return f"{call} of {list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
 
     grid.everyone.agree_on(text, check)
     share = split_ranges(len(sequences), grid.replicas.size)[grid.replicas.rank]
@@ -125,8 +122,7 @@ def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
     return row, Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)
 
 
-def _check(sequences: Tokens, layout: Layout) -> None:
-    arguments.check(sequences=sequences, layout=layout)
+def _check(sequences: Tokens) -> None:
     for number, sequence in enumerate(sequences):
         if not sequence:
             raise ValueError(f"sequence {number} is empty; leave it out, or give it at least one token.")

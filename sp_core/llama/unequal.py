@@ -19,7 +19,7 @@ from sp_core.attention.function import attention
 from sp_core.autograd import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
-from sp_core.llama.model import CAUSAL, Llama, check_tokens, document_positions
+from sp_core.llama.model import CAUSAL, Llama, check_model, check_tokens, document_positions
 from sp_core.mask import Mask
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
@@ -63,7 +63,7 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
 
     All of these on every rank.
     """
-    arguments.check_type("model", model, Llama, "Make one with load or create.")
+    check_model(model)
     model.grid.everyone.agree_on(lambda: _call(sequences, plan, pass_tokens), lambda: _check(model, sequences, plan, pass_tokens))
     return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
 
