@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from sp_core.attention.merge import accumulation_dtype
 
 LSE_ALIGNMENT = 32  # queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
+LOAD_BYTES = 16  # the kernels read and write tensors in pieces of this many bytes, at addresses that are multiples of it
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -16,6 +17,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Out (B, H, Sq, D) and lse (B, H, Sq) of the named kernel."""
     aten = torch.ops.aten
+    q, k, v = (aligned(x) for x in (q, k, v))
     if backend == "flash_cuda":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     elif backend == "efficient_cuda":
@@ -41,6 +43,7 @@ def backward(
 ) -> Triple:
     """Gradients (dq, dk, dv) of the named kernel, in the dtype of q."""
     aten = torch.ops.aten
+    grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
     seed, offset = random_state(backend, q.device)
     lengths = (q.shape[2], k.shape[2])
     if backend == "flash_cuda":
@@ -51,28 +54,33 @@ def backward(
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
         needed = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, out, padded_lse(lse), seed, offset, 0.0, needed, causal, scale=scale
+            grad_out, q, k, v, None, tokens_first(out), padded_lse(lse), seed, offset, 0.0, needed, causal, scale=scale
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     else:
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.unsqueeze(-1).contiguous(),
-            seed,
-            offset,
-            None,
-            None,
-            None,
-            *lengths,
-            0.0,
-            causal,
-            scale=scale,
-        )
+        given = (grad_out, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, offset, None, None, None)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, *lengths, 0.0, causal, scale=scale)
     return dq, dk, dv
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Copy a tensor (B, H, S, D) unless the kernels can read it: with a dense last dim, and every row at a multiple of LOAD_BYTES.
+
+    torch passes others on as they are (pytorch issue 183484). The kernel then fails, or ends all CUDA work of the process.
+    """
+    strides = [stride for length, stride in zip(x.shape[:-1], x.stride(), strict=False) if length > 1]
+    rows = (x.data_ptr(), *(stride * x.itemsize for stride in strides))
+    if x.stride(-1) == 1 and not any(place % LOAD_BYTES for place in rows):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """Lay (B, H, S, D) out in memory as (B, S, H, D), the only layout that the efficient backward reads `out` in.
+
+    Source: `o_strideM` in torch's kernel_backward.h: the row stride is num_heads * head_dim, whatever the strides of `out` are.
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def repeated(x: Tensor, num_heads: int) -> Tensor:

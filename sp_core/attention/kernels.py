@@ -4,9 +4,10 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
 - CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a scale that is not positive; the
   additive mask must have q's dtype (a float32 mask for float64 is read wrongly, without an error); a last dim that is not
   contiguous is read wrongly too; zero queries, keys or heads end the process with SIGFPE.
+- CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H natively.
 - CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32 queries, as its
-  backward wants it.
+  backward wants it; that reads `out` as if it lay in memory as (B, S, H, D).
 - CUDA cuDNN: half precision; its lse has a trailing dim of 1.
 """
 
@@ -81,8 +82,8 @@ def forward(
     _record(BackendCall(backend, kind, "forward"))
     if backend == "plain":
         return plain.forward(q, k, v, _visible(q, k, kind, allowed), scale)
-    q, k, v = (_readable(t) for t in (q, k, v))
     if backend == "flash_cpu":
+        q, k, v = (_readable(t) for t in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -107,8 +108,8 @@ def backward(
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw nothing: exp(s - lse) must be 0, not NaN
     if backend == "plain":
         return plain.backward(grad_out, q, k, v, out, lse, _visible(q, k, kind, allowed), scale)
-    grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
     if backend == "flash_cpu":
+        grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -123,7 +124,7 @@ def _record(call: BackendCall) -> None:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """A tensor whose last dim is contiguous; anything else the fused kernels read wrongly, without an error."""
+    """Return a tensor whose last dim is contiguous. The CPU kernel reads anything else wrongly, without an error."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
