@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_core.attention import backend_for, block_attention, block_attention_backward, cuda
+from sp_core.attention import attend, attend_backward, backend_for, block_attention, block_attention_backward, cuda
 from sp_core.attention.blocks import _backend
+from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -134,3 +135,13 @@ def test_repeated_keys_are_gathered_again() -> None:
     wide = cuda.repeated(k, 6)
     assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
     assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
+
+
+@pytest.mark.parametrize("mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)])
+def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
+    """Nothing on the meta device has a value, so nothing there can decide which queries and keys a kernel gets."""
+    q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
+    here = {"q_positions": range(40), "kv_positions": range(20, 60) if mask.documents is None else range(40)}
+    out, lse = attend(q, k, v, **here, mask=mask, scale=0.3)
+    grads = attend_backward(out, q, k, v, out, lse, **here, mask=mask, scale=0.3)
+    assert (out.shape, lse.shape, {grad.shape for grad in grads}) == (q.shape, q.shape[:3], {q.shape})

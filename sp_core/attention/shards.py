@@ -59,7 +59,7 @@ def attend(
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), halves, q)
     if between is not None:
         blocks = tiled(blocks, rows, q)
-    allowed = _dense_masks(q, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
         out, lse = _attend_block(blocks[0], q, k, v, allowed=allowed(blocks[0]), scale=scale, backend=backend)
@@ -119,7 +119,7 @@ def attend_backward(
     if grad_lse is not None:
         tensors = _with_lse_columns(*tensors, grad_lse)
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
-    allowed = _dense_masks(q, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q_positions, kv_positions, mask)
     grads = _backward_blocks(blocks, allowed, tensors, lse, between, scale=scale, backend=backend)
     dq, dk, dv = grads if grad_lse is None else (grad[..., : q.shape[-1]] for grad in grads)
     return dq, dk, dv
@@ -157,12 +157,9 @@ def _blocks(q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Position
     return plan_blocks(q_positions, kv_positions, mask)
 
 
-def _dense_masks(q: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Callable[[Block], Tensor | None]:
-    """A function from block to its dense mask, which builds the equal masks of window tiles once."""
-
-    @cache
-    def band(rows: int, columns: int, lo: int, hi: int) -> Tensor:
-        return band_mask(rows, columns, lo, hi).to(q.device)
+def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Callable[[Block], Tensor | None]:
+    """Return a function from a block to its dense mask on the CPU. It makes the equal masks of window tiles once."""
+    band = cache(band_mask)
 
     @cache
     def positions() -> tuple[Tensor, Tensor]:
@@ -171,7 +168,7 @@ def _dense_masks(q: Tensor, q_positions: Positions, kv_positions: Positions, mas
     def allowed(block: Block) -> Tensor | None:
         if block.kind != "partial":
             return None
-        return dense(block, mask or Mask(), *positions()).to(q.device) if block.band is None else band(*block.shape, *block.band)
+        return dense(block, mask or Mask(), *positions()) if block.band is None else band(*block.shape, *block.band)
 
     return allowed
 
