@@ -1,4 +1,4 @@
-"""Torch's CUDA attention kernels behind one call: argument packing, and the shapes of their lse."""
+"""Call torch's CUDA attention kernels: pack their arguments and convert the shapes of their lse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Out (B, H, Sq, D) and lse (B, H, Sq) of the named kernel."""
+    """Run a kernel by name. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
     aten = torch.ops.aten
     q, k, v = (aligned(x) for x in (q, k, v))
     if backend == "flash_cuda":
@@ -41,7 +41,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> Triple:
-    """Gradients (dq, dk, dv) of the named kernel, in the dtype of q."""
+    """Run a kernel's backward by name. Return dq, dk and dv in the dtype of q."""
     aten = torch.ops.aten
     grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
     seed, offset = random_state(backend, q.device)
@@ -84,12 +84,12 @@ def tokens_first(x: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat the key heads, (B, K, S, D) -> (B, H, S, D), for a kernel that knows no groups."""
+    """Repeat the key heads, (B, K, S, D) to (B, H, S, D), for a kernel without grouped heads."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum gradients over the query heads of each key head, (B, H, S, D) -> (B, K, S, D), in float32 or wider."""
+    """Sum gradients over the query heads of each key head, (B, H, S, D) to (B, K, S, D), in float32 or wider."""
     if dx.shape[1] == num_kv_heads:
         return dx
     b, h, s, d = dx.shape
@@ -97,19 +97,19 @@ def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
-    """Bring a kernel's lse, (B, H, >= Sq) or (B, H, Sq, 1), to (B, H, Sq)."""
+    """Return (B, H, Sq) from a kernel's lse, which is (B, H, Sq or more) or (B, H, Sq, 1)."""
     lse = lse.squeeze(-1) if lse.dim() == 4 else lse
     return lse[..., :queries]
 
 
 def padded_lse(lse: Tensor) -> Tensor:
-    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf, the lse of a row whose every weight is 0."""
+    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf. A row with lse = +inf has all weights 0."""
     missing = -lse.shape[-1] % LSE_ALIGNMENT
     return pad(lse, (0, missing), value=torch.inf).contiguous()
 
 
 def random_state(backend: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The dropout state that a backward wants and, without dropout, does not read."""
+    """Make the dropout state that a backward takes. Without dropout the kernel does not read it."""
     if backend == "flash_cuda":
         return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

@@ -29,7 +29,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class BackendCall(NamedTuple):
-    """One call of a kernel: which backend, for which kind of block, "forward" or "backward"."""
+    """One call of a kernel: its name, the kind of block, and "forward" or "backward"."""
 
     backend: str
     kind: str
@@ -41,7 +41,7 @@ _recorders: list[list[BackendCall]] = []
 
 @contextmanager
 def record_backends() -> Iterator[list[BackendCall]]:
-    """Record the kernels that run inside the `with`, in all threads (backward on CUDA runs in the device's own)."""
+    """Record the kernels that run inside the `with` block, in all threads. On CUDA the backward runs in a thread of torch."""
     calls: list[BackendCall] = []
     _recorders.append(calls)
     try:
@@ -78,7 +78,7 @@ def backend_for(
 def forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run one kernel on a non-empty block in which every query sees a key; returns out (B, H, Sq, D) and lse (B, H, Sq)."""
+    """Run a kernel on a non-empty block in which every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
     _record(BackendCall(backend, kind, "forward"))
     if backend == "plain":
         return plain.forward(q, k, v, _visible(q, k, kind, allowed), scale)
@@ -103,7 +103,7 @@ def backward(
     allowed: Tensor | None,
     scale: float,
 ) -> Triple:
-    """Run one kernel's backward; `out` and `lse` may be those of all keys, of which k and v are a part."""
+    """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
     _record(BackendCall(backend, kind, "backward"))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw nothing: exp(s - lse) must be 0, not NaN
     if backend == "plain":
@@ -129,14 +129,14 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The float mask that the CPU kernel adds to the scores."""
+    """Return the float mask that the CPU kernel adds to the scores."""
     if allowed is None:
         return None
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _visible(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Tensor | None:
-    """The bool mask (Sq, Sk) that the plain kernel applies; None for a full block."""
+    """Return the bool mask (Sq, Sk) that the plain kernel applies, or None for a full block."""
     if kind == "causal":
         return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
     return None if allowed is None else allowed.to(q.device)

@@ -1,4 +1,4 @@
-"""Attention between two shards: all blocks that their positions and the mask leave, merged."""
+"""Attention between two shards: plan blocks from positions and mask, run each, merge the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attend(
     between: Callable[[], object] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the queries of one shard to the keys of another, by global positions.
+    """Compute attention of one shard's queries to another shard's keys, masked by global positions.
 
     Args:
         q: (B, H, Sq, D), strided as it comes.
@@ -92,7 +92,7 @@ def attend_backward(
     between: Callable[[], object] | None = None,
     backend: str | None = None,
 ) -> Triple:
-    """Gradients between two shards, where out and lse may cover more keys than those given.
+    """Compute gradients between two shards. out and lse may cover more keys than those given.
 
     Args:
         grad_out: (B, H, Sq, D), of out.
@@ -133,7 +133,7 @@ def _backward_blocks(
     between: Callable[[], object] | None,
     **options: Any,
 ) -> Triple:
-    """Sum of the gradients of all blocks; the gradients of a block that is everything, without a sum."""
+    """Sum the gradients of all blocks. A single block that covers everything needs no sum."""
     _, q, k, v, _ = tensors
     dtype = accumulation_dtype(q.dtype)
     if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
@@ -150,7 +150,7 @@ def _backward_blocks(
 
 
 def _blocks(q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> tuple[Block, ...]:
-    """The plan, after checking that the positions number the tokens."""
+    """Check that the positions number the tokens, and plan the blocks."""
     for name, length, positions in (("q", q.shape[2], q_positions), ("kv", k.shape[2], kv_positions)):
         if len(positions) != length:
             raise ShapeError(f"{name}_positions has {len(positions)} positions, needed {length}, one for each token of {name}")
@@ -174,7 +174,7 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
 
 
 def _attend_block(block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """One block of a shard."""
+    """Run one block."""
     i, j = block.queries, block.keys
     return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], kind=block.kind, **options)
 
@@ -182,7 +182,7 @@ def _attend_block(block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 def _backward_block(
     block: Block, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> Triple:
-    """Backward of one block of a shard."""
+    """Run the backward of one block."""
     i, j = block.queries, block.keys
     queries = (grad_out[:, :, i], q[:, :, i])
     keys = (k[:, :, j], v[:, :, j])
@@ -190,7 +190,7 @@ def _backward_block(
 
 
 def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fresh: bool) -> None:
-    """Write a partial result to fresh rows, or merge it into those that hold one."""
+    """Copy a partial result into fresh rows, or merge it into rows that already hold one."""
     if fresh:
         out.copy_(part_out)
         lse.copy_(part_lse)
@@ -199,7 +199,7 @@ def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, f
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros (B, H, S, D) that lie in memory as (B, S, H, D), the layout in which schemes send them."""
+    """Make zeros (B, H, S, D) that lie in memory as (B, S, H, D), the layout that schemes send."""
     b, h, s, d = like.shape
     return like.new_zeros((b, s, h, d), dtype=dtype).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""A sequence that travels in chunks: which tokens of each rank are in which.
+"""Cut a sequence into chunks that are sent one after the other.
 
 Shapes: B batch, S sequence, P ranks.
 """
@@ -18,12 +18,12 @@ from sp_core.sharding import split_ranges
 CHUNKS = 4
 
 Chunk = tuple[tuple[range, ...], tuple[int, ...]]
-"""For each rank, which of its own tokens travel in a chunk; and how many these are."""
+"""For each rank, the range of its tokens in a chunk, and the lengths of these ranges."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How many tokens each rank has, and in how many chunks they travel."""
+    """The number of tokens of each rank, and the number of chunks in which they are sent."""
 
     comm: Communicator
     lengths: tuple[int, ...]
@@ -37,16 +37,16 @@ class Tokens:
                 yield ranges, tuple(map(len, ranges))
 
     def own(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """This rank's tokens of a chunk, from (B, S/P, *)."""
+        """Return this rank's tokens of a chunk, from (B, S/P, *)."""
         mine = chunk[0][self.comm.rank]
         return x[:, mine.start : mine.stop]
 
     def take(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Everybody's tokens of a chunk, from (B, S, *)."""
+        """Return all ranks' tokens of a chunk, from (B, S, *)."""
         return torch.cat([x[:, rows] for rows in self._rows(chunk)], 1)
 
     def put(self, x: Tensor, chunk: Chunk, part: Tensor) -> None:
-        """Write everybody's tokens of a chunk into (B, S, *)."""
+        """Write all ranks' tokens of a chunk into (B, S, *)."""
         for rows, piece in zip(self._rows(chunk), part.split(list(chunk[1]), 1), strict=True):
             x[:, rows] = piece
 

@@ -1,4 +1,4 @@
-"""How the gradients of travelling keys and values come home.
+"""Sum the gradients of travelling keys and values, and return each sum to the owner of its block.
 
 step s: rank r adds its part of block j = r - s to the sum that came with it from r-1, and sends the sum to r+1,
         or home to rank j where no rank further along adds to it
@@ -13,7 +13,7 @@ from sp_core.transport import Done, Handle
 
 
 class Homeward:
-    """Sums of gradients that follow their blocks: call `add` in every step of the ring, then take what `arrived`.
+    """Sums of gradients that follow their blocks around the ring. Call `add` in every step, then `arrived`.
 
     Args:
         travel: the way of the blocks, made for the dtype of the sums.
@@ -26,7 +26,7 @@ class Homeward:
         self._mine: Tensor | None = None
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step` to its sum, and send the sum on or home."""
+        """Add this rank's gradient of the block of `step` to its sum. Send the sum to the next rank or to its owner."""
         travel = self._travel
         travel.comm.wait(self._handle, "ring")
         block = travel.block(step)
@@ -58,7 +58,7 @@ class Homeward:
         self._handle = travel.comm.exchange(sends, recvs, "ring")
 
     def arrived(self) -> tuple[Tensor, Tensor]:
-        """dk and dv of this rank's block, (B, S_block, K, D) each."""
+        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
         self._travel.comm.wait(self._handle, "ring")
         assert self._mine is not None
         dk, dv = self._mine.unbind()

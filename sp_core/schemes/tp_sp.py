@@ -1,5 +1,4 @@
-"""Megatron's tensor parallelism with sequence parallelism: the weights are split over the ranks, and between layers so are the
-tokens.
+"""Megatron's tensor parallelism with sequence parallelism: ranks split the weights, and between layers the tokens.
 
     x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel: a rank has some output features
     y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)    row-parallel: a rank has some input features
@@ -45,7 +44,7 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, comm: Commu
 
 
 def gather_linears(x: Tensor, weights: Sequence[Tensor], *, comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Gather the tokens once for several weights (F/P, E), as `gather_linear` does for one; (B, S, F/P) for each.
+    """Gather the tokens once and multiply them with several weights (F/P, E). Return (B, S, F/P) for each.
 
     Communication, raises, source: as `gather_linear`.
     """
@@ -53,7 +52,7 @@ def gather_linears(x: Tensor, weights: Sequence[Tensor], *, comm: Communicator, 
 
 
 def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
-    """Multiply, and give each rank its tokens of the sum over the ranks: y (B, S, F/P), weight (E, F/P) to (B, S/P, E).
+    """Multiply, sum over the ranks, and keep this rank's tokens: y (B, S, F/P), weight (E, F/P) to (B, S/P, E).
 
     Communication:
         Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank. Backward an all-gather of as many.
@@ -75,7 +74,7 @@ def _gather_linears(x: Tensor, layers: Sequence[Linear], comm: Communicator, len
 
 
 class _GatherLinears(torch.autograd.Function):
-    """Of weights and biases in turn."""
+    """Multiplies gathered tokens with several layers. `layers` holds weights and biases in turn."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tokens, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
@@ -127,14 +126,14 @@ class _LinearScatter(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
-    """Each chunk of the tokens of all ranks, while the next one is under way."""
+    """Yield each chunk with the tokens of all ranks. The next chunk is gathered meanwhile."""
     chunks = list(tokens)
     calls = ((AllGather(tokens.comm, 1, chunk[1]), tokens.own(x, chunk)) for chunk in chunks)
     yield from zip(chunks, one_ahead(calls), strict=True)
 
 
 def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
-    """This rank's tokens of the sum over ranks and products of y @ matrix, (B, S/P, features), while the next is multiplied."""
+    """Return this rank's tokens (B, S/P, features) of the sum over ranks and products of y @ matrix. Chunks overlap."""
     first = products[0][0]
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
@@ -153,12 +152,12 @@ def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: C
 
 
 def _zeros(weight: Tensor) -> Tensor:
-    """Room for the gradient of a weight, which is rounded once."""
+    """Make zeros for the gradient of a weight, in float32 or wider. The sum is rounded once."""
     return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
 
 def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x, (out, in), the part of some tokens in the gradient of a weight."""
+    """Add grad^T x, (out, in), to the gradient of a weight."""
     total += grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
