@@ -102,7 +102,8 @@ class Mesh:
             raise
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        """The communicator along one axis, or along the product of several with the last one fastest; of none, this rank alone.
+        """Return the communicator along one axis, or along several, of which the last one varies fastest. No axis means this rank
+        alone.
 
         Nothing is sent. Products in the order of the mesh are there from the beginning. One in another order is made in its first
         use, which is a call of all its ranks like any other.
@@ -122,7 +123,7 @@ class Mesh:
         return self._made[names]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along `axis`."""
+        """Return this rank's coordinate along `axis`."""
         return self[axis].rank
 
     def free(self) -> None:
@@ -157,7 +158,7 @@ class Mesh:
             self._abandon()
 
     def _add(self, names: tuple[str, ...]) -> None:
-        """Make a communicator. A transport that is refused to some ranks of the mesh is refused to all: others would go on."""
+        """Make a communicator. If its transport is refused on some ranks of the mesh, refuse it on all ranks."""
         made = error = None
         try:
             color, key = axes.place(self.axes, self.rank, names)
@@ -192,7 +193,7 @@ class Mesh:
         return Reordered(self._made[usual], [ranks.index(rank) for rank in mine], axes.title(names), self._nodes_of(mine))
 
     def _alone(self) -> Intracomm:
-        """A communicator of this rank; a checked one makes its own."""
+        """Make a communicator of this rank alone. A checked communicator makes its own."""
         own = getattr(self._comm, "alone", None)
         if own is not None:
             return cast("Intracomm", own())
@@ -207,7 +208,7 @@ class Mesh:
         return axes.numbered([self._nodes[rank] for rank in ranks])
 
     def _problem(self) -> Exception | None:
-        """What is wrong with the arguments on this rank."""
+        """Return what is wrong with the arguments on this rank."""
         try:
             for length in self.axes.values():
                 arguments.check(size=length)
@@ -245,14 +246,14 @@ class Mesh:
 
 
 def _meant(transport: str | LinkModel, kind: str) -> str | LinkModel:
-    """What "auto" means: a transport that the environment names for this kind of device, or for none, which is an error."""
+    """Replace "auto" by the transport that SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
     for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(kind, ())
     return named if transport == "auto" and not for_others else transport
 
 
 def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exception | None]:
-    """The device with its index, or what is wrong with it."""
+    """Return the device with its index, and what is wrong with it."""
     try:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
@@ -273,7 +274,7 @@ def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exceptio
 
 
 def fingerprint() -> dict[str, str]:
-    """Of this machine and MPI library: constants that were measured with another one say nothing here."""
+    """Describe this machine and its MPI library. Constants that were measured with another one are not used."""
     mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
     return {"host": node_name(), "processor": cpu_model(), "cores": str(cores()), "mpi": f"{vendor} {'.'.join(map(str, version))}"}
@@ -284,7 +285,7 @@ def _shown(nodes: Sequence[int]) -> list[str]:
 
 
 def _constants(tuning: Tuning | str | Path | None, rank: int) -> tuple[Tuning | None, Exception | None]:
-    """The constants that were asked for on rank 0, or what is wrong with them."""
+    """Return the constants that were asked for, on rank 0, and what is wrong with them."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         return None, TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
     if rank:

@@ -1,4 +1,4 @@
-"""The ranks of a communicator in another order, without a message before they are used in that order."""
+"""A communicator over the ranks of another one in another order. It is made in its first use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reordered(Communicator):
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """As in the base class; the first call makes it, before the check of the call can fail on some ranks."""
+        """Make the communicator in the first call. Do so before a check of the call can fail on some ranks."""
         super().ensure_open()
         if not self.is_made:
             self.__getattr__("transport")
@@ -49,11 +49,11 @@ class Reordered(Communicator):
         return tuple(told[place] for place in self._order)
 
     def ask_to_free(self) -> list[Question]:
-        """As in the base class; nothing is sent if it was never used."""
+        """As in the base class. Nothing is sent if it was never used."""
         return super().ask_to_free() if self.is_made else []
 
     def free(self, *, is_agreed: bool = False) -> None:
-        """As in the base class; nothing is sent if it was never used."""
+        """As in the base class. Nothing is sent if it was never used."""
         if self.is_made:
             super().free(is_agreed=is_agreed)
         self._freed = True
