@@ -1,4 +1,4 @@
-"""The command line: `sp-core doctor`, `sp-core plan`, `sp-core generate`, `sp-core logits`, also as `python -m sp_core ...`."""
+"""The command line: `sp-core doctor`, `plan`, `generate` and `logits`, also as `python -m sp_core ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine offers to sp_core: MPI, devices, transports. Each is tried, and what is broken comes with a remedy.
+"""Examine what this machine offers to sp_core: MPI, devices, transports. What is broken gets a remedy.
 
 Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
 """
@@ -74,7 +74,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
-    """All findings; with a working MPI every rank has to ask for them all."""
+    """Yield all findings. If MPI works, every rank must take them all."""
     yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
@@ -87,7 +87,7 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as a plain table, then what to do."""
+    """Format the findings as a plain table, followed by the remedies."""
     width = max(len(finding.subject) for finding in findings)
     lines = [f"{f.subject:<{width}}  {f.status:<6}  {f.text}" for f in findings]
     broken = [f for f in findings if f.status == "broken"]
@@ -105,7 +105,7 @@ def _rank() -> int:
 
 @functools.cache
 def _mpi_problem() -> Finding | None:
-    """Why MPI cannot be used, None where it can. A child finds out: a library that cannot start may end its process."""
+    """Return why MPI cannot be used, or None. A child process tries it, because a library that cannot start may end its process."""
     if in_job():
         return None
     code, output = bounded([sys.executable, "-c", "from mpi4py import MPI"])
@@ -122,7 +122,7 @@ def _mpi_problem() -> Finding | None:
 
 
 def _mpi() -> Iterator[Finding]:
-    """The library, its thread level, and whether it takes GPU memory."""
+    """Yield the MPI library, its thread level, and whether it takes GPU memory."""
     problem = _mpi_problem()
     if problem is not None:
         yield problem
@@ -139,7 +139,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _constants(*, measure: bool) -> Finding:
-    """What "auto" decides by; several ranks measure it themselves."""
+    """Find the constants of "auto". Several ranks measure them if asked for."""
     from mpi4py import MPI
 
     if measure and MPI.COMM_WORLD.size > 1:
@@ -164,7 +164,7 @@ def _threads(level: int) -> Finding:
 
 
 def _cuda_aware(library: str | None) -> Finding:
-    """What the library says about GPU memory, and what it does where there is a GPU."""
+    """Find whether the library takes GPU memory: what it says, and what it does if there is a GPU."""
     try:
         says = {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
     except (OSError, AttributeError, KeyError):
@@ -179,7 +179,7 @@ def _cuda_aware(library: str | None) -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Ranks on one machine exchange messages through /dev/shm, which containers keep small."""
+    """Find how large /dev/shm is. Ranks of one machine exchange messages through it, and containers keep it small."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("/dev/shm", "note", "absent")
@@ -201,7 +201,7 @@ def _gpus(device: str | None) -> Finding:
 
 
 def _mpiexec(*, measure: bool) -> Finding:
-    """Whether there is an mpiexec, and whether it starts two ranks of mpi4py's MPI; these may measure."""
+    """Find whether an mpiexec starts two ranks of mpi4py's MPI. With `measure` these two measure the constants."""
     if in_job():
         return Finding("mpiexec", "note", "not tried: this process was itself started by one, or by srun")
     if _mpi_problem() is not None:
@@ -221,7 +221,7 @@ def _mpiexec(*, measure: bool) -> Finding:
 
 
 def _transports(device: str | None) -> Iterator[Finding]:
-    """Try every transport of every kind of device that is here, or that must be."""
+    """Try every transport of every kind of device that is present or asked for."""
     from mpi4py import MPI
 
     for kind, names in NAMES.items():
@@ -234,7 +234,7 @@ def _transports(device: str | None) -> Iterator[Finding]:
 
 
 def _try(world: Intracomm, kind: str, name: str) -> Finding:
-    """Gather a few numbers over all ranks; every rank learns whether that failed on any."""
+    """Gather a few numbers over all ranks. Every rank learns whether that failed on any rank."""
     problem, fallback = None, ""
     try:
         fallback = _gather(world, kind, name)
@@ -252,7 +252,7 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
 
 
 def _gather(world: Intracomm, kind: str, name: str) -> str:
-    """Why shared memory was asked for and is not used, if so."""
+    """Gather a few numbers. Return why shared memory is not used although it was asked for, or nothing."""
     device = torch.device(kind, world.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)

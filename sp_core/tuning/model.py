@@ -1,4 +1,4 @@
-"""Seconds of a collective from the constants: the model adds up a schedule's steps, and what was measured of it corrects the model.
+"""Predict the seconds of a collective: add up the steps of its schedule, and correct the sum by measurements.
 
     step       the messages of a step travel at once: the slowest kind of link they use, with all their bytes
     sum, copy  the curve of each, once per addend
@@ -30,7 +30,7 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one run of a collective is expected to cost the rank that has most to do.
+    """The expected cost of one run of a collective on the busiest rank.
 
     Attributes:
         seconds: it takes.
@@ -45,7 +45,7 @@ class Prediction:
 
 
 def even_task(op: str, rank: int, nodes: Nodes, count: int) -> Task:
-    """The collective over a vector of `count` elements that is cut evenly; the root is rank 0."""
+    """Make the operation over a vector of `count` elements that is cut evenly. The root is rank 0."""
     size = len(nodes)
     pieces, whole = split_sizes(count, size), (count,)
     square = (pieces[rank],) * size
@@ -61,13 +61,13 @@ def even_task(op: str, rank: int, nodes: Nodes, count: int) -> Task:
 
 
 def witnesses(size: int) -> list[int]:
-    """Ranks among which one has most to do: the root, the first that takes another along, and the last."""
+    """Return the ranks that can be the slowest: the root, the first rank that forwards data, and the last rank."""
     return sorted({0, min(1, size - 1), size - 1})
 
 
 @lru_cache(maxsize=4096)
 def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int) -> float:
-    """Seconds by the model alone; infinite where a kind of link is used that was not measured."""
+    """Return seconds by the model alone, or infinity if a kind of link was not measured."""
     if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
     count = max(nbytes // DTYPE.itemsize, 1)
@@ -76,7 +76,7 @@ def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int)
 
 
 def predict(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, *, planned: bool = True) -> Prediction:
-    """What a collective costs.
+    """Predict the cost of a collective.
 
     Args:
         tuning: constants of the machine.
@@ -114,7 +114,7 @@ def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float
 
 
 def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
-    """Seconds of the messages of a step: both directions at once, kinds of link side by side."""
+    """Return the seconds of a step's messages: both directions at once, all kinds of link at once."""
     slowest = 0.0
     for kind in ("node", "network"):
         sent, received = (
