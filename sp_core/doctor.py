@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,8 +26,10 @@ from sp_core.errors import DeviceError
 from sp_core.machine import cores, cpu_model, loaded_library
 from sp_core.mesh import Mesh
 from sp_core.probing import bounded, in_job, last_line, launch_problem
+from sp_core.schedules import defaults
 from sp_core.transport import NAMES
 from sp_core.transport.cuda_aware import no_device_memory
+from sp_core.tuning import FileError, find
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -79,11 +83,14 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
     yield _gpus(device)
+    variables = list(_variables())
+    yield from variables
     yield _mpiexec(measure=measure)  # before MPI starts in this process, because a child inherits its variables
     yield from _mpi()
     if _mpi_problem() is None:
         yield _constants(measure=measure)
-        yield from _transports(device)
+        if not any(finding.status == "broken" for finding in variables):  # each mesh would be refused
+            yield from _transports(device)
 
 
 def report(findings: list[Finding]) -> str:
@@ -138,12 +145,42 @@ def _mpi() -> Iterator[Finding]:
     yield _cuda_aware(library)
 
 
+def _variables() -> Iterator[Finding]:
+    """Read the variables of sp_core in the environment. Each mesh takes its defaults from them."""
+    for name, read in VARIABLES.items():
+        if given := os.environ.get(name):
+            try:
+                read(given)
+            except ValueError as error:
+                yield Finding(name, "broken", str(error), f"unset {name}, or set it to what help(sp_core.Mesh) names")
+            else:
+                yield Finding(name, "note", given)
+
+
+def _known_transport(given: str) -> None:
+    known = sorted({"auto", *chain.from_iterable(NAMES.values())})
+    if given not in known:
+        raise ValueError(f"{given!r} is no transport; there are {', '.join(known)}")
+
+
+VARIABLES: dict[str, Callable[[str], object]] = {
+    "SP_TRANSPORT": _known_transport,
+    "SP_ALGORITHM": defaults,
+    "SP_TUNING": lambda given: find(dict, given),
+    "SP_NODES": lambda given: [int(number) for number in given.split(",")],
+}
+"""How the value of each variable is read."""
+
+
 def _constants(*, measure: bool) -> Finding:
     """Find the constants of "auto". Several ranks measure them if asked for."""
     from mpi4py import MPI
 
     if measure and MPI.COMM_WORLD.size > 1:
-        measuring.keep(MPI.COMM_WORLD)
+        try:
+            measuring.keep(MPI.COMM_WORLD)
+        except FileError as error:  # on every rank
+            return Finding("constants", "broken", "measured, but not kept", str(error))
     there, text = measuring.told()
     return Finding("constants", "ok" if there else "note", text)
 
@@ -214,8 +251,12 @@ def _mpiexec(*, measure: bool) -> Finding:
     if code == 0 and output.count("ranks: 2") == 2:
         if measure:
             code, output = bounded([program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"])
-        failed = "" if code == 0 else f", but they could not measure: {last_line(output)}"
-        return Finding("mpiexec", "note" if failed else "ok", f"{program} starts 2 ranks{failed}")
+        if code != 0:
+            remedy = f"see what its ranks say: {program} -n 2 {sys.executable} -m sp_core.measuring"
+            return Finding(
+                "mpiexec", "broken", f"{program} starts 2 ranks, but they could not measure: {last_line(output)}", remedy
+            )
+        return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
     text, remedy = launch_problem(code, output)
     return Finding("mpiexec", "broken", f"{program}: {text}", remedy)
 

@@ -22,6 +22,12 @@ def cores() -> int:
     return max(1, min(allowed, _quota(allowed)))
 
 
+def node_cores() -> int:
+    """Return the number of cores of the machine within its container's quota. Binding of this process does not change it."""
+    cores = os.cpu_count() or 1
+    return min(cores, _quota(cores))
+
+
 def cpu_model() -> str:
     """Return the name of the processor."""
     try:

@@ -8,11 +8,11 @@ and nodes; whole collectives with the ranks at hand, to correct the model.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -239,16 +239,37 @@ def told() -> tuple[bool, str]:
     return True, f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} (95th percentile)"
 
 
-def keep(world: Intracomm) -> Path:
-    """Measure this machine. Save the constants on rank 0."""
-    tuning = measure(world)
-    path = default_path(fingerprint())
+def keep(world: Intracomm) -> None:
+    """Measure this machine. Save the constants on rank 0.
+
+    Raises:
+        FileError: the constants cannot be written; on every rank.
+    """
+    tuning, path, problem = measure(world), default_path(fingerprint()), ""
     if world.rank == 0:
-        save(tuning, path)
-    return path
+        try:
+            save(tuning, path)
+        except OSError as error:
+            problem = f"{path} cannot be written ({error}). Set SP_TUNING_DIR to a folder that can."
+    if problem := world.bcast(problem):
+        raise FileError(problem)
+
+
+def main() -> int:
+    """Measure with all ranks of MPI, and print the reason if that fails.
+
+    Returns:
+        The exit code.
+    """
+    from mpi4py import MPI
+
+    try:
+        keep(MPI.COMM_WORLD)
+    except FileError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    from mpi4py import MPI
-
-    keep(MPI.COMM_WORLD)
+    sys.exit(main())

@@ -16,7 +16,7 @@ import torch
 from sp_core import agreement, arguments, axes, progress
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
-from sp_core.machine import cores, cpu_model, node_name, node_number
+from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.reordered import Reordered
 from sp_core.schedules import defaults
 from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
@@ -277,7 +277,12 @@ def fingerprint() -> dict[str, str]:
     """Describe this machine and its MPI library. Constants that were measured with another one are not used."""
     mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
-    return {"host": node_name(), "processor": cpu_model(), "cores": str(cores()), "mpi": f"{vendor} {'.'.join(map(str, version))}"}
+    return {
+        "host": node_name(),
+        "processor": cpu_model(),
+        "cores": str(node_cores()),
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+    }
 
 
 def _shown(nodes: Sequence[int]) -> list[str]:
