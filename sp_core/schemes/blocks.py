@@ -14,10 +14,9 @@ from torch import Tensor
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.schemes import in_place
-from sp_core.schemes.homeward import Homeward
 from sp_core.schemes.overlap import head_groups, one_ahead
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.travel import Block, Travel
+from sp_core.schemes.travel import Block, Travel, TravellingSums
 
 
 def reads_in_place(comm: Communicator, op: str) -> bool:
@@ -47,9 +46,9 @@ class Sums(Protocol):
         ...
 
 
-def homeward(problem: Problem, like: Tensor) -> Sums:
+def gradient_sums(problem: Problem, like: Tensor) -> Sums:
     """Make the sums of a ring's gradients. `like` is any tensor (B, *, K, D) of their dtype."""
-    return in_place.SharedSums(problem, like) if reads_in_place(problem.comm, "shift") else Homeward(Travel(problem, like))
+    return in_place.SharedSums(problem, like) if reads_in_place(problem.comm, "shift") else TravellingSums(Travel(problem, like))
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, Block]]:

@@ -90,7 +90,7 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
 
 
 class SharedSums:
-    """Sums of gradients in shared memory. Call `add` in every step of the ring, then `arrived`, as for `Homeward`.
+    """Sums of gradients in shared memory. Call `add` in every step of the ring, then `arrived`, as for `TravellingSums`.
 
     Args:
         problem: what is computed.

@@ -2,9 +2,9 @@
 
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
-While a block is computed on, some heads at a time, the next one is under way. A block travels only as far as the last rank that
-sees any of it. In the backward the blocks travel the same way again, each followed by the sum of its gradients so far, which
-goes home from the last rank that adds to it. Ranks that share memory send nothing: in step s they read block j where it lies.
+While a rank computes on a block, some heads at a time, it receives the next one. A block is passed on to the last rank that sees
+any of it. In the backward the blocks travel again, each followed by the sum of its gradients. The last rank that adds to a sum
+sends it to the owner of the block. Ranks that share memory send nothing: in step s they read block j in its owner's memory.
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
@@ -19,7 +19,7 @@ from sp_core.attention import accumulation_dtype, attend, attend_backward, merge
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.blocks import circulate, homeward
+from sp_core.schemes.blocks import circulate, gradient_sums
 from sp_core.schemes.overlap import head_groups, join_heads, polled
 from sp_core.schemes.problem import Problem, agree
 from sp_core.schemes.travel import Block, sees
@@ -129,7 +129,7 @@ def _ring_gradients(
     grad_out, q, out, lse, grad_lse = upstream
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
-    sums = homeward(problem, k[:, :0].to(dq.dtype))
+    sums = gradient_sums(problem, k[:, :0].to(dq.dtype))
     for step, block, held in circulate(k, v, problem):
         own = None
         if held is not None and sees(problem, block):

@@ -1,7 +1,7 @@
 """The messages of a ring: which block of keys and values each rank sends and receives in each step.
 
-Block j starts at rank j. In step s it is at rank j + s, which passes it on if a rank further along sees any of it. `hops` says
-how far each block goes; every rank computes the whole table from the positions, so all agree on every message without asking.
+Block j starts at rank j. In step s it is at rank j + s, which passes it on if a later rank sees any of it. `hops` counts the steps
+of each block. Every rank computes all counts from the positions, so all ranks know every message without asking.
 """
 
 from __future__ import annotations
@@ -111,3 +111,59 @@ class Travel:
     def home(self, step: int) -> int:
         """Return the rank that holds this rank's block in `step`."""
         return (self.comm.rank + step) % self.comm.size
+
+
+class TravellingSums:
+    """Sums of the gradients of keys and values, which follow their blocks. Call `add` in every step of the ring, then `arrived`.
+
+    In step s rank r adds its gradient of block j = r - s to the sum that came from rank r - 1. It sends the sum to rank r + 1, or
+    to the owner, rank j, if no later rank adds to it.
+
+    Args:
+        travel: the messages of the ring, for tensors of the dtype of the sums.
+    """
+
+    def __init__(self, travel: Travel) -> None:
+        self._travel = travel
+        self._handle: Handle = Done()
+        self._coming: Tensor | None = None
+        self._mine: Tensor | None = None
+
+    def add(self, step: int, own: Tensor | None) -> None:
+        """Add this rank's gradient of the block of `step` to its sum. Send the sum to the next rank or to its owner."""
+        travel = self._travel
+        travel.comm.wait(self._handle, "ring")
+        block = travel.block(step)
+        total = self._coming
+        if own is not None:
+            total = own if total is None else total.add_(own)
+        if total is None and (step == 0 or travel.goes_on(block, step) or travel.ends(block, step)):
+            total = travel.empty(block).zero_()
+        if step == 0:
+            self._mine = total  # stays if the block goes nowhere
+        self._send(step, block, total)
+
+    def _send(self, step: int, block: int, total: Tensor | None) -> None:
+        travel, rank = self._travel, self._travel.comm.rank
+        if travel.steps == 1:
+            return
+        sends, recvs = [], []
+        if total is not None and travel.goes_on(block, step):
+            sends.append((travel.right, total.view(-1)))
+        elif total is not None and travel.ends(block, step):
+            sends.append((block, total.view(-1)))
+        coming = travel.block(step + 1)
+        self._coming = travel.empty(coming) if travel.goes_on(coming, step) else None
+        if self._coming is not None:
+            recvs.append((travel.left, self._coming.view(-1)))
+        if travel.ends(rank, step):
+            self._mine = travel.empty(rank)
+            recvs.append((travel.home(step), self._mine.view(-1)))
+        self._handle = travel.comm.exchange(sends, recvs, "ring")
+
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
+        self._travel.comm.wait(self._handle, "ring")
+        assert self._mine is not None
+        dk, dv = self._mine.unbind()
+        return dk, dv
