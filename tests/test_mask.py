@@ -264,7 +264,7 @@ def test_documents_for_another_length_are_refused() -> None:
         mask.check_lengths(9)
     with pytest.raises(ShapeError, match=r"kv_documents end at 8, needed kv_seq_len = 9"):
         mask.check_lengths(8, 9)
-    for outside in ([8], [-1]):
+    for outside in ([8], [-1], [0, 8], [-1, 0]):
         with pytest.raises(ShapeError, match="positions"):
             mask.allowed(outside, [0])
         with pytest.raises(ShapeError, match="positions"):
