@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import explore
+from oracle.attention_features import attention_features, points, universe
+from oracle.capabilities import BASE
+from oracle.explore import EXAMPLES, LEAST_HITS, judge, told
+from oracle.ways import to_be_called, to_be_taken
 
 from sp_core import Mask
-from sp_core.testing import explore
-from sp_core.testing.attention_features import attention_features, points, universe
-from sp_core.testing.capabilities import BASE
-from sp_core.testing.explore import EXAMPLES, LEAST_HITS, judge, told
 from sp_core.testing.tally import Tally
-from sp_core.testing.ways import to_be_called, to_be_taken
 
 POSSIBLE, IMPOSSIBLE = universe()
 WAYS = [*to_be_taken(), *to_be_called()]
