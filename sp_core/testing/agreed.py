@@ -10,7 +10,8 @@ from typing import Any, NoReturn, TextIO
 
 import pytest
 
-from sp_core.testing import remarks, unchecked, watchdog
+from sp_core.launch import watch
+from sp_core.testing import remarks, unchecked
 from sp_core.testing.diary import Diary
 from sp_core.testing.lockstep import Call, Record, until
 from sp_core.testing.mpi import MpiCarrier
@@ -47,7 +48,8 @@ class Ranks:
         self._lost = False
         self._complaints: list[str] = []
         self._refuse()
-        self._watch = watchdog.start(self.rank)
+        self._watch = watch.start(self.rank)
+        watch.limit_phases()
         config.pluginmanager.register(Diary(self._watch.directory, config, self.rank), "sp_core_diary")
         self.control = session.control = MpiCarrier(world.Dup())
         session.command = self._command(session)
@@ -56,12 +58,12 @@ class Ranks:
 
     def close(self) -> None:
         """End the watch over this rank."""
-        watchdog.stop()
+        watch.stop()
 
     def leave_result(self, exitstatus: int) -> None:
         """Tell the launcher that the session has come to its end."""
         if self.rank == 0:
-            watchdog.mark(watchdog.RESULT, str(exitstatus))
+            (self._watch.directory / watch.RESULT).write_text(str(exitstatus))
 
     def _refuse(self) -> None:
         expected = self.config.getoption("--sp-expect-ranks")
@@ -100,7 +102,7 @@ class Ranks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """The terminal reporter has its stream now; tests get the real one back."""
-        watchdog.mark(watchdog.STARTED)
+        (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's own plugin has taken it
         if self._stdout is not None:
             if sys.stdout is self._nowhere:
@@ -142,7 +144,7 @@ class Ranks:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, pytest.TestReport]:
         """One outcome for all ranks."""
         report: pytest.TestReport = yield
-        watchdog.progress()
+        watch.progress()
         if not self._lost:
             mine = (str(report.outcome), hasattr(report, "wasxfail"), report.longreprtext if report.failed else "")
             self._agree(
@@ -186,7 +188,7 @@ class Ranks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """One exit status for all ranks: the worst."""
-        watchdog.progress()
+        watch.progress()
         try:
             mine = int(session.exitstatus), remarks.session
             everyone = [] if self._lost else self._everyone("the end of the session", mine)

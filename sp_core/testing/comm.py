@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from sp_core.errors import CollectiveMismatch, RankError
-from sp_core.testing import watchdog
+from sp_core.launch import watch
+from sp_core.launch.places import here
 from sp_core.testing.beginning import Beginning
 from sp_core.testing.family import Family
 from sp_core.testing.lockstep import Call, Lockstep
-from sp_core.testing.places import here
 from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, listed, op_name, require
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
@@ -235,7 +235,7 @@ class LockstepComm(ABC):
         if self._freed:
             raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
         self.ensure_posted(what.op)
-        watchdog.note(f"in {what.op}({what.text}) at {here()}")
+        watch.note(f"in {what.op}({what.text}) at {here()}")
         self.progress()
 
     def progress(self) -> None:

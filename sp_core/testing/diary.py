@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sp_core.testing import watchdog
-from sp_core.testing.salvage import Ledger
+from sp_core.launch import watch
+from sp_core.launch.results import Ledger
 
 
 class Diary:
@@ -25,38 +25,40 @@ class Diary:
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """A file or folder is collected."""
-        watchdog.note(f"collects {collector.nodeid or 'tests'}")
+        watch.note(f"collects {collector.nodeid or 'tests'}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Fixtures are set up."""
-        watchdog.note(f"in the set-up of {item.nodeid}")
+        watch.note(f"in the set-up of {item.nodeid}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
         """A test runs."""
-        watchdog.note(f"in {item.nodeid}")
+        watch.note(f"in {item.nodeid}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Fixtures are torn down."""
-        watchdog.note(f"in the tear-down of {item.nodeid}")
+        watch.note(f"in the tear-down of {item.nodeid}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
-        if self._ledger is not None:
-            self._ledger.start(nodeid)
+        """Keep that a test begins."""
+        self._keep(test=nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A phase of a test has ended."""
-        if self._ledger is not None:
-            text = report.longreprtext if report.failed else ""
-            self._ledger.add(report.nodeid, report.when or "", report.outcome, report.duration, text)
+        """Keep the outcome of a phase of a test."""
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        text = report.longreprtext if report.failed else ""
+        self._keep(test=report.nodeid, outcome=outcome, seconds=report.duration, text=text)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """A test has ended."""
+        """Keep that a test has ended."""
+        self._keep(test=nodeid, ended=True)
+
+    def _keep(self, **line: object) -> None:
         if self._ledger is not None:
-            self._ledger.end(nodeid)
+            self._ledger.add(**line)

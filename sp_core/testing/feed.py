@@ -7,8 +7,8 @@ import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from sp_core.launch.watch import RUN_DIR
 from sp_core.testing.plan import Example, Plan, Spec, Try
-from sp_core.testing.watchdog import RUN_DIR
 
 NAME = "feed"
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sp_core import progress
+from sp_core.launch.places import here
 from sp_core.testing.outcome import DONE, QUIET, Kind, Mismatched, Outcome, Woken
-from sp_core.testing.places import here
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

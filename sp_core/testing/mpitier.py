@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from sp_core.testing import remarks, session, watchdog
+from sp_core.launch import watch
+from sp_core.testing import remarks, session
 from sp_core.testing.checked import CheckedComm
 from sp_core.testing.lockstep import Record, until
 from sp_core.testing.mpi import MpiCarrier
@@ -99,7 +100,7 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
         stop = _verdict(error)
         raise
     finally:
-        watchdog.in_flight("")
+        watch.in_flight("")
         control.broadcast(stop)
 
 
@@ -137,7 +138,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        watchdog.tell(f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}")
+        watch.tell(f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}")
         control.comm.Abort(ABORTED)
         raise
 
@@ -148,7 +149,7 @@ def _order(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
 
 
 def _ordered(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
-    watchdog.in_flight(("raw replay of " if order.raw else "") + announce(order.example, spec))
+    watch.in_flight(("raw replay of " if order.raw else "") + announce(order.example, spec))
     control.broadcast(order)
     return _take_part(control, spec, order)
 
@@ -158,12 +159,12 @@ def _take_part(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
     sink = Remarks()
     before = remarks.enter(sink)
     try:
-        with watchdog.limit(watchdog.example_seconds()):
+        with watch.limit(watch.example_seconds()):
             mine = _outcome(control, spec, order)
             everyone = _gather(control, order, mine, sink)
     finally:
         remarks.enter(before)
-    watchdog.note(f"waits for the next example of {spec.function.__name__}")
+    watch.note(f"waits for the next example of {spec.function.__name__}")
     outcomes = [everyone[rank][0] for rank in order.example.ranks]
     if order.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
         _pool.drop(order.example.ranks, raw=True)
@@ -174,11 +175,11 @@ def _outcome(control: MpiCarrier, spec: Spec, order: _Run) -> Outcome:
     comm = _pool.get(control, order.example.ranks, order.raw)
     if comm is None:
         return FINISHED
-    watchdog.note(f"in the body of {spec.function.__name__}")
+    watch.note(f"in the body of {spec.function.__name__}")
     if order.raw:
         return _bare(spec, comm, order.example)
     _, outcome = run_body(comm.family, lambda: spec.body(comm, **spec.fixtures, **order.example.values))
-    watchdog.note(f"after the body: {outcome}")
+    watch.note(f"after the body: {outcome}")
     return cast("Outcome", comm.family.finish(outcome)[comm.rank])
 
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from sp_core.launch.places import owner
 from sp_core.testing import session
 from sp_core.testing.outcome import RankFailure, failure_class
-from sp_core.testing.places import owner
 from sp_core.testing.plan import Plan, Search, Spec
 from sp_core.testing.run import ThreadsHung
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sp_core import progress
-from sp_core.testing import remarks, watchdog
+from sp_core.launch import watch
+from sp_core.testing import remarks
 from sp_core.testing.beginning import abandon
 from sp_core.testing.family import Family
 from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
@@ -60,7 +61,7 @@ def run_ranks(size: int, body: Callable[[ThreadComm], T], *, timeout: float | No
     with _one_thread_each():
         for rank in ranks:
             rank.start()
-        _join(world, ranks, watchdog.example_seconds() if timeout is None else timeout)
+        _join(world, ranks, watch.example_seconds() if timeout is None else timeout)
     return [rank.result for rank in ranks], [rank.outcome for rank in ranks]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from sp_core.launch.command import POLL_SECONDS, Launch
 from sp_core.testing import feed, session
-from sp_core.testing.launch import POLL_SECONDS, Launch
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
 from sp_core.testing.plan import Example, Result, Spec
 from sp_core.testing.remarks import Remarks
@@ -117,9 +117,7 @@ class Job:
     def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
             reason = self._launch.trouble(0.0)
-            if reason:
-                self._launch.dump()
-            elif self._launch.process.poll() is not None:
+            if not reason and self._launch.process.poll() is not None:
                 reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
             if reason:
                 raise Lost(self._launch.report(reason), self._launch.deaths.first())
