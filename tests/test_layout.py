@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("arguments", "axes", "errors", "machine", "launch", "probing", "progress", "segments"),
+    ("arguments", "axes", "errors", "machine", "launch", "observer", "probing", "progress", "segments"),
     ("sharding", "mask", "schedules"),
     ("attention", "rope", "counter_dropout", "scheduling", "tuning"),
     ("transport",),

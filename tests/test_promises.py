@@ -23,6 +23,7 @@ from promises.public import documented, told_alike
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
+from sp_core.observer import observer_of
 from sp_core.schedules import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
 from sp_core.testing import given, spmd
@@ -190,6 +191,9 @@ class Tallied:
         self._calls[name] += 1
         found = call(*arguments, **named)
         return Tallied(found, self._calls) if name in ("Dup", "Split") else found
+
+
+observer_of.register(Tallied, lambda tallied: observer_of(tallied._inner))
 
 
 @spmd(1, 2, 4)
