@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import xml.etree.ElementTree as ET
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from kit.failing import failure_of
 
 from sp_core.launch import results, watch
-from sp_core.testing import feed, given, session, shrink_crash
+from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.outcome import FINISHED
-from sp_core.testing.plan import Example, Result
+from sp_core.testing.plan import Example, Fed, Result
 from sp_core.testing.remarks import Remarks
 from sp_core.testing.shrink_crash import Jobs, Lost
 
@@ -74,26 +75,26 @@ def test_only_so_many_launches_are_lost(jobs: Jobs) -> None:
 
 def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
-    assert feed.plan() is None
-    results, listener = [], feed.listen(tmp_path)
+    assert not Fed.is_wanted()
+    results, listener = [], Fed.listen(tmp_path)
 
     def engine() -> None:
         client, _ = listener.accept()
-        with feed.Connection(client.detach()) as connection:
+        with Connection(client.detach()) as connection:
             for n in range(3):
                 connection.send(Example((0, 1), {"n": n}))
                 results.append(connection.recv().outcomes)
 
     other = threading.Thread(target=engine)
     other.start()
-    plan, seen = feed.plan(), []
+    assert Fed.is_wanted()
+    seen = []
 
     def attempt(example: Example) -> Result:
         seen.append(str(example))
         return Result([FINISHED], Remarks())
 
-    assert plan is not None
-    plan.run(SimpleNamespace(), attempt)
+    Fed().run(SimpleNamespace(), attempt)
     other.join(30)
     listener.close()
     assert seen == [f"nprocs=2, n={n}" for n in range(3)]

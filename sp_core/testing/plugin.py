@@ -161,7 +161,7 @@ def _leave_tally(config: pytest.Config) -> None:
     if hasattr(config, "workeroutput"):
         config.workeroutput["sp_core"] = tally.text()
     elif (file := config.getoption("--sp-tally")) is not None:
-        tally.write(Path(file))
+        Path(file).write_text(tally.text())
 
 
 @pytest.hookimpl(optionalhook=True)
