@@ -17,6 +17,7 @@ from sp_core import agreement, arguments, axes, progress
 from sp_core.communicator import Check, Communicator
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
+from sp_core.observer import observer_of
 from sp_core.reordered import Reordered
 from sp_core.schedules import defaults
 from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
@@ -194,9 +195,9 @@ class Mesh:
 
     def _alone(self) -> Intracomm:
         """Make a communicator of this rank alone. A checked communicator makes its own."""
-        own = getattr(self._comm, "alone", None)
+        own = observer_of(self._comm).alone()
         if own is not None:
-            return cast("Intracomm", own())
+            return cast("Intracomm", own)
         from mpi4py import MPI
 
         return MPI.COMM_SELF.Dup()

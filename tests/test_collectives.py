@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from kit.narrow import narrow_transport
+from oracle.collective_cases import Case, cases
+from oracle.fake_device import DelayedStreams
 
 import sp_core as sp
 from sp_core.collectives import build
 from sp_core.sharding import split_sizes
 from sp_core.testing import given, spmd
-from sp_core.testing.collective_cases import Case, cases
-from sp_core.testing.fake_device import DelayedStreams
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 

@@ -8,6 +8,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.once import contents, once
+from oracle.strategies import LAYOUTS
+from oracle.ways import Way, taken, ways
 from torch import Tensor
 
 import sp_core as sp
@@ -15,11 +19,8 @@ from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import event, features, given, record_ratio, reference, spmd
-from sp_core.testing.once import contents, once
-from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing import event, features, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close
-from sp_core.testing.ways import Way, taken, ways
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 BATCH = 4

@@ -9,14 +9,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.once import contents, once
+from oracle.ways import Way, ways
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, generate
-from sp_core.testing import event, given, record_ratio, reference, spmd, tier
-from sp_core.testing.once import contents, once
+from sp_core.testing import event, given, record_ratio, spmd, tier
 from sp_core.testing.tolerance import bound, check_close
-from sp_core.testing.ways import Way, ways
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 Step = tuple[bool, list[int]]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle import reference
 from torch import Tensor
 
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, plan_blocks, position_tensor, runs, work
 from sp_core.mask import blocks as plans
-from sp_core.testing import reference
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
 """Positions without structure."""

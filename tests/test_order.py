@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import Case, cases
 from torch import Tensor
 
 import sp_core as sp
@@ -16,7 +17,6 @@ from sp_core.collectives import choice
 from sp_core.schedules import ALGORITHMS
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
-from sp_core.testing.collective_cases import Case, cases
 
 STARTED = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast"]
 

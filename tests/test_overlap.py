@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.attention_check import Shards
+from oracle.strategies import AttentionProblem
 
 import sp_core as sp
 from sp_core.attention import tiles
 from sp_core.schemes import SCHEMES, allgather_kv, chunks, ring, tp_sp
 from sp_core.schemes.overlap import GROUPS
 from sp_core.testing import run_threads
-from sp_core.testing.attention_check import Shards
-from sp_core.testing.strategies import AttentionProblem
 from sp_core.transport import Handle, Messages, Transfer, Transport
 
 SIZE = 3

@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from llama_cases import PIPELINES, Case, cases
+from oracle import reference
+from oracle.once import contents, once
+from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
@@ -20,9 +23,7 @@ from sp_core.llama.model import checkpoint_name
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.loss import IGNORED, next_token_labels
 from sp_core.scheduling import gpipe, one_forward_one_backward
-from sp_core.testing import device, event, given, record_ratio, reference, spmd
-from sp_core.testing.once import contents, once
-from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing import device, event, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close
 
 CASE = Case((4, 2), layers=4, vocab=31, seed=5)

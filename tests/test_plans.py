@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.fake_device import DelayedStreams
+from oracle.live_bytes import LiveBytes
+from oracle.schedule_cases import vectors
 from torch import Tensor
 
 import sp_core as sp
@@ -21,9 +24,6 @@ from sp_core.collectives import choice
 from sp_core.collectives.execution import BoundProgram
 from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.testing import given, run_threads, spmd
-from sp_core.testing.fake_device import DelayedStreams
-from sp_core.testing.live_bytes import LiveBytes
-from sp_core.testing.schedule_cases import vectors
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
 

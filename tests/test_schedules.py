@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 from sp_core.schedules import (
     ALGORITHMS,
@@ -28,7 +29,6 @@ from sp_core.schedules import (
     verify,
 )
 from sp_core.schedules.rewriting import AHEAD
-from sp_core.testing.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 
 @st.composite

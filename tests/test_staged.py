@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.attention_check import check_attention
+from oracle.collective_cases import Case, cases
+from oracle.fake_device import DelayedMemory, DelayedStreams
+from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads
-from sp_core.testing.attention_check import check_attention
-from sp_core.testing.collective_cases import Case, cases
-from sp_core.testing.fake_device import DelayedMemory, DelayedStreams
-from sp_core.testing.strategies import AttentionProblem, attention_problems
 from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport

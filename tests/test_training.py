@@ -11,6 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.once import once
+from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
@@ -23,9 +26,7 @@ from benchmarks.training.worker import attempt
 from sp_core.gradients import placement_of
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import backward, train_step
-from sp_core.testing import given, record_ratio, reference, run_threads, spmd
-from sp_core.testing.once import once
-from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing import given, record_ratio, run_threads, spmd
 from sp_core.testing.tolerance import bound, check_close
 
 STEPS = 2

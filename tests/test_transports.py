@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import OPS, Case, cases
+from oracle.fake_device import DelayedMemory, DelayedStreams
 from torch._C import _distributed_c10d
 
 import sp_core as sp
 from sp_core import transport
 from sp_core.testing import given, run_threads, session, spmd
-from sp_core.testing.collective_cases import OPS, Case, cases
-from sp_core.testing.fake_device import DelayedMemory, DelayedStreams
 from sp_core.transport import HostTransport, cuda_aware, group
 from sp_core.transport.cuda_aware import DeviceTransport, no_device_memory, outside_of_job, refuse_host_only
 from sp_core.transport.device_window import DeviceWindow

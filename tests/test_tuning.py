@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import DTYPES, Case, cases
+from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
 from sp_core import measuring
@@ -21,8 +23,6 @@ from sp_core.collectives.execution import BoundProgram
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of
 from sp_core.testing import given, run_threads, spmd
-from sp_core.testing.collective_cases import DTYPES, Case, cases
-from sp_core.testing.schedule_cases import nodes_of
 from sp_core.transport import transfer as tr
 from sp_core.tuning import Curve, FileError, Tuning, decide, default_path, find, latest, load, modelled, predict, save
 from sp_core.tuning.constants import straight

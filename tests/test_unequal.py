@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.once import once
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import prefill_unequal
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan, Work, balanced
-from sp_core.testing import event, given, record_ratio, reference, spmd
-from sp_core.testing.once import once
+from sp_core.testing import event, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close
 
 

@@ -15,15 +15,16 @@ import pytest
 import torch
 from hypothesis import given as plain_given
 from hypothesis import strategies as st
+from oracle import window_cases
+from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 
 import sp_core as sp
 from sp_core.collectives.window import BoundWindow
 from sp_core.schedules import SLOTS, WIDE_BLOCK, in_window, window_cost, window_definition
 from sp_core.schedules import window as programs
-from sp_core.testing import given, run_threads, spmd, window_cases
+from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
-from sp_core.testing.window_cases import OPS, Node, Problem, inputs_of, use_window
 from sp_core.transport import Op, Transfer, shared
 
 lengths = st.integers(0, 30) | st.integers(0, 2)

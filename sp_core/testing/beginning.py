@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from sp_core.testing.lockstep import Call, Request, meanwhile
+from sp_core.testing.lockstep import Call, meanwhile
 
 if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
@@ -15,21 +15,21 @@ class Beginning:
     """A request for a call that is made when all ranks have announced it. Until then this rank can do other work.
 
     Args:
-        comm: the communicator on which it is made.
-        what: the call.
-        make: makes it.
+        comm: the communicator of the call.
+        call: the call.
+        make: makes it, and returns its request.
     """
 
-    def __init__(self, comm: LockstepComm, what: Call, make: Callable[[], Request]) -> None:
-        self._comm, self._what = comm, comm.lockstep.told(what)
-        self._steps = comm.lockstep.begin(what, self._what, make)
-        self._made: Request | None = None
+    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
+        self._comm = comm
+        self._what, self._steps = comm.lockstep.begin(call, make)
+        self._made: Any = None
         self._is_driven = False
         self._before: Beginning | None = comm.lockstep.beginning
         comm.lockstep.beginning = self
 
     def step(self) -> bool:
-        """Look whether all ranks have announced the call, and then make it; True once it is made."""
+        """Find out whether all ranks have announced the call, and then make it. Return whether it is made."""
         if self._made is None and not self._is_driven:
             self._comm.progress()
             try:
@@ -44,8 +44,8 @@ class Beginning:
                 self._made = end.value
         return self._made is not None
 
-    def settle(self) -> Request:
-        """Wait until all ranks have announced the call, and make it."""
+    def settle(self) -> Any:
+        """Wait until all ranks have announced the call, make it, and return its request."""
         if self._made is None:
             if self._before is not None:
                 self._before.settle()
@@ -59,21 +59,18 @@ class Beginning:
             self._comm.lockstep.beginning = None
 
     def Test(self) -> bool:
-        """Make progress; True once the call is complete."""
-        return self.step() and self.settle().Test()
+        """Make progress and return whether the call is complete."""
+        return self.step() and bool(self.settle().Test())
 
     def Wait(self) -> bool:
         """Wait until the call is complete."""
-        return self.settle().Wait()
-
-    def forget(self) -> None:
-        """Let the example end before the call is complete."""
-        ended = (self._made, getattr(self._made, "transfer", None))
-        self._comm._requests = [other for other in self._comm._requests if all(other is not one for one in ended)]
+        return bool(self.settle().Wait())
 
 
 def abandon(requests: Iterable[Any]) -> None:
-    """Let the example end before these requests are complete: the program keeps their memory, and nobody waits for them."""
+    """Let the example end before these requests are complete. The program keeps their memory, and no rank waits for them."""
     for request in requests:
-        if isinstance(beginning := getattr(request, "beginning", request), Beginning):
-            beginning.forget()
+        beginning = getattr(request, "beginning", request)
+        if isinstance(beginning, Beginning):
+            ended = (beginning._made, getattr(beginning._made, "transfer", None))
+            beginning._comm._requests = [other for other in beginning._comm._requests if all(other is not one for one in ended)]

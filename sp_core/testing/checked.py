@@ -124,9 +124,6 @@ class CheckedComm(Messages):
         if deadlock and not ending:
             raise Mismatched(deadlock)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        return self._carrier.gather(value)
-
     def _wrong_root(self, text: str) -> Exception:
         """The error of mpi4py, which says nothing else than "invalid root", with a text."""
         kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})

@@ -222,8 +222,3 @@ def _messages(
             messages.append(Message(source, dest, turns[peer], int(nbytes), kind if nbytes else ""))
             turns[peer] += count
     return made
-
-
-def listed(messages: Counter[tuple[str, int, int]]) -> str:
-    """Messages (method, peer, bytes) as text."""
-    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)

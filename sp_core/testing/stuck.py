@@ -1,8 +1,8 @@
-"""Ranks that wait for each other on different communicators: found by what all of them say, not by a clock.
+"""Find ranks that wait for each other on different communicators, by what all of them say and not by a clock.
 
-A rank that has waited for a while tells the others where, and takes part in such rounds as long as it waits. When every rank has
-said the same twice, all of them were waiting at the moment the first round was complete; if then no exchange has all its ranks,
-none can go on, ever. The time after which a rank speaks up decides only when this is found, not what.
+A rank that has waited for some time tells the others where, and takes part in such rounds as long as it waits. When every rank
+has said the same twice, all of them were waiting at the moment the first round was complete. If then no exchange has all its
+ranks, none can ever go on. The time after which a rank speaks up decides only when this is found.
 """
 
 from __future__ import annotations
@@ -92,41 +92,26 @@ class Detector:
         self.rounds = 0
 
     def look(self, report: Report) -> str:
-        """Take part as long as this rank waits.
-
-        Returns:
-            Where every rank waits, if none can go on.
-        """
-        if self._ticket is None:
-            self._begin(report)
-        reports = self._poll()
+        """Take part while this rank waits. Return where every rank waits if none can go on, else ""."""
+        reports = self._take_part(report, True)
         if reports is None:
             return ""
         again, self._previous = reports == self._previous, reports
         # another rank may have found it first and left: then this one has been woken, and can go on
-        still = reports[self._rank] == report
-        return _table(reports) if again and still and deadlocked(reports) else ""
+        if not again or reports[self._rank] != report or not deadlocked(reports):
+            return ""
+        return "every rank waits and none can go on:" + "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
 
     def settle(self, rounds: int) -> bool:
-        """Bring this rank to the number of rounds that any rank has begun; True when none is left open."""
+        """Bring this rank to the number of rounds that any rank has begun. Return whether none is left open."""
         self._previous = None
-        if self._ticket is None and self.rounds < rounds:
-            self._begin(None)
-        if self._ticket is not None:
-            self._poll()
+        self._take_part(None, self.rounds < rounds)
         return self._ticket is None and self.rounds >= rounds
 
-    def _begin(self, report: Report | None) -> None:
-        self._ticket = self._share(report)
-        self.rounds += 1
-
-    def _poll(self) -> list[Report] | None:
-        reports = None if self._ticket is None else self._ticket.poll()
-        if reports is not None:
-            self._ticket = None
+    def _take_part(self, report: Report | None, begins: bool) -> list[Report] | None:
+        if self._ticket is None and begins:
+            self._ticket = self._share(report)
+            self.rounds += 1
+        reports = None if self._ticket is None else self._ticket()
+        self._ticket = None if reports is not None else self._ticket
         return reports
-
-
-def _table(reports: Sequence[Report]) -> str:
-    lines = "".join(f"\n  rank {rank}: {report.what}" for rank, report in enumerate(reports))
-    return "every rank waits and none can go on:" + lines

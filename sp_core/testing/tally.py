@@ -1,4 +1,4 @@
-"""How often each feature of the drawn examples came up, alone and in pairs; counts of several sessions add up."""
+"""Count each feature of the drawn examples, alone and in pairs. Counts of several sessions add up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from sp_core.testing.remarks import larger
-
 SCHEME = "scheme="
+
+
+def larger(a: float, b: float) -> float:
+    """Return the larger of two numbers. NaN counts as the largest, because an error that is NaN is the worst."""
+    return a if a != a or a >= b else b
+
+
+def keep_largest(mine: dict[str, float], theirs: Mapping[str, float]) -> None:
+    """Add numbers by name, of which the largest stays."""
+    for name, value in theirs.items():
+        mine[name] = larger(mine.get(name, value), value)
 
 
 @dataclass
@@ -24,7 +33,7 @@ class Tally:
         sizes: examples by number of ranks.
         features: examples by feature.
         pairs: examples by two features, in alphabetical order.
-        ratios: the worst error over bound by what was compared.
+        ratios: the worst error over bound of each name.
         tests: that ran on ranks.
     """
 
@@ -37,40 +46,30 @@ class Tally:
     tests: int = 0
 
     def count(self, features: Mapping[str, bool]) -> None:
-        """Count one example.
-
-        Args:
-            features: its features; True for those that are counted in pairs too.
-        """
+        """Count one example by its features. Those that are True are counted in pairs too."""
         self.features.update(list(features))
         self.pairs.update(combinations(sorted(name for name, crossed in features.items() if crossed), 2))
 
     def merge(self, other: Tally) -> None:
-        """Add another session's."""
-        self.tests += other.tests
-        self.examples += other.examples
-        self.raw += other.raw
-        self.sizes.update(other.sizes)
-        self.features.update(other.features)
-        self.pairs.update(other.pairs)
-        for name, ratio in other.ratios.items():
-            self.ratios[name] = larger(self.ratios.get(name, ratio), ratio)
+        """Add another session's counts."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                vars(self)[name].update(value)
+            elif isinstance(value, int):
+                vars(self)[name] += value
+        keep_largest(self.ratios, other.ratios)
 
     def schemes(self) -> dict[str, int]:
-        """Examples by scheme."""
+        """Return the examples by scheme."""
         return {name.removeprefix(SCHEME): n for name, n in sorted(self.features.items()) if name.startswith(SCHEME)}
 
     def text(self) -> str:
-        """JSON that `parse` reads."""
+        """Return JSON that `parse` reads."""
         return json.dumps(vars(self) | {"pairs": [[*pair, count] for pair, count in sorted(self.pairs.items())]}, indent=0)
-
-    def write(self, path: Path) -> None:
-        """Write to a JSON file that `read` reads."""
-        path.write_text(self.text())
 
     @classmethod
     def parse(cls, text: str) -> Tally:
-        """What `text` has told."""
+        """Read the JSON of `text`."""
         told = json.loads(text)
         told["sizes"] = Counter({int(size): count for size, count in told["sizes"].items()})
         told["features"] = Counter(told["features"])
@@ -79,5 +78,5 @@ class Tally:
 
     @classmethod
     def read(cls, path: Path) -> Tally:
-        """What `write` has written."""
+        """Read a file with the JSON of `text`."""
         return cls.parse(path.read_text())

@@ -6,9 +6,9 @@ import functools
 import sys
 from typing import Any
 
+from sp_core.launch.places import here
 from sp_core.testing import remarks
 from sp_core.testing.comm import LockstepComm
-from sp_core.testing.places import here
 
 _ENDS = "what it gives connects two groups, and its calls are mpi4py's own"
 _FAULTS = "it is there for ranks that die, with which no other rank can agree"

@@ -1,4 +1,4 @@
-"""What ranks that are threads of one process share: rounds of records, mailboxes, and one condition to wait on."""
+"""State that ranks as threads of one process share: rounds of records, mailboxes, and one condition to wait on."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sp_core.testing.lockstep import Steps
+from sp_core.testing.lockstep import Carrier, Record, Steps, Ticket
 from sp_core.testing.outcome import Mismatched
 
 T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """Raised in a rank when the run as a whole was given up; not an error of the rank."""
+    """Raised in a rank when the run as a whole was given up. It is no error of the rank."""
 
 
 class World:
-    """Everything shared by the ranks of one run."""
+    """Everything that the ranks of one run share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,48 +31,53 @@ class World:
         self._shared: dict[Any, Any] = {}
 
     def touch(self) -> None:
-        """Wake everybody who waits; call it with the condition held."""
-        self.version += 1
-        self._waiting.clear()
-        self.changed.notify_all()
+        """Wake all ranks that wait."""
+        with self.changed:
+            self.version += 1
+            self._waiting.clear()
+            self.changed.notify_all()
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """The object of that name, made by whoever asks first."""
+        """Return the object of that name. The first rank that asks makes it."""
         with self.changed:
             if key not in self._shared:
                 self._shared[key] = make()
             value: T = self._shared[key]
             return value
 
-    def forget(self, key: Any) -> None:
-        """Drop a shared object."""
+    def put(self, key: Any, rank: int, value: Any, size: int) -> Ticket:
+        """Give a rank's value to a round of so many ranks."""
+        values: dict[int, Any] = self.shared(key, dict)
         with self.changed:
-            self._shared.pop(key, None)
+            values[rank] = value
+            if len(values) == size:
+                del self._shared[key]
+                self.touch()
+        return lambda: [values[rank] for rank in range(size)] if len(values) == size else None
 
     def leave(self, rank: int) -> None:
-        """Say that a rank has ended, so nobody can wait for it."""
+        """Say that a rank has ended, so that no rank can wait for it."""
         with self.changed:
             self._away.add(rank)
             self.touch()
 
     def stop(self) -> None:
         """Wake every waiting rank for good."""
-        with self.changed:
-            self.stopped = True
-            self.touch()
+        self.stopped = True
+        self.touch()
 
     def running(self) -> list[int]:
-        """The ranks that neither wait nor have ended."""
+        """Return the ranks that neither wait nor have ended."""
         with self.changed:
             return [rank for rank in range(self.size) if rank not in self._waiting and rank not in self._away]
 
     def drive(self, rank: int, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end; sleep until another rank has done something whenever they have to wait.
+        """Run steps to their end. Between two of them sleep until another rank has done something.
 
         Args:
             rank: of the caller.
-            steps: what to run.
-            what: what to say about this rank where nobody can go on.
+            steps: work of this rank.
+            what: describes the wait if no rank can go on.
             ending: this rank only waits for the others to end, so a deadlock is not its own.
         """
         while True:
@@ -104,3 +109,31 @@ class World:
         self._deadlock = "every rank waits and none can go on:" + table
         self._doomed = {rank for rank, (_, ending) in self._waiting.items() if not ending}
         self.touch()
+
+
+class ThreadCarrier(Carrier):
+    """Exchange between the ranks of one communicator, which are threads.
+
+    Args:
+        world: of all ranks.
+        name: of the communicator, the same on all its ranks.
+        rank, size: of the communicator.
+        world_rank: of this rank in the world.
+    """
+
+    def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
+        self.world, self.name, self.rank, self.size, self.world_rank = world, name, rank, size, world_rank
+        self._rounds = 0
+
+    def post(self, record: Record) -> Ticket:
+        """Begin an exchange of records."""
+        return self.share(record)
+
+    def share(self, value: object) -> Ticket:
+        """Begin an exchange of values."""
+        self._rounds += 1
+        return self.world.put((self.name, "round", self._rounds), self.rank, value, self.size)
+
+    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
+        """Run steps to their end, and sleep in between."""
+        return self.world.drive(self.world_rank, steps, what, ending=ending)

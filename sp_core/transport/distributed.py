@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import PeerFailed
+from sp_core.observer import observer_of
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
 from sp_core.transport.host import WIDER, widened
 from sp_core.transport.transfer import Op, Transfer
@@ -51,8 +52,7 @@ class DistributedTransport:
     ) -> None:
         self._comm, self._group, self._messages, self._poll = comm, group, messages, poll
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._say: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
-        self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
+        self._say, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective."""
@@ -219,7 +219,3 @@ def _add(into: Tensor, parts: Tensor) -> None:
     for part in parts[1:]:
         total = total + part
     into.copy_(total)
-
-
-def _nothing(what: str) -> None:
-    """A communicator that is not checked."""

@@ -7,7 +7,7 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sp_core.observer import observer_of
 from sp_core.transport import transfer as tr
 from sp_core.transport.base import Bound, Done, Handle, Messages
 from sp_core.transport.transfer import Op, Transfer
@@ -72,6 +73,7 @@ class HostTransport:
 
     def __init__(self, comm: Intracomm, *, max_count: int = MAX_COUNT) -> None:
         self._comm = comm
+        self._observer = observer_of(comm)
         self._max_count = max_count
 
     def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
@@ -129,15 +131,13 @@ class HostTransport:
     def _settle(self) -> None:
         """Wait until everything that MPI may read has been written. In host memory it has."""
 
-    def _parts(self, messages: Messages) -> list[tuple[int, Tensor]]:
-        return [(peer, part) for peer, x in messages for part in x.split(self._max_count)]
+    def _parts(self, messages: Messages) -> Iterator[tuple[int, Tensor]]:
+        yield from ((peer, part) for peer, x in messages for part in x.split(self._max_count))
 
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
-        """A checked communicator wants to know who sends what to whom before anybody waits."""
-        announce = getattr(self._comm, "announce_exchange", None)
-        if announce is not None:
-            sent, received = ([(peer, x.nbytes) for peer, x in self._parts(messages)] for messages in (sends, recvs))
-            announce(sends=sent, recvs=received, later=later)
+        """Announce messages. Their sizes are computed only if somebody listens."""
+        sent, received = (((peer, x.nbytes) for peer, x in self._parts(messages)) for messages in (sends, recvs))
+        self._observer.announce_exchange(sent, received, later=later)
 
     def _fits(self, transfer: Transfer) -> bool:
         """Whether one call will do; the answer is the same on all ranks, because `steps` is."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import wait
 from sp_core.transport.host import HostTransport, as_numpy
@@ -79,8 +80,7 @@ class Window:
         self._queue: deque[Operation] = deque()
         self._numbers = itertools.count()  # of allocations; the same on all ranks
         self._allocations: dict[int, Allocation] = {}
-        self._announce: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
-        self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
+        self._announce, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     @property
     def begun(self) -> int:
@@ -289,7 +289,3 @@ def _address(x: Tensor) -> int:
 def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor at the beginning of some memory."""
     return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _nothing(what: str) -> None:
-    """A communicator that is not checked."""

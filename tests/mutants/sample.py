@@ -64,7 +64,7 @@ class Unreachable:
 
 
 def room_of(file: str) -> str:
-    """Return the folder of a file below `sp_core`: "mask", "testing/reference"; "sp_core" for a file directly in it."""
+    """Return the folder of a file below `sp_core`: "mask", "schemes"; "sp_core" for a file directly in it."""
     return "/".join(file.split("/")[1:-1]) or "sp_core"
 
 

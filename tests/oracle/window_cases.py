@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
+from oracle.fake_device import DelayedMemory
+from oracle.schedule_cases import pieces
 from sp_core.schedules import HALF, SLOTS, Buffer, Gather, InWindow, Place, WindowTask, in_window
-from sp_core.testing.fake_device import DelayedMemory
-from sp_core.testing.schedule_cases import pieces
 from sp_core.transport import Window
 from sp_core.transport.device_window import DeviceWindow
 

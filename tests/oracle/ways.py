@@ -7,9 +7,9 @@ from itertools import product
 
 from hypothesis import strategies as st
 
+from oracle.collective_cases import DTYPES, SUMS
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import session
-from sp_core.testing.collective_cases import DTYPES, SUMS
 from sp_core.transport import NAMES
 
 Way = Mapping[str, str]

@@ -4,7 +4,7 @@ It imports torch only and shares no code with the rest of the library. Beside ea
 rounding errors are proportional to (see `sp_core.testing.tolerance`).
 """
 
-from sp_core.testing.reference.block import (
+from .block import (
     BlockReference,
     feed_forward,
     layer_norm,
@@ -15,14 +15,14 @@ from sp_core.testing.reference.block import (
     transformer_block,
     transformer_block_grads,
 )
-from sp_core.testing.reference.dense import (
+from .dense import (
     AttentionReference,
     GradientReference,
     attention,
     attention_grads,
     visible,
 )
-from sp_core.testing.reference.llama import llama, llama_frequencies, next_token_loss
+from .llama import llama, llama_frequencies, next_token_loss
 
 __all__ = [
     "AttentionReference",

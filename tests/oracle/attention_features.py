@@ -8,9 +8,9 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
+from oracle import reference
+from oracle.strategies import DTYPES, LAYOUTS, STORAGES, AttentionProblem
 from sp_core.sharding import Sharding
-from sp_core.testing import reference
-from sp_core.testing.strategies import DTYPES, LAYOUTS, STORAGES, AttentionProblem
 
 FEWER = "fewer than ranks"
 DIMENSIONS: dict[str, tuple[str, ...]] = {

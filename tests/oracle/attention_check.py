@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracle import reference
+from oracle.attention_features import attention_features, remainder
+from oracle.once import contents, once
+from oracle.reference import AttentionReference, GradientReference
+from oracle.strategies import AttentionProblem, placed
 from sp_core.mask import Mask, plan_blocks
 from sp_core.sharding import Sharding
-from sp_core.testing import reference
-from sp_core.testing.attention_features import attention_features, remainder
-from sp_core.testing.once import contents, once
-from sp_core.testing.reference import AttentionReference, GradientReference
 from sp_core.testing.remarks import features, record_ratio
-from sp_core.testing.strategies import AttentionProblem, placed
 from sp_core.testing.tolerance import bound, check_close
 
 Scheme = Callable[..., Any]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from sp_core.testing.reference.dense import visible
+from .dense import visible
 
 EPSILON = 1e-7  # of the perturbations: its square is far below, float64's round-off over it far below what is measured
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.testing.reference.block import Rounding, rms_norm, transformer_block
+from .block import Rounding, rms_norm, transformer_block
 
 _PARTS = {
     "norm1": "input_layernorm",

@@ -1,4 +1,4 @@
-"""What each scheme can do, found out by trying: `python -m sp_core.testing.capabilities` prints the table of the README.
+"""What each scheme can do, found out by trying: `python -m oracle.capabilities` prints the table of the README.
 
 Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64 reference: "yes" means right
 within the tolerance, forward and backward; "refused" means an error on every rank. Anything else ends this program, so the table
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from oracle.attention_check import Scheme, Shards, check_attention
+from oracle.strategies import AttentionProblem
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES, hybrid_attention
-from sp_core.testing.attention_check import Scheme, Shards, check_attention
 from sp_core.testing.run import run_threads
-from sp_core.testing.strategies import AttentionProblem
 
 RANKS = 4
 BASE = AttentionProblem(

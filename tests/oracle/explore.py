@@ -1,8 +1,8 @@
 """A long search: rounds of a test session, each with a seed of its own, until enough examples have been run; then one judgement.
 
-    python -m sp_core.testing.explore draw --seed 7 --share 0.85            ranks as threads, several rounds at a time
-    python -m sp_core.testing.explore draw --seed 7 --share 0.15 --ranks 8 --part 1  under mpiexec
-    python -m sp_core.testing.explore judge --seed 7
+    PYTHONPATH=tests python -m oracle.explore draw --seed 7 --share 0.85            ranks as threads, several rounds at a time
+    PYTHONPATH=tests python -m oracle.explore draw --seed 7 --share 0.15 --ranks 8 --part 1  under mpiexec
+    PYTHONPATH=tests python -m oracle.explore judge --seed 7
 
 Each round leaves a JSON file with what it has drawn. The judgement adds them up: enough examples were run, every pair of features
 that can come together did so often enough, everything was run by every algorithm over every transport, and no error came near its
@@ -21,10 +21,9 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sp_core.testing.attention_features import points, universe
-from sp_core.testing.remarks import larger
-from sp_core.testing.tally import Tally
-from sp_core.testing.ways import to_be_called, to_be_taken
+from oracle.attention_features import points, universe
+from oracle.ways import to_be_called, to_be_taken
+from sp_core.testing.tally import Tally, larger
 
 EXAMPLES = 32_000
 LEAST_HITS = 5
@@ -186,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="python -m sp_core.testing.explore", description=__doc__)
+    parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m oracle.explore", description=__doc__)
     parser.add_argument("step", choices=("draw", "judge"))
     parser.add_argument("--into", type=Path, default=Path("reports/explore"), help="folder of the rounds' files")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help=f"of the whole search (default: {EXAMPLES})")
