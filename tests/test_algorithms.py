@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit.carriers import CARRIERS as TRANSPORTS
 
 import sp_core as sp
-from sp_core.collectives import choice
+from sp_core.collectives import execution
 from sp_core.schedules import ALGORITHMS, HALF, cost, replay
 from sp_core.testing import device, features, given, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
@@ -30,7 +30,7 @@ BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments so short that the vectors here have several."""
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
+    monkeypatch.setattr(execution, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
 
 
 def poison(comm: sp.Communicator) -> None:

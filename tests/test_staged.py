@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 import sp_core as sp
+from sp_core.schedules import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads
 from sp_core.testing.attention_check import check_attention
@@ -20,7 +21,6 @@ from sp_core.testing.strategies import AttentionProblem, attention_problems
 from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
-from sp_core.transport.transfer import all_reduce
 
 OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast", "reduce"]
 
@@ -77,7 +77,7 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
             handles = []
             for _ in range(2):
                 try:
-                    handles.append(transport.start(all_reduce(5), x, y))
+                    handles.append(transport.start(operation("all_reduce", 0, 1, (5,)), x, y))
                 except OSError:
                     handles.append(None)
             for handle in handles:
