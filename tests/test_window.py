@@ -62,7 +62,7 @@ def test_programs_in_a_window_are_proven_and_replayed_like_all_others(problem: P
 
 def scheduled(problem: Problem, size: int, slot: int, first: int = 0) -> Schedule:
     """The programs of all ranks."""
-    tasks = [replace(problem.task(rank, size, slot), first=first) for rank in range(size)]
+    tasks = [problem.task(rank, size, slot)._replace(first=first) for rank in range(size)]
     programs_of_all = tuple(program_of(task, "window") for task in tasks)
     return Schedule(problem.op, tuple(t.send for t in tasks), tuple(t.recv for t in tasks), tasks[0].root, programs_of_all)
 
@@ -115,11 +115,11 @@ def test_what_is_read_and_used_is_what_the_program_says(
         task, inputs = tasks[rank], inputs_of(problem, size, slot, dtype, seed)
         x = sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group) if task.resident else inputs[rank].clone()
         recv = x if task.in_place else torch.empty(sum(task.recv), dtype=dtype)
-        bound = BoundWindow(group, replace(task, itemsize=dtype.itemsize), x, recv, group.scratch)
+        bound = BoundWindow(group, task._replace(itemsize=dtype.itemsize), x, recv, group.scratch)
         for _ in range(3):
             x.copy_(inputs[rank])
             sp.fence(comm=group)
-            now = replace(task, itemsize=dtype.itemsize, first=group.window.begun % SLOTS)
+            now = task._replace(itemsize=dtype.itemsize, first=group.window.begun % SLOTS)
             figures = cost(program_of(now, "window"), dtype)
             group.counters.reset()
             group.wait(bound.start(), problem.op)

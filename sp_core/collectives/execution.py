@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -91,9 +91,9 @@ def bind(
     """
     comm.ensure_open()
     if algorithm == "window":
-        return BoundWindow(comm, replace(operation, resident=resident), send, recv, scratch)
-    segment = segment_length(operation.count, comm.size, operation.itemsize, SEGMENT_BYTES)
-    program = program_of(replace(operation, segment=segment, nodes=comm.nodes), algorithm)
+        return BoundWindow(comm, operation._replace(resident=resident), send, recv, scratch)
+    segment = segment_length(operation.elements, comm.size, operation.itemsize, SEGMENT_BYTES)
+    program = program_of(operation._replace(segment=segment, nodes=comm.nodes), algorithm)
     return BoundProgram(comm, operation, send, recv, scratch, program)
 
 
@@ -267,8 +267,8 @@ class BoundWindow(Ready):
         super().__init__(comm, operation, send, recv, scratch)
         assert comm.window is not None
         self._window = window = comm.window
-        self._operation = replace(
-            operation, slot=window.slot_bytes // self.dtype.itemsize, in_place=send is not None and send is recv
+        self._operation = operation._replace(
+            slot=window.slot_bytes // self.dtype.itemsize, in_place=send is not None and send is recv
         )
         self._memory |= {(rank, Buffer.TMP): memory.view(self.dtype) for rank, memory in enumerate(window.slots)}
         self._memory[OWN, Buffer.TMP] = self._memory[comm.rank, Buffer.TMP]
@@ -291,7 +291,7 @@ class BoundWindow(Ready):
         """The steps of a run that begins now; it is counted."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
-            program = program_of(replace(self._operation, first=first), "window")
+            program = program_of(self._operation._replace(first=first), "window")
             self._bound[first] = self._work(program, self._window.copying), cost(program, self.dtype)
         steps, figures = self._bound[first]
         self._count(figures)

@@ -8,9 +8,8 @@ whose pieces are short take part with nothing in their hands.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Op(StrEnum):
@@ -25,8 +24,7 @@ class Op(StrEnum):
     SHIFT = "shift"
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One collective as seen by one rank, with sizes in elements.
 
     Args:
@@ -63,17 +61,19 @@ class Operation:
     in_place: bool = False
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Elements of the whole vector, the same on every rank; an all-to-all counts as if all pieces were the longest."""
-        if self.op == Op.ALL_TO_ALL:
-            return self.longest * self.size
-        pieces = {Op.ALL_GATHER: self.recv, Op.REDUCE_SCATTER: self.send}.get(self.op, (self.longest,))
-        return sum(pieces)
+        match self.op:
+            case Op.ALL_GATHER:
+                return sum(self.recv)
+            case Op.REDUCE_SCATTER:
+                return sum(self.send)
+        return self.longest * (self.size if self.op is Op.ALL_TO_ALL else 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole vector, the same on every rank."""
-        return self.count * self.itemsize
+        return self.elements * self.itemsize
 
     @property
     def reduces(self) -> bool:
@@ -83,20 +83,20 @@ class Operation:
     @property
     def bytes_sent(self) -> int:
         """Bytes of this rank's input that other ranks need."""
-        elements = sum(self.send)
+        needed = sum(self.send)
         if self.op in (Op.ALL_GATHER, Op.BROADCAST):
-            elements *= self.size - 1
+            needed *= self.size - 1
         elif self.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
-            elements -= self.send[self.rank]
+            needed -= self.send[self.rank]
         elif self.size == 1 or (self.op is Op.REDUCE and self.rank == self.root):
-            elements = 0
-        return elements * self.itemsize
+            needed = 0
+        return needed * self.itemsize
 
     def chunks(self, length: int) -> Iterator[tuple[int, Operation]]:
         """Cut into operations of at most `length` elements of each piece, with the offset of each in its pieces."""
         for offset in range(0, max(self.longest, 1), length):
             send, recv = (tuple(min(max(n - offset, 0), length) for n in sizes) for sizes in (self.send, self.recv))
-            yield offset, replace(self, send=send, recv=recv, longest=min(self.longest - offset, length))
+            yield offset, self._replace(send=send, recv=recv, longest=min(self.longest - offset, length))
 
 
 def operation(op: str, rank: int, size: int, counts: tuple[int, ...], root: int = 0, **more: Any) -> Operation:

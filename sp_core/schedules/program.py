@@ -107,6 +107,21 @@ class Program:
     in_place: bool = False
 
     @cached_property
+    def figures(self) -> tuple[int, int, int, int, int]:
+        """Messages or reads, elements in these, the longest message, steps with messages, the longest sum of three or more."""
+        sends = [message.region for step in self.steps for message in step.sends]
+        received = [message.region for step in self.steps for message in step.receives]
+        combined = [combine for step in self.steps for combine in step.then]
+        read = [part for combine in combined for part in combine.parts if part.rank != OWN]
+        return (
+            len(sends) + len(read),
+            sum(map(len, [*sends, *read])),
+            max(map(len, [*sends, *received]), default=0),
+            sum(bool(step.sends or step.receives) for step in self.steps),
+            max((len(combine.into) for combine in combined if len(combine.parts) > 2), default=0),
+        )
+
+    @cached_property
     def rewritten(self) -> tuple[int, ...]:
         """For each step the first one before which its sends must have left, where OUT is other memory than IN."""
         return _rewritten(self.steps, in_place=False)
@@ -138,24 +153,14 @@ class Cost:
 
 def cost(program: Program, dtype: torch.dtype) -> Cost:
     """Return what a program costs with elements of `dtype`."""
-    sends = [message.region for step in program.steps for message in step.sends]
-    read = [part for step in program.steps for combine in step.then for part in combine.parts if part.rank != OWN]
-    received = [message.region for step in program.steps for message in step.receives]
-    return Cost(
-        messages=len(sends) + len(read),
-        bytes_sent=sum(map(len, [*sends, *read])) * dtype.itemsize,
-        largest=max(map(len, [*sends, *received]), default=0) * dtype.itemsize,
-        steps=sum(bool(step.sends or step.receives) for step in program.steps),
-        scratch=program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(program, dtype),
-    )
+    messages, sent, largest, steps, _ = program.figures
+    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(program, dtype)
+    return Cost(messages, sent * dtype.itemsize, largest * dtype.itemsize, steps, scratch)
 
 
 def wide_length(program: Program, dtype: torch.dtype) -> int:
     """Elements of each of the two float32 buffers that sums of more than two parts need in a half type."""
-    if dtype not in HALF:
-        return 0
-    lengths = [len(c.into) for step in program.steps for c in step.then if len(c.parts) > 2]
-    return min(max(lengths, default=0), WIDE_BLOCK)
+    return min(program.figures[-1], WIDE_BLOCK) if dtype in HALF else 0
 
 
 def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def _all_gather(t: Operation) -> Stages:
 
 
 def _broadcast(t: Operation) -> Stages:
-    whole = range(t.count)
+    whole = range(t.elements)
     return _one_piece(t, {} if t.rank == t.root else {t.root: (whole, whole)}, writes=t.rank == t.root)
 
 
@@ -159,7 +159,7 @@ def _all_to_all(t: Operation) -> Stages:
 
 def _reduce(t: Operation) -> Stages:
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
-        part = _cut(range(t.count), chunk)
+        part = _cut(range(t.elements), chunk)
         write = copy(inp(part), tmp(slot, len(part)))
         total = Combine(out(part), tuple(_offered(t, rank, part, part, slot) for rank in range(t.size)))
         yield _stages(t, (), (total,)) if t.rank == t.root else _stages(t, (write,), ())
@@ -167,22 +167,22 @@ def _reduce(t: Operation) -> Stages:
 
 def one_shot(t: Operation) -> bool:
     """Return whether every rank adds up everything."""
-    short = t.count * t.itemsize * (t.size - 1) <= ONE_SHOT_BYTES
+    short = t.elements * t.itemsize * (t.size - 1) <= ONE_SHOT_BYTES
     if t.resident:
         return not t.in_place and (short or t.size == 2)
-    return short and t.count <= t.slot
+    return short and t.elements <= t.slot
 
 
 def _all_reduce(t: Operation) -> Stages:
     if one_shot(t):
-        whole = range(t.count)
-        room = inp(whole) if t.resident else tmp(t.first % SLOTS * t.slot, t.count)
+        whole = range(t.elements)
+        room = inp(whole) if t.resident else tmp(t.first % SLOTS * t.slot, t.elements)
         parts = tuple(room if rank == t.rank else replace(room, rank=rank) for rank in range(t.size))
         yield _stages(t, (copy(inp(whole), room),), (Combine(out(whole), parts),))
         return
     slotless = t.resident and t.in_place and t.size == 2
     for slot, chunk in _chunks(t, max(IN_PLACE_BYTES // t.itemsize, t.slot) if slotless else t.slot):
-        yield _two_shot(t, slot, _cut(range(t.count), chunk))
+        yield _two_shot(t, slot, _cut(range(t.elements), chunk))
 
 
 def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:

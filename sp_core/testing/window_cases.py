@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -56,7 +56,7 @@ class Problem:
         in_place = self.in_place and self.op == "all_reduce"
         resident = self.resident and self.op != "all_to_all"
         made = Operation(Op(self.op), rank, size, send, recv, longest, root, itemsize=4)
-        return replace(made, slot=slot, resident=resident, in_place=in_place)
+        return made._replace(slot=slot, resident=resident, in_place=in_place)
 
     def expected(self, tasks: Sequence[Operation], inputs: Sequence[Tensor], rank: int) -> Tensor:
         """What a rank gets."""
@@ -108,7 +108,7 @@ class Node:
         self._buffers: list[list[dict[Buffer, Tensor]]] = []
         for number, problem in enumerate(problems):
             for rank in range(self.size):
-                task = replace(problem.task(rank, self.size, self.slot), first=len(self._steps[rank]) % SLOTS)
+                task = problem.task(rank, self.size, self.slot)._replace(first=len(self._steps[rank]) % SLOTS)
                 program = in_window(task)
                 self._steps[rank] += [(number, step == 0, program, step) for step in range(len(program.steps))]
             self._buffers.append([self._of(problem, rank, x) for rank, x in enumerate(inputs[number])])
