@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sp_core.attention import attention as local_attention
     from sp_core.attention import merge
-    from sp_core.autograd import (
-        Pending,
+    from sp_core.collectives.api import (
         all_gather,
         all_gather_start,
         all_reduce,
@@ -22,16 +21,13 @@ if TYPE_CHECKING:
         all_to_all_start,
         broadcast,
         broadcast_start,
-        copy_all_to_group,
-        copy_to_group,
-        gather_replicated,
         reduce,
-        reduce_from_group,
         reduce_scatter,
         reduce_scatter_start,
         shift,
         shift_start,
     )
+    from sp_core.collectives.differentiable import Pending, copy_all_to_group, copy_to_group, gather_replicated, reduce_from_group
     from sp_core.collectives.plans import Plan, all_reduce_, plan
     from sp_core.communicator import Communicator
     from sp_core.counter_dropout import dropout
@@ -104,8 +100,7 @@ _HOMES = {
         "local_attention",
         "merge",
     ),
-    "sp_core.autograd": (
-        "Pending",
+    "sp_core.collectives.api": (
         "all_gather",
         "all_gather_start",
         "all_reduce",
@@ -114,15 +109,18 @@ _HOMES = {
         "all_to_all_start",
         "broadcast",
         "broadcast_start",
-        "copy_all_to_group",
-        "copy_to_group",
-        "gather_replicated",
         "reduce",
-        "reduce_from_group",
         "reduce_scatter",
         "reduce_scatter_start",
         "shift",
         "shift_start",
+    ),
+    "sp_core.collectives.differentiable": (
+        "Pending",
+        "copy_all_to_group",
+        "copy_to_group",
+        "gather_replicated",
+        "reduce_from_group",
     ),
     "sp_core.collectives.plans": (
         "Plan",

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sp_core import agreement, progress
-from sp_core.counters import Count, Counters
+from sp_core.counters import Counters
 from sp_core.errors import DeviceError, RankError
-from sp_core.schedules import defaults
+from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, LinkModel, Messages, Transfer, make_transport, make_window, wait
+from sp_core.transport import Handle, LinkModel, Messages, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
@@ -107,21 +107,22 @@ class Communicator:
         state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Run a collective over flat contiguous buffers."""
         self.ensure_open()
-        count = self._count(transfer, send)
+        count = self.counters[operation.op.value]
+        count.add(bytes_sent=operation.bytes_sent)
         start = time.perf_counter()
-        self.transport.run(transfer, send, recv)
+        self.transport.run(operation, send, recv)
         count.seconds += time.perf_counter() - start
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
         """Prepare a collective over fixed buffers. Return a function that runs it, any number of times."""
-        call, bytes_sent = self.transport.prepare(transfer, send, recv), self._bytes_sent(transfer, send)
+        call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:
             self.ensure_open()
-            count = self.counters[transfer.op.value]
+            count = self.counters[operation.op.value]
             count.add(bytes_sent=bytes_sent)
             start = time.perf_counter()
             call()
@@ -129,11 +130,11 @@ class Communicator:
 
         return run
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Start a collective. Finish it with `wait`."""
         self.ensure_open()
-        self._count(transfer, send)
-        return self.track(self.transport.start(transfer, send, recv))
+        self.counters[operation.op.value].add(bytes_sent=operation.bytes_sent)
+        return self.track(self.transport.start(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
         """Start point-to-point messages. Every rank calls this, with empty lists if it has none."""
@@ -292,14 +293,6 @@ class Communicator:
 
     def _closed(self) -> RankError:
         return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
-
-    def _count(self, transfer: Transfer, send: Tensor | None) -> Count:
-        count = self.counters[transfer.op.value]
-        count.add(bytes_sent=self._bytes_sent(transfer, send))
-        return count
-
-    def _bytes_sent(self, transfer: Transfer, send: Tensor | None) -> int:
-        return transfer.needed_elsewhere(self.rank, self.size) * (0 if send is None else send.itemsize)
 
 
 AgreeOn = Callable[[Communicator, Callable[[], str], Callable[[], int]], tuple[int, ...]]

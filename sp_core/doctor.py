@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from sp_core import measuring
-from sp_core.autograd import all_gather
+from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError
 from sp_core.machine import cores, cpu_model, loaded_library
 from sp_core.mesh import Mesh

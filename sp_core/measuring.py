@@ -13,18 +13,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_core.collectives import choice
-from sp_core.collectives.execution import BoundProgram
+from sp_core.collectives import choice, execution
 from sp_core.collectives.plans import plan
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh, fingerprint
-from sp_core.schedules import SCHEDULED
+from sp_core.schedules import SCHEDULED, operation
 from sp_core.scratch import Scratch
-from sp_core.transport import transfer as tr
 from sp_core.transport import wait
 from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, on_grid, save
 
@@ -208,12 +207,14 @@ def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
     """Return the seconds to prepare a call, and the seconds for each of its steps."""
     found = []
     for nbytes in BOUND_BYTES:
-        x, scratch, count = torch.ones(nbytes // 4), Scratch(group.device), nbytes // 4
-        bound = choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch)
-        assert isinstance(bound, BoundProgram)
+        x, scratch = torch.ones(nbytes // 4), Scratch(group.device)
+        moves = operation("all_reduce", group.rank, group.size, (x.numel(),), itemsize=x.itemsize)
+        bind = partial(execution.bind, group, moves, x, x, "segmented_ring", scratch)
+        bound = bind()
+        assert isinstance(bound, execution.BoundProgram)
 
-        def again(count: int = count, x: torch.Tensor = x, scratch: Scratch = scratch) -> None:
-            choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch).release()
+        def again(bind: Callable[[], execution.Ready] = bind) -> None:
+            bind().release()
 
         found.append((len(bound.steps), _median(world, again, 0.0)))
     (few, short), (many, long) = found

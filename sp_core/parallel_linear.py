@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
-from sp_core.autograd import copy_to_group
 from sp_core.collectives.build import check_tensor
+from sp_core.collectives.differentiable import copy_to_group
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError

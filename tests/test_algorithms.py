@@ -18,7 +18,7 @@ from oracle.window_cases import OPS as WINDOW_OPS
 from oracle.window_cases import use_window
 
 import sp_core as sp
-from sp_core.collectives import choice
+from sp_core.collectives import execution
 from sp_core.schedules import ALGORITHMS, HALF, cost, replay
 from sp_core.testing import device, features, given, spmd
 
@@ -30,7 +30,7 @@ BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments so short that the vectors here have several."""
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
+    monkeypatch.setattr(execution, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
 
 
 def poison(comm: sp.Communicator) -> None:

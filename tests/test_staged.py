@@ -15,12 +15,12 @@ from oracle.fake_device import DelayedMemory, DelayedStreams
 from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
+from sp_core.schedules import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads
 from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
-from sp_core.transport.transfer import all_reduce
 
 OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast", "reduce"]
 
@@ -77,7 +77,7 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
             handles = []
             for _ in range(2):
                 try:
-                    handles.append(transport.start(all_reduce(5), x, y))
+                    handles.append(transport.start(operation("all_reduce", 0, 1, (5,)), x, y))
                 except OSError:
                     handles.append(None)
             for handle in handles:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.autograd import all_gather, broadcast
+from sp_core.collectives.api import all_gather, broadcast
 from sp_core.llama.decode import Decoder, Tokens
 from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, check_model, check_tokens

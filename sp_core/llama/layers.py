@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_core.autograd import copy_to_group, reduce_from_group, reduce_scatter
+from sp_core.collectives.api import reduce_scatter
+from sp_core.collectives.differentiable import copy_to_group, reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.gradients import Placement, place, placement_of
 from sp_core.llama.config import LlamaConfig

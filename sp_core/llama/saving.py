@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
-from sp_core.autograd import all_gather
+from sp_core.collectives.api import all_gather
 from sp_core.communicator import Communicator
 from sp_core.errors import CheckpointError
 from sp_core.gradients import placement_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.attention.function import attention
-from sp_core.autograd import all_gather, broadcast
+from sp_core.collectives.api import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.model import CAUSAL, Llama, check_model, check_tokens, document_positions

@@ -21,18 +21,13 @@ GROUPS = 4
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
     """Yield the results of collectives, each after the next one was started."""
-    under_way: deque[tuple[Map, Started]] = deque()
+    under_way: deque[Started] = deque()
     for mapping, x in calls:
-        under_way.append((mapping, mapping.start(x)))
+        under_way.append(mapping.start(x))
         if len(under_way) > 1:
-            yield _finished(*under_way.popleft())
+            yield under_way.popleft().wait()
     while under_way:
-        yield _finished(*under_way.popleft())
-
-
-def _finished(mapping: Map, started: Started) -> Tensor:
-    mapping.comm.wait(started.handle, mapping.name)
-    return started.result()
+        yield under_way.popleft().wait()
 
 
 def join_heads(parts: list[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from sp_core.attention import attention
-from sp_core.autograd.apply import apply
+from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask

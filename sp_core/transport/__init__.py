@@ -20,8 +20,7 @@ from sp_core.transport.host import HostTransport
 from sp_core.transport.link import LinkModel
 from sp_core.transport.shared import NotShared, first_of_its_machine
 from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
-from sp_core.transport.transfer import Op, Transfer
-from sp_core.transport.window import Operation, Window, WindowTransport
+from sp_core.transport.window import Window, WindowTransport
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -36,11 +35,9 @@ __all__ = [
     "HostTransport",
     "LinkModel",
     "Messages",
-    "Op",
-    "Operation",
-    "Transfer",
     "Transport",
     "Window",
+    "WindowRun",
     "make_transport",
     "make_window",
     "wait",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from sp_core.transport.transfer import Transfer
+from sp_core.schedules import Operation
 
 Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: (rank of the other side, flat contiguous tensor)."""
@@ -35,15 +35,15 @@ class Transport(Protocol):
 
     name: str
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective. All ranks of the communicator call this."""
         ...
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective and return without waiting for the other ranks."""
         ...
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """A collective on the same memory that can be carried out many times, by calling what is returned."""
         ...
 

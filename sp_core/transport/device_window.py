@@ -21,7 +21,7 @@ from sp_core.transport.base import wait
 from sp_core.transport.device import Event
 from sp_core.transport.node_memory import NodeMemory, give_back, share_on_device
 from sp_core.transport.shared import share
-from sp_core.transport.window import FLAG_BYTES, Operation, Steps, Window, Work
+from sp_core.transport.window import FLAG_BYTES, Steps, Window, WindowRun, Work
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -49,11 +49,11 @@ class DeviceWindow(Window):
 
     def __init__(self, comm: Intracomm, memory: NodeMemory, slot_bytes: int = DEVICE_SLOT_BYTES) -> None:
         self._memory = memory
-        self._under_way: deque[tuple[Operation, Event]] = deque()
+        self._under_way: deque[tuple[WindowRun, Event]] = deque()
         self._launched = 0  # steps of the first operation in the queue
         super().__init__(comm, slot_bytes)
 
-    def start(self, steps: Steps, what: str) -> Operation:
+    def start(self, steps: Steps, what: str) -> WindowRun:
         """Begin an operation, on what has been computed so far."""
         self._memory.begin()
         return super().start(steps, what)
@@ -88,7 +88,7 @@ class DeviceWindow(Window):
         """A copy between tensors, to be launched in a step."""
         return self._memory.copying(into, part)
 
-    def _may_launch(self, operation: Operation) -> bool:
+    def _may_launch(self, operation: WindowRun) -> bool:
         number = operation.first + self._launched
         return self.have_made(number if self._launched else number - 1)
 

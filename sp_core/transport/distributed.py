@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sp_core.errors import PeerFailed
 from sp_core.observer import observer_of
+from sp_core.schedules import Op, Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
 from sp_core.transport.host import WIDER, widened
-from sp_core.transport.transfer import Op, Transfer
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -54,28 +54,28 @@ class DistributedTransport:
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._say, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective."""
-        wait(self.start(transfer, send, recv), self._poll)
+        wait(self.start(operation, send, recv), self._poll)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective."""
-        what = f"{transfer.op} by torch.distributed"
+        what = f"{operation.op} by torch.distributed"
         self._say(what)
-        if transfer.steps == 0:
+        if operation.longest == 0:
             return Done()
-        match transfer.op:
+        match operation.op:
             case Op.ALL_REDUCE | Op.REDUCE:
-                return self._reduction(transfer, send, recv, what)
+                return self._reduction(operation, send, recv, what)
             case Op.BROADCAST:
-                return self._broadcast(transfer, send if recv is None else recv, what)
+                return self._broadcast(operation, send if recv is None else recv, what)
         assert send is not None
         assert recv is not None
-        return self._pieces(transfer, send, recv, what)
+        return self._pieces(operation, send, recv, what)
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """A collective on the same memory."""
-        return partial(self.run, transfer, send, recv)
+        return partial(self.run, operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, as one all-to-all; what is alone is not copied."""
@@ -105,7 +105,7 @@ class DistributedTransport:
         if not together:  # its end waits for what is under way, until the others have gone or its time is up
             threading.Thread(target=held.clear, daemon=True).start()
 
-    def _reduction(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, what: str) -> Handle:
+    def _reduction(self, operation: Operation, send: Tensor | None, recv: Tensor | None, what: str) -> Handle:
         """A sum (or max, min), on every rank in memory that may be overwritten."""
         from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions
 
@@ -113,35 +113,35 @@ class DistributedTransport:
         assert wide is not None
         total = wide.clone() if total is None else total
         total.copy_(wide)
-        reduction: Any = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[transfer.reduction]
-        if transfer.op is Op.REDUCE:
+        reduction: Any = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[operation.reduction]
+        if operation.op is Op.REDUCE:
             to_root = ReduceOptions()
-            to_root.reduceOp, to_root.rootRank = reduction, transfer.root
+            to_root.reduceOp, to_root.rootRank = reduction, operation.root
             return self._handle(self._group.reduce([total], to_root), (total, recv), what, after)
         to_all = AllreduceOptions()
         to_all.reduceOp = reduction
         return self._handle(self._group.allreduce([total], to_all), (total, recv), what, after)
 
-    def _broadcast(self, transfer: Transfer, x: Tensor | None, what: str) -> Handle:
+    def _broadcast(self, operation: Operation, x: Tensor | None, what: str) -> Handle:
         from torch.distributed import BroadcastOptions
 
         assert x is not None
         options = BroadcastOptions()
-        options.rootRank = transfer.root
+        options.rootRank = operation.root
         return self._handle(self._group.broadcast([_bytes(x)], options), (x,), what)
 
-    def _pieces(self, transfer: Transfer, send: Tensor, recv: Tensor, what: str) -> Handle:
+    def _pieces(self, operation: Operation, send: Tensor, recv: Tensor, what: str) -> Handle:
         """What goes from every rank to every rank."""
-        size, gathers = self._comm.size, transfer.op is Op.ALL_GATHER
-        if gathers and len(set(transfer.recv)) == 1:
+        size, gathers = self._comm.size, operation.op is Op.ALL_GATHER
+        if gathers and len(set(operation.recv)) == 1:
             work = self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)])
             return self._handle(work, (send, recv), what)
         packed = _bytes(send).repeat(size) if gathers else _bytes(send)
-        sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in transfer.send]
-        if transfer.op is Op.REDUCE_SCATTER:
+        sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in operation.send]
+        if operation.op is Op.REDUCE_SCATTER:
             parts = recv.new_empty((size, recv.numel()))
             return self._all_to_all(_bytes(parts.view(-1)), packed, [recv.nbytes] * size, sent, what, partial(_add, recv, parts))
-        return self._all_to_all(_bytes(recv), packed, [count * recv.itemsize for count in transfer.recv], sent, what)
+        return self._all_to_all(_bytes(recv), packed, [count * recv.itemsize for count in operation.recv], sent, what)
 
     def _all_to_all(
         self,

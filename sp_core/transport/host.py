@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sp_core.observer import observer_of
-from sp_core.transport import transfer as tr
+from sp_core.schedules import Op, Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages
-from sp_core.transport.transfer import Op, Transfer
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -76,27 +75,27 @@ class HostTransport:
         self._observer = observer_of(comm)
         self._max_count = max_count
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective, in chunks where its vectors are too long for one call."""
-        if self._fits(transfer):
-            self._call(transfer, send, recv, blocking=True)
+        if self._fits(operation):
+            self._call(operation, send, recv, blocking=True)
         else:
-            self._run_in_chunks(transfer, send, recv)
+            self._run_in_chunks(operation, send, recv)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective. One too long for a single call is carried out at once."""
-        if self._fits(transfer):
-            return self._call(transfer, send, recv, blocking=False)
-        self._run_in_chunks(transfer, send, recv)
+        if self._fits(operation):
+            return self._call(operation, send, recv, blocking=False)
+        self._run_in_chunks(operation, send, recv)
         return Done()
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """The library's call with its arguments, unless its vectors are too long for one; half types are added in wider memory."""
-        if not self._fits(transfer):
-            return partial(self.run, transfer, send, recv)
-        wide_send, wide_recv, after = widened(send, recv) if transfer.op.reduces else (send, recv, None)
-        arguments = _arguments(transfer, self._comm.rank, self._memory(wide_send), self._memory(wide_recv))
-        call = partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
+        if not self._fits(operation):
+            return partial(self.run, operation, send, recv)
+        wide_send, wide_recv, after = widened(send, recv) if operation.reduces else (send, recv, None)
+        arguments = _arguments(operation, self._comm.rank, self._memory(wide_send), self._memory(wide_recv))
+        call = partial(_method(self._comm, operation.op, blocking=True), *arguments, **_keywords(operation))
         if send is None or wide_send is None or wide_send is send:
             return call
         return partial(_in_turn, partial(wide_send.copy_, send), call, after or _nothing)
@@ -139,26 +138,26 @@ class HostTransport:
         sent, received = (((peer, x.nbytes) for peer, x in self._parts(messages)) for messages in (sends, recvs))
         self._observer.announce_exchange(sent, received, later=later)
 
-    def _fits(self, transfer: Transfer) -> bool:
+    def _fits(self, operation: Operation) -> bool:
         """Whether one call will do; the answer is the same on all ranks, because `steps` is."""
-        return self._comm.size * transfer.steps <= self._max_count
+        return self._comm.size * operation.longest <= self._max_count
 
-    def _run_in_chunks(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def _run_in_chunks(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         length = max(self._max_count // self._comm.size, 1)
-        for offset, chunk in transfer.chunks(length):
-            sent = _packed(send, transfer.send, offset, chunk.send)
+        for offset, chunk in operation.chunks(length):
+            sent = _packed(send, operation.send, offset, chunk.send)
             received = None if recv is None else recv.new_empty(sum(chunk.recv))
             self._call(chunk, sent, received, blocking=True)
-            _unpack(received, recv, transfer.recv, offset, chunk.recv)
+            _unpack(received, recv, operation.recv, offset, chunk.recv)
 
-    def _call(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
+    def _call(self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
         after = None
-        if transfer.op.reduces:
+        if operation.reduces:
             send, recv, after = widened(send, recv)
-        call = _method(self._comm, transfer.op, blocking=blocking)
-        arguments = _arguments(transfer, self._comm.rank, self._memory(send), self._memory(recv))
+        call = _method(self._comm, operation.op, blocking=blocking)
+        arguments = _arguments(operation, self._comm.rank, self._memory(send), self._memory(recv))
         self._settle()
-        request = call(*arguments, **_keywords(transfer))
+        request = call(*arguments, **_keywords(operation))
         handle = Request([] if request is None else [request], (send, recv), after)
         if blocking:
             handle.test()
@@ -171,12 +170,12 @@ class OverHost(ABC):
     _host: HostTransport
 
     @abstractmethod
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective."""
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """A collective on the same memory."""
-        return partial(self.run, transfer, send, recv)
+        return partial(self.run, operation, send, recv)
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Say which messages will be posted."""
@@ -223,13 +222,13 @@ def _nothing() -> None:
 def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:
     if flat is None:
         return None
-    return torch.cat([piece[offset : offset + n] for piece, n in zip(tr.pieces(flat, sizes), chunk, strict=True)])
+    return torch.cat([piece[offset : offset + n] for piece, n in zip(flat.split(list(sizes)), chunk, strict=True)])
 
 
 def _unpack(packed: Tensor | None, flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> None:
     if packed is None or flat is None:
         return
-    for piece, part, n in zip(tr.pieces(flat, sizes), tr.pieces(packed, chunk), chunk, strict=True):
+    for piece, part, n in zip(flat.split(list(sizes)), packed.split(list(chunk)), chunk, strict=True):
         piece[offset : offset + n] = part
 
 
@@ -251,31 +250,31 @@ def _method(comm: Intracomm, op: Op, *, blocking: bool) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(comm, name if blocking else "I" + name.lower()))
 
 
-def _arguments(transfer: Transfer, rank: int, send: Array, recv: Array) -> tuple[Any, ...]:
-    match transfer.op:
+def _arguments(operation: Operation, rank: int, send: Array, recv: Array) -> tuple[Any, ...]:
+    match operation.op:
         case Op.ALL_GATHER:
-            return send, [recv, list(transfer.recv)]
+            return send, [recv, list(operation.recv)]
         case Op.REDUCE_SCATTER:
-            return send, recv, list(transfer.send)
+            return send, recv, list(operation.send)
         case Op.ALL_REDUCE:
             return send, recv
         case Op.ALL_TO_ALL:
-            return [send, list(transfer.send)], [recv, list(transfer.recv)]
+            return [send, list(operation.send)], [recv, list(operation.recv)]
         case Op.BROADCAST:
-            return (send if rank == transfer.root else recv,)
+            return (send if rank == operation.root else recv,)
         case Op.REDUCE:
-            return send, recv if rank == transfer.root else None
+            return send, recv if rank == operation.root else None
         case Op.SHIFT:
             raise AssertionError("a shift is messages, no collective of the library")
 
 
-def _keywords(transfer: Transfer) -> dict[str, Any]:
+def _keywords(operation: Operation) -> dict[str, Any]:
     """The root, and the reduction unless it is a sum, which is what every library does by default."""
     keywords: dict[str, Any] = {}
-    if transfer.op in (Op.BROADCAST, Op.REDUCE):
-        keywords["root"] = transfer.root
-    if transfer.reduction != "sum":
+    if operation.op in (Op.BROADCAST, Op.REDUCE):
+        keywords["root"] = operation.root
+    if operation.reduction != "sum":
         from mpi4py import MPI
 
-        keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[transfer.reduction]
+        keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
     return keywords

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import DeviceError
+from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Handle, Messages
 from sp_core.transport.host import TAG, HostTransport
-from sp_core.transport.transfer import Transfer
 
 
 class LinkModel:
@@ -73,17 +73,17 @@ class LinkTransport:
     def __init__(self, host: HostTransport, link: LinkModel) -> None:
         self._host, self._link = host, link
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Refuse a collective of the MPI library."""
-        self._refuse(transfer)
+        self._refuse(operation)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Refuse a collective of the MPI library."""
-        self._refuse(transfer)
+        self._refuse(operation)
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """Refuse a collective of the MPI library."""
-        self._refuse(transfer)
+        self._refuse(operation)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
@@ -110,9 +110,9 @@ class LinkTransport:
     def close(self, *, together: bool) -> None:
         """Nothing to give back."""
 
-    def _refuse(self, transfer: Transfer) -> NoReturn:
+    def _refuse(self, operation: Operation) -> NoReturn:
         raise DeviceError(
-            f"{transfer.op} by the MPI library was asked for over {self._link!r}, which carries messages only. Pass the algorithm "
+            f"{operation.op} by the MPI library was asked for over {self._link!r}, which carries messages only. Pass the algorithm "
             "of a schedule, to the call or to the mesh, such as algorithm='ring'."
         )
 

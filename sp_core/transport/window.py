@@ -77,7 +77,7 @@ class Window:
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self._begun = 0  # steps of all operations started so far
         self._reached = 0  # steps that all ranks are known to have made
-        self._queue: deque[Operation] = deque()
+        self._queue: deque[WindowRun] = deque()
         self._numbers = itertools.count()  # of allocations; the same on all ranks
         self._allocations: dict[int, Allocation] = {}
         self._announce, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
@@ -87,7 +87,7 @@ class Window:
         """Steps of all operations started so far; the number of the first step of the next one."""
         return self._begun
 
-    def start(self, steps: Steps, what: str) -> Operation:
+    def start(self, steps: Steps, what: str) -> WindowRun:
         """Begin an operation; every rank calls this, for as many steps.
 
         Args:
@@ -95,7 +95,7 @@ class Window:
             what: what it is, the same on every rank.
         """
         self._announce(what)
-        operation = Operation(self, steps, self._begun, what)
+        operation = WindowRun(self, steps, self._begun, what)
         self._begun += len(steps)
         self._queue.append(operation)
         self.advance()
@@ -209,7 +209,7 @@ class Window:
         return True
 
 
-class Operation:
+class WindowRun:
     """Steps under way in a window; a handle.
 
     Attributes:

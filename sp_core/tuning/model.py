@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from sp_core.schedules import SCHEDULED, Program, Step, Task, cost, program_of, segment_length
+from sp_core.schedules import SCHEDULED, Op, Operation, Program, Step, cost, operation, program_of, segment_length
 from sp_core.segments import split_sizes
 from sp_core.tuning.constants import Tuning
 
@@ -44,20 +45,14 @@ class Prediction:
     scratch: int = 0
 
 
-def even_task(op: str, rank: int, nodes: Nodes, count: int) -> Task:
+def even_operation(op: str, rank: int, nodes: Nodes, count: int) -> Operation:
     """Make the operation over a vector of `count` elements that is cut evenly. The root is rank 0."""
     size = len(nodes)
-    pieces, whole = split_sizes(count, size), (count,)
-    square = (pieces[rank],) * size
-    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        "all_gather": ((pieces[rank],), pieces),
-        "reduce_scatter": (pieces, (pieces[rank],)),
-        "all_reduce": (whole, whole),
-        "all_to_all": (pieces, square),
-        "broadcast": (whole, ()) if rank == 0 else ((), whole),
-        "reduce": (whole, whole if rank == 0 else ()),
-    }
-    return Task(op, rank, size, *sizes[op], segment=segment_length(count, size, DTYPE.itemsize), nodes=nodes)
+    pieces = split_sizes(count, size)
+    more: dict[str, Any] = {"segment": segment_length(count, size, DTYPE.itemsize), "nodes": nodes}
+    if op == "all_to_all":
+        return Operation(Op.ALL_TO_ALL, rank, size, pieces, (pieces[rank],) * size, max(pieces), **more)
+    return operation(op, rank, size, pieces, **more)
 
 
 def witnesses(size: int) -> list[int]:
@@ -71,7 +66,7 @@ def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int)
     if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
     count = max(nbytes // DTYPE.itemsize, 1)
-    programs = {rank: program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))}
+    programs = {rank: program_of(even_operation(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))}
     return tuning.start + max(_seconds(tuning, program, rank, nodes) for rank, program in programs.items())
 
 
@@ -97,7 +92,7 @@ def predict(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, 
     if algorithm not in SCHEDULED[op]:
         return Prediction(seconds)
     count = max(nbytes // DTYPE.itemsize, 1)
-    programs = [program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))]
+    programs = [program_of(even_operation(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))]
     figures = max((cost(program, DTYPE) for program in programs), key=lambda found: found.bytes_sent)
     if not planned:
         seconds += tuning.bind[0] + tuning.bind[1] * max(len(program.steps) for program in programs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 import sp_core as sp
 from oracle.fake_device import DelayedMemory
 from oracle.schedule_cases import pieces
-from sp_core.schedules import HALF, SLOTS, Buffer, Gather, InWindow, Place, WindowTask, in_window
+from sp_core.schedules import HALF, OWN, SLOTS, Buffer, Combine, Op, Operation, Program, Region, in_window
 from sp_core.transport import Window
 from sp_core.transport.device_window import DeviceWindow
 
@@ -27,7 +27,7 @@ class Problem:
         op: the collective.
         shape: which pieces.
         place: root, or by how many ranks a shift goes.
-        resident, in_place: as in `WindowTask`.
+        resident, in_place: as in `Operation`.
         long: scale of the sizes, so that an all-reduce needs two steps.
     """
 
@@ -38,7 +38,7 @@ class Problem:
     in_place: bool
     long: int
 
-    def task(self, rank: int, size: int, slot: int) -> WindowTask:
+    def task(self, rank: int, size: int, slot: int) -> Operation:
         """What it is for one rank."""
         counts = tuple(count * self.long for count in pieces(size, self.shape))
         whole, source = (sum(counts),), (rank - self.place) % size
@@ -55,9 +55,10 @@ class Problem:
         }[self.op]
         in_place = self.in_place and self.op == "all_reduce"
         resident = self.resident and self.op != "all_to_all"
-        return WindowTask(self.op, rank, size, send, recv, longest, root, 4, slot, resident=resident, in_place=in_place)
+        made = Operation(Op(self.op), rank, size, send, recv, longest, root, itemsize=4)
+        return made._replace(slot=slot, resident=resident, in_place=in_place)
 
-    def expected(self, tasks: Sequence[WindowTask], inputs: Sequence[Tensor], rank: int) -> Tensor:
+    def expected(self, tasks: Sequence[Operation], inputs: Sequence[Tensor], rank: int) -> Tensor:
         """What a rank gets."""
         size, task = len(tasks), tasks[rank]
         if self.op == "shift":
@@ -103,11 +104,11 @@ class Node:
             problems: what is done.
             inputs: for each, those of all ranks.
         """
-        self._steps: list[list[tuple[int, bool, InWindow, int]]] = [[] for _ in range(self.size)]
+        self._steps: list[list[tuple[int, bool, Program, int]]] = [[] for _ in range(self.size)]
         self._buffers: list[list[dict[Buffer, Tensor]]] = []
         for number, problem in enumerate(problems):
             for rank in range(self.size):
-                task = replace(problem.task(rank, self.size, self.slot), first=len(self._steps[rank]) % SLOTS)
+                task = problem.task(rank, self.size, self.slot)._replace(first=len(self._steps[rank]) % SLOTS)
                 program = in_window(task)
                 self._steps[rank] += [(number, step == 0, program, step) for step in range(len(program.steps))]
             self._buffers.append([self._of(problem, rank, x) for rank, x in enumerate(inputs[number])])
@@ -124,8 +125,8 @@ class Node:
             ready = [rank for rank in range(self.size) if self._may(rank, made)]
             rank = self._random.choice(ready)
             number, _, program, step = self._steps[rank][made[rank]]
-            for gather in program.steps[step]:
-                self._gather(self._buffers[number], rank, gather)
+            for combine in program.steps[step].then:
+                self._combine(self._buffers[number], rank, combine)
             made[rank] += 1
 
     def _may(self, rank: int, made: Sequence[int]) -> bool:
@@ -135,13 +136,13 @@ class Node:
         first = self._steps[rank][made[rank]][1]
         return all(other >= made[rank] - first for other in made)
 
-    def _gather(self, buffers: Sequence[dict[Buffer, Tensor]], rank: int, gather: Gather) -> None:
-        def memory(place: Place) -> Tensor:
-            region = place.region
-            whole = self._tmp[place.rank] if region.buffer is Buffer.TMP else buffers[place.rank][region.buffer]
+    def _combine(self, buffers: Sequence[dict[Buffer, Tensor]], rank: int, combine: Combine) -> None:
+        def memory(region: Region) -> Tensor:
+            owner = rank if region.rank == OWN else region.rank
+            whole = self._tmp[owner] if region.buffer is Buffer.TMP else buffers[owner][region.buffer]
             return whole[region.start : region.stop]
 
-        memory(Place(rank, gather.into)).copy_(in_rank_order([memory(place) for place in gather.parts]))
+        memory(combine.into).copy_(in_rank_order([memory(part) for part in combine.parts]))
 
 
 def inputs_of(problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: int) -> list[Tensor]:

@@ -1,4 +1,10 @@
-"""Collectives on values that differ by rank; the backward of each is its transpose."""
+"""The collectives that programs call, on values that differ by rank; the backward of each is its transpose.
+
+Each function compares its arguments over the ranks before it sends anything, unless the mesh was made with `check="off"`. The
+backward of a collective is a collective: it runs on a rank only if that rank's result is used, so use it on all ranks or on
+none. Before a backward the ranks compare which backward each is about to run, unless the mesh was made with `check="off"`.
+The collectives of one backward run in the reverse order of their calls; a started one counts where it was started.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sp_core.autograd.apply import Pending, apply
-from sp_core.collectives import build
+from sp_core.collectives.differentiable import Pending, begin, call
 from sp_core.communicator import Communicator
 
 Sizes = Sequence[int] | None
@@ -33,7 +38,7 @@ def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = No
         ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
     """
-    return apply(x, build.all_gather("all_gather", x, comm, dim, sizes, algorithm))
+    return call("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def reduce_scatter(
@@ -60,7 +65,7 @@ def reduce_scatter(
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.reduce_scatter("reduce_scatter", x, comm, dim, sizes, algorithm, deterministic=deterministic))
+    return call("reduce_scatter", x, comm, dim=dim, sizes=sizes, algorithm=algorithm, deterministic=deterministic)
 
 
 def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
@@ -81,7 +86,7 @@ def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str
     Raises:
         As `all_gather`; ValueError for another `op`, and for `deterministic` with an algorithm that is not.
     """
-    return apply(x, build.all_reduce("all_reduce", x, comm, op, algorithm, deterministic=deterministic))
+    return call("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
 
 def all_to_all(
@@ -112,7 +117,16 @@ def all_to_all(
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.all_to_all("all_to_all", x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
+    return call(
+        "all_to_all",
+        x,
+        comm,
+        split_dim=split_dim,
+        concat_dim=concat_dim,
+        split_sizes=split_sizes,
+        concat_sizes=concat_sizes,
+        algorithm=algorithm,
+    )
 
 
 def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
@@ -133,7 +147,7 @@ def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.shift("shift", x, comm, offset, dim, sizes, algorithm))
+    return call("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
@@ -145,7 +159,7 @@ def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = 
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.broadcast("broadcast", x, comm, root, algorithm))
+    return call("broadcast", x, comm, root=root, algorithm=algorithm)
 
 
 def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
@@ -157,7 +171,7 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
     Raises:
         As `all_gather`.
     """
-    return apply(x, build.reduce("reduce", x, comm, root, algorithm))
+    return call("reduce", x, comm, root=root, algorithm=algorithm)
 
 
 # The non-blocking forms: the same arguments, communication and errors.
@@ -165,21 +179,21 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
 
 def all_gather_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
     """Begin an `all_gather`."""
-    return Pending(x, build.all_gather("all_gather_start", x, comm, dim, sizes, algorithm))
+    return begin("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def reduce_scatter_start(
     x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto", deterministic: bool = False
 ) -> Pending:
     """Begin a `reduce_scatter`."""
-    return Pending(x, build.reduce_scatter("reduce_scatter_start", x, comm, dim, sizes, algorithm, deterministic=deterministic))
+    return begin("reduce_scatter", x, comm, dim=dim, sizes=sizes, algorithm=algorithm, deterministic=deterministic)
 
 
 def all_reduce_start(
     x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False
 ) -> Pending:
     """Begin an `all_reduce`."""
-    return Pending(x, build.all_reduce("all_reduce_start", x, comm, op, algorithm, deterministic=deterministic))
+    return begin("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
 
 def all_to_all_start(
@@ -193,16 +207,25 @@ def all_to_all_start(
     algorithm: str = "auto",
 ) -> Pending:
     """Begin an `all_to_all`."""
-    return Pending(x, build.all_to_all("all_to_all_start", x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm))
+    return begin(
+        "all_to_all",
+        x,
+        comm,
+        split_dim=split_dim,
+        concat_dim=concat_dim,
+        split_sizes=split_sizes,
+        concat_sizes=concat_sizes,
+        algorithm=algorithm,
+    )
 
 
 def shift_start(
     x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
 ) -> Pending:
     """Begin a `shift`."""
-    return Pending(x, build.shift("shift_start", x, comm, offset, dim, sizes, algorithm))
+    return begin("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def broadcast_start(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Pending:
     """Begin a `broadcast`."""
-    return Pending(x, build.broadcast("broadcast_start", x, comm, root, algorithm))
+    return begin("broadcast", x, comm, root=root, algorithm=algorithm)
