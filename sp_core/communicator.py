@@ -143,7 +143,7 @@ class Communicator:
 
     def counter(self) -> SharedCounter:
         """Numbers that go to whichever rank asks next; every rank calls this, and `free` in the end."""
-        self.agree_on(lambda: f"counter() on {self.name}", lambda: 0)
+        self.agree_on(lambda: f"counter() on {self.name}")
         return make_counter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
@@ -180,7 +180,7 @@ class Communicator:
 
     def fence(self) -> None:
         """Wait for all ranks. The ranks compare their calls, unless there is a window and `check="off"`."""
-        self.agree_on(lambda: f"fence() on {self.name}", lambda: 0, always=self.window is None)
+        self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
             self.counters["control"].add()
             self.window.make(((), ()), "fence", self.poll)
@@ -194,12 +194,14 @@ class Communicator:
             control.add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
             control.seconds += time.perf_counter() - start
 
-    def agree_on(self, call: Callable[[], str], check: Callable[[], int], *, always: bool = True) -> tuple[int, ...]:
+    def agree_on(
+        self, call: Callable[[], str], check: Callable[[], int | None] | None = None, *, always: bool = True
+    ) -> tuple[int, ...]:
         """Run a local check on every rank, then agree, so that what one rank finds is raised by all.
 
         Args:
-            call: gives the operation and the arguments that must be the same on every rank.
-            check: returns this rank's number, or raises what is wrong.
+            call: gives the operation and the arguments that must be the same on every rank. It may raise what is wrong, too.
+            check: raises what is wrong, or returns this rank's number; None is 0.
             always: exchange records even if the communicator was made with `check="off"`.
 
         Returns:
@@ -208,7 +210,7 @@ class Communicator:
         self.ensure_open()  # nobody can be asked any more: every rank finds this out by itself
         error, value, text = None, 0, ""
         try:
-            value = check()
+            value = (check() if check else None) or 0
             text = call()
         except Exception as found:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
             error = found
@@ -229,7 +231,7 @@ class Communicator:
         number = self._numbers
 
         def compare(what: str) -> None:
-            self.agree_on(lambda: f"{what}, number {number} on {self.name}", lambda: 0, always=False)
+            self.agree_on(lambda: f"{what}, number {number} on {self.name}", always=False)
 
         return compare
 
@@ -302,7 +304,7 @@ class Communicator:
         return transfer.needed_elsewhere(self.rank, self.size) * (0 if send is None else send.itemsize)
 
 
-AgreeOn = Callable[[Communicator, Callable[[], str], Callable[[], int]], tuple[int, ...]]
+AgreeOn = Callable[..., tuple[int, ...]]
 
 
 @contextmanager
@@ -312,20 +314,21 @@ def agreeing_in_turn() -> Iterator[AgreeOn]:
     What one rank finds wrong reaches its ranks along the first axis, and with each of them all ranks along the next.
 
     Yields:
-        A function to call in place of `agree_on`: with a communicator, the call and the check. It returns nothing after an error.
+        A function to call in place of `agree_on`: with a communicator, the call and a check or none. It returns nothing after an
+        error.
 
     Raises:
         In the end, what was found last.
     """
     found: Exception | None = None
 
-    def agree_on(comm: Communicator, call: Callable[[], str], check: Callable[[], int]) -> tuple[int, ...]:
+    def agree_on(comm: Communicator, call: Callable[[], str], check: Callable[[], int | None] | None = None) -> tuple[int, ...]:
         nonlocal found
 
-        def checked() -> int:
+        def checked() -> int | None:
             if found is not None:
                 raise found
-            return check()
+            return check() if check else None
 
         try:
             return comm.agree_on(call, checked)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("arguments", "axes", "errors", "machine", "probing", "progress", "segments"),
     ("sharding", "mask", "schedules"),
-    ("attention", "rope", "counter_dropout", "scheduling", "tuning"),
+    ("attention", "scheduling", "tuning"),
     ("transport",),
     ("agreement", "counters", "scratch"),
     ("communicator",),
@@ -24,7 +24,7 @@ ROOMS = (
     ("collectives", "shared_tensors"),
     ("autograd",),
     ("schemes",),
-    ("layers", "parallel_linear", "cost", "gradients", "loss"),
+    ("nn", "cost"),
     ("llama", "planning"),
     ("__init__",),
     ("testing",),
@@ -123,10 +123,10 @@ def test_imports_go_one_way() -> None:
     [
         ("sp_core/sharding.py", "from sp_core.mesh import Mesh"),
         ("sp_core/transport/host.py", "def run():\n    import sp_core.communicator"),
-        ("sp_core/autograd/apply.py", "from sp_core import layers"),
+        ("sp_core/autograd/apply.py", "from sp_core import nn"),
         ("sp_core/schemes/ring.py", "from sp_core import Mesh"),
         ("sp_core/mask/runs.py", "from ..collectives import maps"),
-        ("sp_core/layers.py", "from sp_core.testing import given"),
+        ("sp_core/nn/layers.py", "from sp_core.testing import given"),
         ("sp_core/errors.py", "from sp_core import machine"),
         ("sp_core/novelty.py", ""),
     ],
@@ -142,7 +142,7 @@ def test_imports_within_a_room_and_downwards_are_fine() -> None:
 
 def test_mpi_is_used_in_few_rooms() -> None:
     assert uses_of_mpi(read("sp_core")) == []
-    assert uses_of_mpi({"sp_core/layers.py": "def f():\n    from mpi4py import MPI"}) == ["sp_core/layers.py"]
+    assert uses_of_mpi({"sp_core/nn/layers.py": "def f():\n    from mpi4py import MPI"}) == ["sp_core/nn/layers.py"]
 
 
 def test_the_reference_knows_only_torch() -> None:

@@ -14,9 +14,9 @@ from llama_cases import Case, mesh_of
 from safetensors.torch import save_file
 
 import sp_core as sp
-from sp_core.gradients import placement_of
 from sp_core.llama import Decoder, LlamaConfig, load
 from sp_core.llama.model import checkpoint_name
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import spmd
 from sp_core.testing.live_bytes import LiveBytes
 

@@ -16,9 +16,9 @@ from llama_cases import Case, mesh_of
 from tokenizers import pre_tokenizers
 
 import sp_core as sp
-from sp_core.gradients import placement_of
 from sp_core.llama import byte_tokenizer, create, load, save, saving
 from sp_core.llama.text import Text
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sp_core as sp
-from sp_core.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing import spmd
 
 Call = Callable[[sp.Mesh, bool], object]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.rope import Rope
+from sp_core.nn.rope import Rope
 from sp_core.testing import reference
 
 LLAMA3 = {

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.errors import CheckpointError
-from sp_core.gradients import Placement
 from sp_core.llama.config import LlamaConfig, read_json
 from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, parameter_names
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -158,24 +158,20 @@ def load(
     All of these on every rank.
     """
     grid = Grid.of(mesh, scheme)
-    found: list[tuple[Llama, Checkpoint]] = []
+    found: list[Llama] = []
 
-    def read() -> int:
+    def call() -> str:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
         _check_layers(checkpoint, config)
         model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
-        found.append((model, checkpoint))
-        return 0
+        found.append(model)
+        return f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
 
-    def call() -> str:
-        model, checkpoint = found[0]
-        return f"load({model.config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
-
-    grid.everyone.agree_on(call, read)
-    return found[0][0]
+    grid.everyone.agree_on(call)
+    return found[0]
 
 
 def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:

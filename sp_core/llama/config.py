@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_core.errors import CheckpointError, ShapeError
-from sp_core.rope import Rope
+from sp_core.nn.rope import Rope
 
 ARCHITECTURE = "LlamaForCausalLM"
 _ONLY: dict[str, tuple[Any, ...]] = {

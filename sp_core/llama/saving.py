@@ -17,9 +17,9 @@ from sp_core import arguments
 from sp_core.autograd import all_gather
 from sp_core.communicator import Communicator
 from sp_core.errors import CheckpointError
-from sp_core.gradients import placement_of
 from sp_core.llama.checkpoint import INDEX, SINGLE
 from sp_core.llama.model import Llama, check_model, checkpoint_name
+from sp_core.nn.gradients import placement_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,13 +48,13 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
     check_model(model)
     everyone = model.grid.everyone
 
-    def check() -> int:
+    def call() -> str:
         arguments.check(folder=folder, tokenizer=tokenizer, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file.")
-        return 0
+        return f"save({folder}, {max_file_bytes}) on {everyone.name}"
 
-    everyone.agree_on(lambda: f"save({folder}, {max_file_bytes}) on {everyone.name}", check)
+    everyone.agree_on(call)
     target = Path(folder)
     files = _files({checkpoint_name(name): weight for name, weight in model.named_parameters()}, max_file_bytes)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -19,7 +20,7 @@ from sp_core.attention.function import attention
 from sp_core.autograd import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
-from sp_core.llama.model import CAUSAL, Llama, check_model, check_tokens, document_positions
+from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens, document_positions
 from sp_core.mask import Mask
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
@@ -64,7 +65,13 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
     All of these on every rank.
     """
     check_model(model)
-    model.grid.everyone.agree_on(lambda: _call(sequences, plan, pass_tokens), lambda: _check(model, sequences, plan, pass_tokens))
+
+    def call() -> str:
+        _check(model, sequences, plan, pass_tokens)
+        digest = hashlib.blake2b(repr((list(map(list, sequences)), plan)).encode(), digest_size=8).hexdigest()
+        return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
+
+    model.grid.everyone.agree_on(call)
     return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
 
 
@@ -98,10 +105,9 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
     """A sequence whose tokens are split over the sequence ranks; the row of the last token is on the rank that has it."""
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
-    positions = sharding.positions(comm.rank)
-    mine = torch.tensor(tokens, dtype=torch.int64)[positions].unsqueeze(0).to(comm.device)
-    hidden = model.hidden(mine, positions, lambda _, q, k, v: model.attend(q, k, v, sharding=sharding, mask=CAUSAL))
-    last = positions == length - 1
+    mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
+    hidden = model.hidden(mine, replace(model.one_pass(mine, sharding, CAUSAL), lengths=None))
+    last = sharding.positions(comm.rank) == length - 1
     return {number: hidden[0, last][0]} if last.any() else {}
 
 
@@ -117,7 +123,7 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Sequence[Sequence[i
         return out
 
     tokens = torch.tensor([line], dtype=torch.int64, device=model.grid.sequence.device)
-    hidden = model.hidden(tokens, document_positions(torch.arange(len(line)), mask), attend)
+    hidden = model.hidden(tokens, Pass(tokens, document_positions(torch.arange(len(line)), mask), attend))
     ends = (start + len(sequences[number]) - 1 for number, start in zip(numbers, starts, strict=False))
     return {number: hidden[0, end] for number, end in zip(numbers, ends, strict=True)}
 
@@ -141,12 +147,7 @@ def _filled(sequences: Sequence[Sequence[int]], plan: Plan, number: int) -> list
     return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
 
 
-def _call(sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> str:
-    digest = hashlib.blake2b(repr((list(map(list, sequences)), plan)).encode(), digest_size=8).hexdigest()
-    return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
-
-
-def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> int:
+def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> None:
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
     arguments.check_type("plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced.")
     grid, lengths = model.grid, tuple(map(len, sequences))
@@ -161,4 +162,3 @@ def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_to
         what = f"pass_tokens={pass_tokens}" if pass_tokens < 1 else f"sequence {lengths.index(0)} without tokens"
         raise ValueError(f"{what} was given; needed at least 1.")
     check_tokens(torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64), model.config)
-    return 0

@@ -16,8 +16,8 @@ import sp_core as sp
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import ARCHITECTURE, DTYPES, SCHEMES, SITUATIONS, Expected, architecture, case_of, meshes
-from sp_core.gradients import reduce_gradients
 from sp_core.llama import Llama
+from sp_core.nn.gradients import reduce_gradients
 from sp_core.testing import reference
 from sp_core.testing.attention_check import ascending
 from sp_core.testing.strategies import LAYOUTS, LISTED, listed

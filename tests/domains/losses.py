@@ -23,7 +23,7 @@ from domains.layers import TOKENS
 from domains.numeric import near, normal
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.attention import accumulation_dtype
-from sp_core.loss import IGNORED, check_shard, next_token_labels, next_token_loss
+from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
 from sp_core.testing.strategies import DTYPES
 from sp_core.testing.tolerance import bound, unit_roundoff
 

@@ -12,8 +12,9 @@ from promises.ledger import ROWS, Book, Scene, row
 from torch import Tensor
 
 import sp_core as sp
-from sp_core import gradients, llama, loss, scheduling
+from sp_core import llama, scheduling
 from sp_core.llama import pipeline, train
+from sp_core.nn import gradients, loss
 
 SMALL = Case((4, 2), dtype="float32", hidden=8, ffn=8, vocab=12)
 CONFIG = replace(SMALL.config, num_hidden_layers=2)

@@ -46,15 +46,15 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
     Raises:
         ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
     """
-
     arguments.check_communicator(comm)
 
-    def check() -> int:
+    def call() -> str:
         if mask is not None:
             arguments.check_type("mask", mask, Mask, "Pass Mask(documents=...), or None.")
-        return check_shard(tokens, comm, sharding)
+        check_shard(tokens, comm, sharding)
+        return f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}"
 
-    comm.agree_on(lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", check)
+    comm.agree_on(call)
     whole = sharding.restore(all_gather(tokens, comm=comm, dim=1, sizes=sharding.lengths), 1)
     positions = torch.cat([sharding.positions(rank) for rank in range(sharding.size)]).sort().values
     follows = positions[1:] == positions[:-1] + 1
@@ -66,7 +66,7 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
     return sharding.shard(labels, comm.rank, 1)
 
 
-def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
+def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
     """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
     check_tensor(tokens, comm)
     arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
@@ -77,7 +77,6 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
             f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the sharding is for {sharding.size} "
             f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
         )
-    return 0
 
 
 def next_token_loss(
@@ -107,7 +106,19 @@ def next_token_loss(
 
     All of these on every rank of both groups.
     """
-    sizes = _agreed_sizes(logits, labels, tensor, data, count)
+    arguments.check_communicator(tensor, "tensor")
+    arguments.check_communicator(data, "data")
+    sizes: Sequence[int] = ()
+
+    def call() -> str:
+        return f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
+
+    def same() -> str:
+        return f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
+
+    with agreeing_in_turn() as agree_on:
+        sizes = agree_on(tensor, same, lambda: _check_loss(logits, labels, tensor, count))
+        agree_on(data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes)))
     valid = labels != IGNORED
     count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
     if count == 0:
@@ -128,28 +139,10 @@ def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: 
     return total.log() - target
 
 
-def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Communicator, count: int | None) -> Sequence[int]:
-    """The parts of the vocabulary. What one rank finds wrong reaches its tensor group first, and with it every data group."""
-    arguments.check_communicator(tensor, "tensor")
-    arguments.check_communicator(data, "data")
-    sizes: Sequence[int] = ()
-
-    def call() -> str:
-        return f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
-
-    def same() -> str:
-        return f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
-
-    def check() -> int:
-        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= sum(sizes)))]
-        if wrong.numel():
-            raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{sum(sizes) - 1}, and {IGNORED} means none.")
-        return 0
-
-    with agreeing_in_turn() as agree_on:
-        sizes = agree_on(tensor, same, lambda: _check_loss(logits, labels, tensor, count))
-        agree_on(data, lambda: f"{call()} on {data.name}", check)
-    return sizes
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
+    if wrong.numel():
+        raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{vocabulary - 1}, and {IGNORED} means none.")
 
 
 def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
