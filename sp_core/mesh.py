@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sp_core import agreement, arguments, axes, progress
-from sp_core.communicator import Check, Communicator
+from sp_core.communicator import Check, Communicator, Reordered
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cores, cpu_model, node_name, node_number
-from sp_core.reordered import Reordered
 from sp_core.schedules import defaults
 from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
 from sp_core.tuning import FileError, Tuning, find

@@ -19,7 +19,6 @@ ROOMS = (
     ("transport",),
     ("agreement", "counters", "scratch"),
     ("communicator",),
-    ("reordered",),
     ("mesh",),
     ("collectives", "shared_tensors"),
     ("autograd",),
@@ -36,7 +35,7 @@ ROOMS = (
 """Every module or folder of sp_core. Each may import from the lines above its own, and from itself."""
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-USES_MPI = {"transport", "agreement", "communicator", "reordered", "mesh", "testing", "doctor", "measuring", "inference"}
+USES_MPI = {"transport", "agreement", "communicator", "mesh", "testing", "doctor", "measuring", "inference"}
 USES_MPI |= {"__main__"}
 REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 50, 10

@@ -25,8 +25,8 @@ from sp_core.autograd import copy_to_group, reduce_from_group, reduce_scatter
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.nn.checks import check_input, check_sharding
 from sp_core.nn.gradients import Placement, place, placement_of
+from sp_core.nn.layers import check_input, check_sharding
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, split_sizes
 
