@@ -44,8 +44,12 @@ class Checkpoint:
         places = self._read_index() if (self.folder / INDEX).exists() else {}
         if not places and not (self.folder / SINGLE).exists():
             pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
-            hints = [f" There is {name}, which would have to be unpickled and never is: convert it to safetensors." for name in pickled]
-            raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {INDEX}.{''.join(hints[:1])}")
+            hint = (
+                f" There is {pickled[0]}, which would have to be unpickled and never is: convert it to safetensors."
+                if pickled
+                else ""
+            )
+            raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {INDEX}.{hint}")
         files = sorted(set(places.values())) or [SINGLE]
         self._files = {file: _opened(self.folder / file, len(files)) for file in files}
         self._places = places or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
