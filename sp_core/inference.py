@@ -19,6 +19,7 @@ from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
+from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, check_ranks, stage_layers
 from sp_core.llama.text import Stream, read_tokenizer
 from sp_core.mesh import Mesh
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
     from tokenizers import Tokenizer
 
-AXES = ("dp", "pp", "ring", "ulysses", "tp")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 REFUSED = 2
 """The exit code where something is wrong with what was asked for."""

@@ -70,6 +70,12 @@ class LlamaConfig:
         except (ShapeError, ValueError, TypeError) as error:
             raise CheckpointError(f"the rotary embedding of the configuration is not supported: {error}") from error
 
+    @property
+    def layer_weights(self) -> int:
+        """Elements of all matrices of a layer."""
+        heads = self.num_attention_heads + self.num_key_value_heads
+        return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
+
     def rope(self) -> Rope:
         """The rotary embedding."""
         return Rope(self.head_dim, self.rope_theta, self.rope_scaling)

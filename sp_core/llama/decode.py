@@ -58,7 +58,7 @@ class Cache:
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
-        self.rank, self.size = comm.rank, comm.size
+        self.rank = comm.rank
         self.room = tuple(room)
         self.slot = max(room, default=0)
         self.lengths = [0] * len(room)
@@ -103,13 +103,11 @@ class Cache:
         kept = self.rows[layer, :, : len(self.owned[self.rank])]
         return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
 
-    def sharding(self) -> Sharding:
-        """Who keeps which tokens."""
-        return Sharding.from_positions(self.owned)
-
     def mask(self, end: int, kv_end: int) -> Mask:
-        """Causal, each sequence for itself, for queries and keys at positions below these."""
-        return Mask(causal=True, documents=self._documents(end), kv_documents=self._documents(kv_end))
+        """Return a causal mask, each sequence for itself, for queries and keys at positions below these."""
+        slots = [number * self.slot for number in range(len(self.room))]
+        documents, kv_documents = ((*(min(start, stop) for start in slots), stop) for stop in (end, kv_end))
+        return Mask(causal=True, documents=documents, kv_documents=kv_documents)
 
     def shares(self, number: int) -> list[list[int]]:
         """Deal so many new tokens out, so that no rank keeps two tokens more than another.
@@ -117,20 +115,17 @@ class Cache:
         Each rank gets a piece from the front and one from the back, in opposite orders: under a causal mask these are equal work.
         """
         counts = [len(owned) for owned in self.owned]
-        each, more = divmod(sum(counts) + number, self.size)
-        first = sorted(range(self.size), key=lambda rank: (-counts[rank], rank))[:more]
+        each, more = divmod(sum(counts) + number, len(counts))
+        first = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))[:more]
         quotas = [each + (rank in first) - count for rank, count in enumerate(counts)]
         fronts = [quota - quota // 2 for quota in quotas]
-        pieces = [*enumerate(fronts), *((rank, quotas[rank] - fronts[rank]) for rank in reversed(range(self.size)))]
+        pieces = [*enumerate(fronts), *((rank, quotas[rank] - fronts[rank]) for rank in reversed(range(len(counts))))]
         shares: list[list[int]] = [[] for _ in quotas]
         start = 0
         for rank, length in pieces:
             shares[rank].extend(range(start, start + length))
             start += length
         return shares
-
-    def _documents(self, end: int) -> tuple[int, ...]:
-        return (*(min(number * self.slot, end) for number in range(len(self.room))), end)
 
 
 class Decoder:
@@ -203,7 +198,7 @@ class Decoder:
         """Each rank computes some of the new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         sharding = Sharding.from_positions([[new.positions[place] for place in share] for share in new.shares])
-        kept = cache.sharding()
+        kept = Sharding.from_positions(cache.owned)
         mask = cache.mask(sharding.end, kept.end)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -284,10 +284,7 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
     Raises:
         ShapeError: more stages than layers.
     """
-    layer = config.hidden_size * (
-        2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim + 3 * config.intermediate_size
-    )
-    return split_stages([layer] * config.num_hidden_layers, stages, last=config.hidden_size * config.vocab_size)
+    return split_stages([config.layer_weights] * config.num_hidden_layers, stages, last=config.hidden_size * config.vocab_size)
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:

@@ -34,9 +34,8 @@ Rows = dict[int, Tensor]
 
 def work_of(config: LlamaConfig) -> Work:
     """Floating-point operations of the layers, forward; embedding, norms and the head of a single token are left out."""
-    width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    weights = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
-    return Work(2 * weights * config.num_hidden_layers, 4 * width * config.num_hidden_layers)
+    attention = 4 * config.num_attention_heads * config.head_dim
+    return Work(2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers)
 
 
 def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:

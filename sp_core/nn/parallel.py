@@ -114,8 +114,7 @@ class _ParallelLinear(Weight):
         cut = _agreed_sizes(type(self), linear, comm, sharding, sizes)
         held = tuple((range(start, stop),) for start, stop in pairwise(accumulate(cut, initial=0)))
         super().__init__(Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype)
-        self.sharding, self.sizes = sharding, cut
-        self.lengths = None if sharding is None else sharding.lengths
+        self.sizes, self.lengths = cut, None if sharding is None else sharding.lengths
         self.weight = _part(linear.weight, placement_of(self.weight), comm)
         if linear.bias is not None:
             whole = Placement.replicated(linear.bias.shape, comm.size)
@@ -180,7 +179,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Communication:
             As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the gradient of x backward.
         """
-        self._agree(x, None if self.sharding is None else self.sharding.local_len(self.comm.rank))
+        self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
         return project(x, self, lengths=self.lengths)[0]
 
 
@@ -200,11 +199,11 @@ class RowParallelLinear(_ParallelLinear):
             As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient backward; without `sharding` one
             all-reduce of the result.
         """
-        self._agree(x, None if self.sharding is None else self.sharding.seq_len)
+        self._agree(x, None if self.lengths is None else sum(self.lengths))
         out = sum_over_ranks(x, self, lengths=self.lengths)
         if self.bias is None:
             return out
-        return out + (self.bias if self.sharding is None else copy_to_group(self.bias, comm=self.comm))
+        return out + (self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm))
 
 
 def _agreed_sizes(

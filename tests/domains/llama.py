@@ -109,14 +109,16 @@ def judge(case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values,
     wanted.check_gradients(model)
 
 
-MADE = dict.fromkeys(("hidden", "lengths", "positions", "attend", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it")
+MADE = dict.fromkeys(("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it")
 SUBJECTS = [
     Subject(
         "llama.Llama.forward",
         architecture("config", ARCHITECTURE) | meshes(*AXES) | FORWARD | SITUATIONS,
         forward,
         models.ranks,
-        covers=tuple(f"llama.Llama{name}" for name in ("", ".fill", ".lengths", ".hidden", ".logits", ".attend", ".spread")),
+        covers=tuple(
+            f"llama.Llama{name}" for name in ("", ".fill", ".one_pass", ".lengths", ".hidden", ".logits", ".attend", ".spread")
+        ),
         outside={**MADE, "read": "every row fills its model", "dtype": "config.dtype", "grid": "mesh.axes"},
     ),
 ]

@@ -83,7 +83,11 @@ def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         full = f"{front}.{name}".removeprefix(".")
         yield full, member
         if is_class:
-            yield from ((f"{full}.{method}", getattr(member, method)) for method in vars(member) if _is_method(member, method))
+            private = [
+                base for base in member.__mro__[1:] if base.__name__.startswith("_") and base.__module__.startswith("sp_core")
+            ]
+            methods = {method for owner in (member, *private) for method in vars(owner) if _is_method(owner, method)}
+            yield from ((f"{full}.{method}", getattr(member, method)) for method in sorted(methods))
 
 
 def _is_method(owner: type, name: str) -> bool:
