@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,19 @@ class Options:
     tuning: Tuning | None
 
 
-class Communicator:
+class NotCopied:
+    """An object of the ranks of one run. Copies of a layer share it, and it cannot be pickled."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled, since it ends with this run. Save state_dict() of a layer, and make it again."
+        )
+
+
+class Communicator(NotCopied):
     """Ranks that communicate. `Mesh` makes these; they end with it.
 
     Args:

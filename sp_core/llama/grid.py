@@ -94,6 +94,5 @@ def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttent
         return f"Grid.of(scheme={name!r})"
 
     mesh[tuple(mesh.axes)].agree_on(call)
-    if name == HYBRID:
-        return partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1]))
-    return partial(SCHEMES[name], comm=comm)
+    scheme_of_axes = partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1])) if name == HYBRID else SCHEMES[name]
+    return partial(scheme_of_axes, comm=comm)

@@ -68,7 +68,7 @@ class ReplicatedLayer(nn.Module):
             if sharding is not None:
                 check_sharding(sharding, self.comm, kind)
             tokens = None if sharding is None else sharding.local_len(self.comm.rank)
-            check_input(x, self.comm, kind, parameters[0], self.hidden, tokens)
+            check_input(x, self.comm, f"{kind} of hidden size {self.hidden}", parameters[0], self.hidden, tokens)
             owned = "" if sharding is None else f", {sharding.fingerprint}"
             return f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): {describe_all(parameters, self.comm)}"
 

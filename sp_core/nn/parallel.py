@@ -40,8 +40,16 @@ class Weight(nn.Module):
         super().__init__()
         self.comm = comm
         part = torch.empty(placement.local_shape(comm.rank), dtype=dtype, device=comm.device)
+        self.placements = {"weight": placement}
         self.weight = place(nn.Parameter(part), placement)
         self.bias: nn.Parameter | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in the base class. A copy of a parameter carries no placement."""
+        base: Any = super()
+        base.__setstate__(state)
+        for name, placement in self.placements.items():
+            place(self.get_parameter(name), placement)
 
 
 def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
@@ -115,10 +123,13 @@ class _ParallelLinear(Weight):
         held = tuple((range(start, stop),) for start, stop in pairwise(accumulate(cut, initial=0)))
         super().__init__(Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype)
         self.sizes, self.lengths = cut, None if sharding is None else sharding.lengths
-        self.weight = _part(linear.weight, placement_of(self.weight), comm)
         if linear.bias is not None:
             whole = Placement.replicated(linear.bias.shape, comm.size)
-            self.bias = _part(linear.bias, whole if self.split_dim else replace(whole, held=held), comm)
+            self.placements["bias"] = whole if self.split_dim else replace(whole, held=held)
+        for name, placement in self.placements.items():
+            parameter = getattr(linear, name)
+            part = placement.take(parameter.detach(), comm.rank).to(comm.device)
+            setattr(self, name, place(nn.Parameter(part, parameter.requires_grad), placement))
 
     @classmethod
     def from_linear(
@@ -230,8 +241,3 @@ def _agreed_sizes(
 
     comm.agree_on(call)
     return cut
-
-
-def _part(whole: Tensor, placement: Placement, comm: Communicator) -> nn.Parameter:
-    """Copy this rank's part of a parameter that is held whole."""
-    return place(nn.Parameter(placement.take(whole.detach(), comm.rank).to(comm.device), whole.requires_grad), placement)
