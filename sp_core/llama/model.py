@@ -193,7 +193,12 @@ class Llama(nn.Module):
         """
 
         def call() -> str:
-            self._check(tokens, sharding, mask)
+            if self.grid.stages.size > 1:
+                raise ShapeError(
+                    f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. "
+                    "Use Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
+                )
+            self.check(tokens, sharding, mask)
             return f"Llama({self.dtype}, tp_sp={self.tp_sp})"
 
         self.grid.everyone.agree_on(call)
@@ -237,12 +242,12 @@ class Llama(nn.Module):
         """Key/value heads (B, S, K/T, D) in the slots in which this rank's query heads read them."""
         return x if self.slots is None else x[:, :, self.slots]
 
-    def _check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
-        if self.grid.stages.size > 1:
-            raise ShapeError(
-                f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. Use "
-                "Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
-            )
+    def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
+        """Refuse tokens that are not this rank's shard, or not in the vocabulary, and a mask that does not fit them.
+
+        Raises:
+            ShapeError, DtypeError, ValueError, TypeError: on this rank.
+        """
         check_shard(tokens, self.grid.sequence, sharding)
         arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), which is the default.")
         mask.check_lengths(sharding.end)

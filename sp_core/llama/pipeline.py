@@ -20,7 +20,7 @@ from sp_core.communicator import agreeing_in_turn
 from sp_core.errors import ShapeError
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
 from sp_core.mask import Mask
-from sp_core.nn.loss import IGNORED, check_shard, next_token_loss
+from sp_core.nn.loss import IGNORED, next_token_loss
 from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
 from sp_core.sharding import Sharding
 from sp_core.transport import Handle
@@ -250,10 +250,7 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
         raise ShapeError("no micro-batch was given; give at least one.")
     for batch in batches:
         arguments.check_type("a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding.")
-        check_shard(batch.tokens, model.grid.sequence, batch.sharding)
-        arguments.check_type("mask", batch.mask, Mask, "Leave it out for a causal one.")
-        batch.mask.check_lengths(batch.sharding.end)
-        check_tokens(batch.tokens, model.config)
+        model.check(batch.tokens, batch.sharding, batch.mask)
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
             raise ShapeError(
                 f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens {tuple(batch.tokens.shape)} given; needed "
