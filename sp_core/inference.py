@@ -37,7 +37,7 @@ REFUSED = 2
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Make the two commands known."""
+    """Add the parsers of both commands."""
     writer = commands.add_parser("generate", help="continue prompts with a LLaMA, over several ranks")
     _add_model(writer, AXES)
     writer.add_argument("--max-tokens", type=int, default=64, help="how many tokens to add at most (default: 64)")
@@ -106,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
-    """The part of one rank."""
+    """Run a command as one rank of a job. Return its exit code."""
     if comm is None:
         from mpi4py import MPI
 

@@ -56,11 +56,11 @@ class Checkpoint:
         self.names = tuple(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
             CheckpointError: it is none of the floating ones that are supported.
@@ -74,7 +74,7 @@ class Checkpoint:
         return DTYPES[kind]
 
     def read(self, name: str, placement: Placement, rank: int) -> Tensor:
-        """A rank's part of a tensor.
+        """Read the part of a tensor that a rank holds.
 
         Raises:
             CheckpointError: the tensor is missing, or has another shape.
@@ -91,7 +91,7 @@ class Checkpoint:
         return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
 
     def fingerprint(self) -> str:
-        """A short text that differs between checkpoints with other tensors, shapes or dtypes."""
+        """Return a short text that differs between checkpoints with other tensors, shapes or dtypes."""
         text = repr([(name, self.shape(name), self.dtype(name)) for name in sorted(self.names)])
         return f"{len(self.names)} tensors #{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
@@ -114,7 +114,7 @@ class Checkpoint:
 
 
 def _opened(path: Path, number: int) -> Any:
-    """Open one of so many files of a folder."""
+    """Open a file of weights; `number` is how many files the folder should have."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
@@ -130,7 +130,7 @@ def _opened(path: Path, number: int) -> Any:
 def load(
     folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None, tp_sp: bool = False
 ) -> Llama:
-    """Load a LLaMA from a folder in Hugging Face's format, each rank only its own slices of its own layers.
+    """Load a LLaMA from a folder in Hugging Face's format. Each rank reads only its own slices of its own layers.
 
     Args:
         folder: holds `config.json` and either `model.safetensors`, or several files and `model.safetensors.index.json`.
@@ -180,7 +180,7 @@ def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
-    """Refuse another number of layers before they are built, which for a number that is absurd would never end."""
+    """Refuse a number of layers that the weights do not have, before so many layers are built."""
     layers = {name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")}
     if len(layers) != config.num_hidden_layers:
         raise CheckpointError(
@@ -190,7 +190,7 @@ def _check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
 
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
-    """Refuse tensors that the model has no place for: without them it would compute something else."""
+    """Refuse weights that lack a tensor of the model, or that have one which the model does not use."""
     expected = parameter_names(model)
     missing = sorted(expected - set(checkpoint.names))
     if missing:
@@ -257,14 +257,14 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
 
 @torch.no_grad()
 def _gathered(weight: nn.Parameter, model: Llama) -> Tensor:
-    """Return the whole of a weight, on every tensor rank."""
+    """Gather the whole of a weight on every tensor rank."""
     placement = placement_of(weight)
     sizes = [sum(map(len, held)) for held in placement.held]
     return placement.join(all_gather(weight.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes))
 
 
 def _files(weights: Mapping[str, nn.Parameter], limit: int | None) -> dict[str, dict[str, nn.Parameter]]:
-    """Return which file gets which weights, in their order: each as many as fit."""
+    """Assign the weights to files in their order. A file takes as many as fit into `limit` bytes, but at least one."""
     groups: list[dict[str, nn.Parameter]] = [{}]
     for name, weight in weights.items():
         if limit is not None and groups[-1] and sum(map(_size, (*groups[-1].values(), weight))) > limit:
@@ -276,12 +276,12 @@ def _files(weights: Mapping[str, nn.Parameter], limit: int | None) -> dict[str, 
 
 
 def _size(weight: nn.Parameter) -> int:
-    """Return the bytes of a whole weight."""
+    """Return the size of a whole weight in bytes."""
     return placement_of(weight).numel * weight.element_size()
 
 
 def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
-    """Let rank 0 write."""
+    """Call `write` on rank 0, and name the folder in its error."""
     try:
         if rank == 0:
             write()
@@ -311,7 +311,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 def _end(
     model: Llama, tokenizer: Tokenizer | None, files: Mapping[str, Mapping[str, nn.Parameter]], draft: Path, target: Path
 ) -> None:
-    """What is beside the weights, the configuration last; then the name."""
+    """Write the other files of the folder, config.json last, and give the folder its name."""
     if list(files) != [SINGLE]:
         total = sum(_size(weight) for weights in files.values() for weight in weights.values())
         places = {name: file for file, weights in files.items() for name in weights}

@@ -1,4 +1,4 @@
-"""Sequences that grow: many tokens at once with the sequence split over the ranks, or one by one against a split cache.
+"""Sequences that grow: by many tokens, which the ranks divide among them, or by single tokens. The cache is split over the ranks.
 
     prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept      q_r  (k v)_0..P-1
     decode:  every rank has the new tokens and attends to what it keeps; the parts are merged       merge_r attend(q, (k v)_r)
@@ -35,7 +35,13 @@ Tokens = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class New:
-    """New tokens of a micro-batch, their positions in its cache, and for each rank which of them, by their places, it keeps."""
+    """The new tokens of a micro-batch.
+
+    Args:
+        tokens: for each sequence its new ones.
+        positions: the position of each new token in the cache, over all sequences.
+        shares: for each rank the indices, into `positions`, of the tokens whose keys and values it keeps.
+    """
 
     tokens: Tokens
     positions: list[int]
@@ -47,7 +53,7 @@ class New:
 
 
 class Cache:
-    """Room for sequences that grow.
+    """The keys and values of a batch of sequences, as far as this rank keeps them.
 
     Args:
         model: whose keys and values these are.
@@ -85,7 +91,7 @@ class Cache:
         return [start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))]
 
     def add(self, tokens: Tokens, positions: list[int]) -> New:
-        """Take new tokens in, at the positions that `place` has found, and deal them out to the ranks."""
+        """Add new tokens at the positions that `place` has returned, and divide them among the ranks."""
         shares = self.shares(len(positions))
         self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
         for owned, share in zip(self.owned, shares, strict=True):
@@ -93,24 +99,24 @@ class Cache:
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep keys and values (1, S, K/T, D) of this rank's newest tokens, which have been added."""
+        """Store keys and values (1, S, K/T, D) of the S tokens of this rank that were added last."""
         stop = len(self.owned[self.rank])
         start = stop - k.shape[1]
         self.rows[layer, 0, start:stop], self.rows[layer, 1, start:stop] = k[0], v[0]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (1, S/P, K/T, D) of all of this rank's tokens, without a copy."""
+        """Return keys and values (1, S/P, K/T, D) of all of this rank's tokens, without a copy."""
         kept = self.rows[layer, :, : len(self.owned[self.rank])]
         return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
 
     def mask(self, end: int, kv_end: int) -> Mask:
-        """Return a causal mask, each sequence for itself, for queries and keys at positions below these."""
+        """Return a causal mask with each sequence as a document, for queries below `end` and keys below `kv_end`."""
         slots = [number * self.slot for number in range(len(self.room))]
         documents, kv_documents = ((*(min(start, stop) for start in slots), stop) for stop in (end, kv_end))
         return Mask(causal=True, documents=documents, kv_documents=kv_documents)
 
     def shares(self, number: int) -> list[list[int]]:
-        """Deal so many new tokens out, so that no rank keeps two tokens more than another.
+        """Divide so many new tokens among the ranks, so that their totals differ by at most one.
 
         Each rank gets a piece from the front and one from the back, in opposite orders: under a causal mask these are equal work.
         """
@@ -195,7 +201,7 @@ class Decoder:
         return broadcast(logits, comm=stages, root=stages.size - 1)
 
     def _spread(self, cache: Cache, new: New) -> Step:
-        """Each rank computes some of the new tokens."""
+        """Prepare a step in which each rank computes some of the new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         sharding = Sharding.from_positions([[new.positions[place] for place in share] for share in new.shares])
         kept = Sharding.from_positions(cache.owned)
@@ -209,7 +215,7 @@ class Decoder:
         return one, lambda hidden: self._last(hidden, new, one.lengths)
 
     def _everywhere(self, cache: Cache, new: New) -> Step:
-        """Every rank computes all new tokens, against the keys that it keeps."""
+        """Prepare a step in which every rank computes all new tokens against the keys that it keeps."""
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end = len(cache.room) * cache.slot
@@ -226,7 +232,7 @@ class Decoder:
         return one, lambda hidden: hidden[0, new.ends()]
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
-        """Agree on a call, and let the caches take the tokens in; micro-batches without a new token are left out."""
+        """Agree on a call, and add the tokens to the caches. Micro-batches without a new token are left out."""
         shown = [length for cache in self.caches for length in cache.lengths]
         found: list[tuple[Cache, Tokens, list[int]]] = []
 
@@ -249,13 +255,13 @@ class Decoder:
         return [(cache, new) for cache, new in added if new.positions]
 
     def _pass(self, cache: Cache, new: New, places: Sequence[int], attend: LayerAttend, lengths: Lengths = None) -> Pass:
-        """Take new tokens at these places of their line, as (1, S)."""
+        """Describe the pass of the new tokens with these indices, as one row (1, S)."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = _flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
         return Pass(tokens, where, attend, lengths)
 
     def _last(self, hidden: Tensor, new: New, lengths: Lengths) -> Tensor:
-        """The last new token of each sequence (N', E), from the ranks that have them: first those of the same shard."""
+        """Gather the last new token of each sequence (N', E), first over the tensor ranks and then over the sequence ranks."""
         tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(new.ends())
         held = [[place for place in share if place in ends] for share in new.shares]
         mine = [index for index, place in enumerate(new.shares[comm.rank]) if place in ends]
@@ -274,7 +280,7 @@ Step = tuple[Pass, Callable[[Tensor], Tensor]]
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
-    """Attention to what all ranks keep, from (1, H/T, S, D) and (1, H/T, S) of each; merged in one order, so bitwise alike."""
+    """Merge the attention of all ranks, (1, H/T, S, D) with its log-sum-exp (1, H/T, S), in one order on every rank."""
     parts = all_gather(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size)
     total, total_lse = parts[:1, ..., :-1].clone(), parts[:1, ..., -1].clone()
     for rank in range(1, comm.size):

@@ -1,4 +1,4 @@
-"""Choosing tokens: greedily, or at random with temperature, top-k and top-p; the same ones on every rank."""
+"""Choose tokens greedily, or at random with temperature, top-k and top-p. All ranks choose the same tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse numbers out of range."""
         if not 0 <= self.temperature < torch.inf:
             raise ValueError(f"temperature={self.temperature} was given; pass a number of at least 0.")
         if self.top_k is not None and self.top_k < 1:
@@ -50,11 +50,11 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for all tokens.")
 
     def random(self, prompt: int) -> torch.Generator:
-        """The random numbers of a prompt, whichever ranks it is on."""
+        """Return the random numbers of a prompt. They do not depend on the ranks."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """A token, from logits (V,); the first one of equal ones."""
+        """Choose a token from logits (V,); with temperature 0 the first of those with the greatest logit."""
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)

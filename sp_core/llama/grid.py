@@ -49,7 +49,7 @@ class Grid:
 
     @classmethod
     def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
-        """The grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp"; one that it lacks has one rank.
+        """Make the grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp". An axis that it lacks has one rank.
 
         Args:
             mesh: the ranks.

@@ -166,12 +166,12 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
-        """Set every weight to what `read` returns for its name in a checkpoint and its placement: this rank's part."""
+        """Set every weight to the part of this rank, which `read` returns for the name in a checkpoint and the placement."""
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
     def forward(self, tokens: Tensor, *, sharding: Sharding, mask: Mask = CAUSAL) -> Tensor:
-        """The logits of the token after each of this rank's tokens, for this rank's part of the vocabulary.
+        """Compute the logits of the token after each of this rank's tokens, for this rank's part of the vocabulary.
 
         Args:
             tokens: int64 (B, S/P), the same on all tensor ranks; replicas may have other shapes.
@@ -226,20 +226,20 @@ class Llama(nn.Module):
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
-        """(B, S, E), or with `lengths` (B, S/T, E), to (B, S, V/T)."""
+        """Compute the logits (B, S, V/T) of hidden states (B, S, E), or with `lengths` (B, S/T, E)."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return project(hidden, head, lengths=lengths)[0]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, kv_sharding: Sharding | None = None, mask: Mask
     ) -> Tensor:
-        """Attention of this rank's heads, by the scheme of the grid."""
+        """Compute the attention of this rank's heads by the scheme of the grid."""
         out = self.grid.attention(q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask)
         assert isinstance(out, Tensor)
         return out
 
     def spread(self, x: Tensor) -> Tensor:
-        """Key/value heads (B, S, K/T, D) in the slots in which this rank's query heads read them."""
+        """Return the key/value heads (B, S, K/T, D) in the order in which this rank's query heads read them, some repeatedly."""
         return x if self.slots is None else x[:, :, self.slots]
 
     def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
@@ -255,7 +255,7 @@ class Llama(nn.Module):
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no LLaMA. No rank can be asked then, so this is a local error."""
+    """Refuse an object that is no LLaMA. It has no ranks that could agree, so only this rank raises the error."""
     arguments.check_type("model", model, Llama, "Make one with load or create.")
 
 
@@ -271,12 +271,12 @@ def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> No
 
 
 def checkpoint_name(name: str) -> str:
-    """The name of a parameter in a Hugging Face checkpoint."""
+    """Return the name of a parameter in a Hugging Face checkpoint."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def parameter_names(model: Llama) -> set[str]:
-    """The names of all parameters of all stages in a checkpoint."""
+    """Return the names of the parameters of all stages in a Hugging Face checkpoint."""
     layer = [name for name, _ in model.layers[model.own[0]].named_parameters()]
     names = [f"layers.{number}.{name}" for number in range(model.config.num_hidden_layers) for name in layer]
     head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
@@ -284,7 +284,7 @@ def parameter_names(model: Llama) -> set[str]:
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
-    """The layers of each stage, such that the slowest one, with the head on the last, is as fast as can be.
+    """Divide the layers among the stages so that the slowest stage is as fast as possible. The last stage also has the head.
 
     Raises:
         ShapeError: more stages than layers.
@@ -293,14 +293,14 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:
-    """Positions counted from the beginning of each token's document: what rotary angles come from."""
+    """Return positions counted from the beginning of each token's document, as rotary angles need them."""
     if mask.documents is None:
         return positions
     return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
 
 
 def check_ranks(config: LlamaConfig, size: int) -> None:
-    """Refuse tensor ranks that would have nothing to do.
+    """Refuse more tensor ranks than there is work for.
 
     Raises:
         ShapeError: there are more of them than heads, feed-forward features or tokens in the vocabulary.
@@ -356,7 +356,7 @@ def create(
 
 
 def random_weight(name: str, placement: Placement, seed: int) -> Tensor:
-    """A whole weight in float64, which follows from its name and the seed alone."""
+    """Return a whole weight in float64 that depends on its name and the seed only."""
     if len(placement.shape) == 1:  # a norm's
         return torch.ones(placement.shape, dtype=torch.float64)
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()

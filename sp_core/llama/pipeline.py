@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a model: each stage computes its layers for one while others compute theirs for others.
+"""Micro-batches through the stages of a model. Each stage computes its own layers, several micro-batches at the same time.
 
     stage s:  x <- s - 1    y = layers_s(x)    y -> s + 1          backward:  dy <- s + 1    dx = layers_s'(x)^T dy    dx -> s - 1
 
@@ -122,7 +122,7 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
 
 
 def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering: Ordering = one_forward_one_backward) -> Tensor:
-    """The mean loss over all valid tokens of all micro-batches; its gradients are added to those of the parameters.
+    """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients to those of the parameters.
 
     Then `sum_tied_gradients`, and `reduce_gradients` as for any model.
 

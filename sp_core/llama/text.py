@@ -41,18 +41,18 @@ class Stream:
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """What the token adds; nothing while a character is unfinished."""
+        """Return the text that the token adds, or "" as long as its last character is incomplete."""
         self._tokens.append(token)
         return "" if self._tokenizer.decode(self._tokens).endswith(_UNFINISHED) else self.rest()
 
     def rest(self) -> str:
-        """Return the text that was held back."""
+        """Return the text that has not been returned yet."""
         before, self._shown = self._shown, self._tokenizer.decode(self._tokens)
         return self._shown[len(before) :]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
+    """Make a tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}  # the library writes the others as characters from 256 on

@@ -27,7 +27,7 @@ Layout = Callable[[int, int], Sharding]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has seen.
+    """The loss and the norm of the gradients of a step.
 
     Args:
         loss: mean over the tokens of all sequences that have a next one, before the step.
@@ -41,7 +41,7 @@ class Step:
 def train_step(
     model: Llama, optimizer: torch.optim.Optimizer, sequences: Tokens, *, max_norm: float, layout: Layout = Sharding.zigzag
 ) -> Step:
-    """Bring the weights one step nearer to what continues these sequences.
+    """Train the weights for one step on the next tokens of these sequences.
 
     Args:
         model: on any mesh.
@@ -116,6 +116,6 @@ def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **othe
 
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
-    """Sequences one after the other in a row (1, S), and the mask under which none sees another."""
+    """Put sequences one after the other in a row (1, S). Return it with the mask under which none sees another."""
     row = torch.tensor([[token for sequence in sequences for token in sequence]], dtype=torch.int64)
     return row, Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)

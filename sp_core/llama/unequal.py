@@ -33,13 +33,13 @@ Rows = dict[int, Tensor]
 
 
 def work_of(config: LlamaConfig) -> Work:
-    """Floating-point operations of the layers, forward; embedding, norms and the head of a single token are left out."""
+    """Return the floating-point operations of the layers in a forward pass, without embedding, norms and head."""
     attention = 4 * config.num_attention_heads * config.head_dim
     return Work(2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers)
 
 
 def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
-    """The logits after the last token of each sequence.
+    """Compute the logits after the last token of each sequence.
 
     Args:
         model: the weights; without replicas and pipeline stages.
@@ -76,7 +76,7 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
 
 @torch.no_grad()
 def compute(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
-    """This rank's part of `prefill_unequal`, which has agreed on the arguments: the rows whose last token it had."""
+    """Do this rank's part of `prefill_unequal` after the ranks have agreed. Return the rows of the last tokens that it had."""
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _shared(model, number, _filled(sequences, plan, number), len(sequences[number]))
@@ -89,7 +89,7 @@ def compute(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pas
 
 @torch.no_grad()
 def collect(model: Llama, rows: Rows, count: int) -> Tensor:
-    """(N, V) on every rank, from the rows that each has."""
+    """Gather the logits (N, V) on every rank, from the rows that each has."""
     sequence, tensor, config = model.grid.sequence, model.grid.tensor, model.config
     numbers = torch.tensor(list(rows), dtype=torch.int64, device=sequence.device)
     empty = torch.empty(0, config.hidden_size, dtype=model.dtype, device=sequence.device)
@@ -101,7 +101,7 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
 
 
 def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
-    """A sequence whose tokens are split over the sequence ranks; the row of the last token is on the rank that has it."""
+    """Compute a sequence that the sequence ranks share. The rank with the last token returns its row."""
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
     mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
@@ -111,7 +111,7 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
 
 
 def _packed(model: Llama, numbers: Sequence[int], sequences: Sequence[Sequence[int]], plan: Plan) -> Rows:
-    """Whole sequences, one after the other on a line, each seeing itself only."""
+    """Compute whole sequences on this rank, packed as documents into one row."""
     line = [token for number in numbers for token in _filled(sequences, plan, number)]
     starts = list(accumulate((plan.tokens(number) for number in numbers), initial=0))
     mask = Mask(causal=True, documents=tuple(starts))
@@ -128,7 +128,7 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Sequence[Sequence[i
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """What this rank takes of the waiting runs; the first of its tensor ranks draws for all of them."""
+    """Yield the waiting runs that this rank takes. Tensor rank 0 draws their numbers from a shared counter for all tensor ranks."""
     if not waiting:
         return
     counter = model.grid.sequence.counter()
@@ -142,7 +142,7 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
 
 
 def _filled(sequences: Sequence[Sequence[int]], plan: Plan, number: int) -> list[int]:
-    """A sequence with its padding, which no token before it sees."""
+    """Return a sequence with its padding, which no token before it sees."""
     return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
 
 

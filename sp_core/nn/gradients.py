@@ -43,7 +43,7 @@ class Placement:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
-        """Every one of `size` ranks holds all of it, and uses it alike; or, if `partial`, for tokens of its own."""
+        """Place all slices on each of `size` ranks. They use them alike or, if `partial`, each for tokens of its own."""
         return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
 
     @classmethod
@@ -53,11 +53,11 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """The number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what a rank holds."""
+        """Return the shape of the part of a rank."""
         return (*self.shape[: self.dim], sum(map(len, self.held[rank])), *self.shape[self.dim + 1 :])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
@@ -87,13 +87,13 @@ Placed = list[tuple[nn.Parameter, Placement]]
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """Let a parameter carry its placement."""
+    """Attach a placement to a parameter. Return the parameter."""
     vars(parameter)["placement"] = placement
     return parameter
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
-    """The placement that a parameter carries.
+    """Return the placement that is attached to a parameter.
 
     Raises:
         ShapeError: it carries none.

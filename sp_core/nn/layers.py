@@ -7,7 +7,7 @@ replicas stay equal. Shapes: B batch, S sequence, E model dim, F feed-forward di
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,8 @@ Device = torch.device | None
 Dtype = torch.dtype | None
 
 
-class Scheme(Protocol):
-    """An attention scheme, such as `allgather_kv_attention`."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention over the tokens of all ranks."""
-        ...
+Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
+"""An attention scheme, such as `allgather_kv_attention`: called with q, k, v and the keywords comm, sharding and mask."""
 
 
 class ReplicatedLayer(nn.Module):

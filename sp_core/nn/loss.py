@@ -29,7 +29,7 @@ IGNORED = -100
 
 @torch.no_grad()
 def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None) -> Tensor:
-    """The label of each of this rank's tokens: the token at the next global position, which may be another rank's.
+    """Return the label of each of this rank's tokens: the token at the next global position, which may be on another rank.
 
     Args:
         tokens: int64 (B, S/P), this rank's tokens.
@@ -82,7 +82,7 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
 def next_token_loss(
     logits: Tensor, labels: Tensor, *, tensor: Communicator, data: Communicator, count: int | None = None
 ) -> Tensor:
-    """Mean cross-entropy over the valid tokens of all ranks.
+    """Compute the mean cross-entropy over the valid tokens of all ranks.
 
     It counts once: call backward on every rank, then `reduce_gradients`. The logits are never gathered.
 
@@ -128,7 +128,7 @@ def next_token_loss(
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]) -> Tensor:
-    """log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
+    """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)
     places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
@@ -146,7 +146,7 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
 
 
 def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
-    """This rank's part of the vocabulary."""
+    """Refuse logits and labels that do not fit. Return the length of this rank's part of the vocabulary."""
     arguments.check(count=count)
     for x in (logits, labels):
         check_tensor(x, comm)

@@ -53,7 +53,7 @@ class Weight(nn.Module):
 
 
 def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
-    """(B, S*, E) to this rank's features of each layer, (B, S, out/P).
+    """Multiply x (B, S*, E) by the weight of each layer: this rank's features, (B, S, out/P).
 
     Communication:
         None forward and one all-reduce of the gradient of x backward; or, with `lengths`, as `gather_linears`.
@@ -66,7 +66,7 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
 
 
 def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
-    """This rank's features (B, S, in/P) through a layer, without its bias, summed over the ranks: (B, S*, E).
+    """Multiply this rank's features (B, S, in/P) by the weight of a layer, and sum over the ranks: (B, S*, E).
 
     Communication:
         One all-reduce of the result, and none backward; or, with `lengths`, as `linear_scatter`.

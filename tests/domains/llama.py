@@ -117,7 +117,8 @@ SUBJECTS = [
         forward,
         models.ranks,
         covers=tuple(
-            f"llama.Llama{name}" for name in ("", ".fill", ".one_pass", ".check", ".lengths", ".hidden", ".logits", ".attend", ".spread")
+            f"llama.Llama{name}"
+            for name in ("", ".fill", ".one_pass", ".check", ".lengths", ".hidden", ".logits", ".attend", ".spread")
         ),
         outside={**MADE, "read": "every row fills its model", "dtype": "config.dtype", "grid": "mesh.axes"},
     ),
