@@ -25,12 +25,10 @@ from sp_core.autograd import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
-from sp_core.llama.model import LayerAttend, Llama, Pass, check_tokens
+from sp_core.llama.model import LayerAttend, Llama, Pass, Tokens, check_tokens, flat
 from sp_core.mask import Mask
 from sp_core.nn.parallel import Lengths
 from sp_core.sharding import Sharding, split_ranges, split_sizes
-
-Tokens = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ class Decoder:
             for cache, part in zip(self.caches, self.parts, strict=True):
                 own = [tokens[number] for number in part]
                 found.append((cache, own, cache.place(own, part.start)))
-            check_tokens(_flat(tokens), self.model.config)
+            check_tokens(flat(tokens), self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
             return f"{what}({list(map(list, tokens))}) after {shown}"
@@ -257,7 +255,7 @@ class Decoder:
     def _pass(self, cache: Cache, new: New, places: Sequence[int], attend: LayerAttend, lengths: Lengths = None) -> Pass:
         """Describe the pass of the new tokens with these indices, as one row (1, S)."""
         where = [new.positions[place] % cache.slot for place in places]
-        tokens = _flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
+        tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
         return Pass(tokens, where, attend, lengths)
 
     def _last(self, hidden: Tensor, new: New, lengths: Lengths) -> Tensor:
@@ -287,7 +285,3 @@ def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
         part = parts[rank : rank + 1]
         merge_into(total, total_lse, part[..., :-1], part[..., -1])
     return total
-
-
-def _flat(tokens: Tokens) -> Tensor:
-    return torch.tensor([token for new in tokens for token in new], dtype=torch.int64)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.autograd import all_gather, broadcast
-from sp_core.llama.decode import Decoder, Tokens
-from sp_core.llama.model import Llama, check_model, check_tokens
+from sp_core.llama.decode import Decoder
+from sp_core.llama.model import Llama, Tokens, check_model, check_tokens
 from sp_core.segments import split_ranges
 
 OnToken = Callable[[int, int], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of the layer of that number among those of this stage."""
 CAUSAL = Mask(causal=True)
+Tokens = Sequence[Sequence[int]]
+"""The tokens of several sequences, which may have other lengths."""
 DEVIATION = 0.02
 """Standard deviation of random weights, as `initializer_range` of Hugging Face's LLaMA."""
 
@@ -257,6 +259,11 @@ class Llama(nn.Module):
 def check_model(model: object) -> None:
     """Refuse an object that is no LLaMA. It has no ranks that could agree, so only this rank raises the error."""
     arguments.check_type("model", model, Llama, "Make one with load or create.")
+
+
+def flat(sequences: Tokens) -> Tensor:
+    """Put the tokens of all sequences into one line, int64."""
+    return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
 
 
 def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:

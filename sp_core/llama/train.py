@@ -5,7 +5,7 @@ each replica packs its sequences into one row, without padding    loss -> backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.llama.model import Llama, check_model
+from sp_core.llama.model import Llama, Tokens, check_model, flat
 from sp_core.mask import Mask
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import next_token_labels, next_token_loss
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
 
-Tokens = Sequence[Sequence[int]]
 Layout = Callable[[int, int], Sharding]
 """The sharding of a number of tokens over a number of ranks."""
 
@@ -117,5 +116,4 @@ def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **othe
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
     """Put sequences one after the other in a row (1, S). Return it with the mask under which none sees another."""
-    row = torch.tensor([[token for sequence in sequences for token in sequence]], dtype=torch.int64)
-    return row, Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)
+    return flat(sequences).unsqueeze(0), Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)

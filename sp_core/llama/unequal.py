@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from sp_core.attention.function import attention
 from sp_core.autograd import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
-from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens, document_positions
-from sp_core.mask import Mask
+from sp_core.llama.model import CAUSAL, Llama, Pass, Tokens, check_model, check_tokens, document_positions, flat
+from sp_core.llama.train import packed
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
@@ -38,7 +37,7 @@ def work_of(config: LlamaConfig) -> Work:
     return Work(2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers)
 
 
-def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
+def prefill_unequal(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
     """Compute the logits after the last token of each sequence.
 
     Args:
@@ -75,7 +74,7 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
 
 
 @torch.no_grad()
-def compute(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
+def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
     """Do this rank's part of `prefill_unequal` after the ranks have agreed. Return the rows of the last tokens that it had."""
     rows: Rows = {}
     for number in plan.sharded:
@@ -110,21 +109,19 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
     return {number: hidden[0, last][0]} if last.any() else {}
 
 
-def _packed(model: Llama, numbers: Sequence[int], sequences: Sequence[Sequence[int]], plan: Plan) -> Rows:
+def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:
     """Compute whole sequences on this rank, packed as documents into one row."""
-    line = [token for number in numbers for token in _filled(sequences, plan, number)]
-    starts = list(accumulate((plan.tokens(number) for number in numbers), initial=0))
-    mask = Mask(causal=True, documents=tuple(starts))
+    row, mask = packed([_filled(sequences, plan, number) for number in numbers])
+    tokens = row.to(model.grid.sequence.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attention(q, model.spread(k), model.spread(v), mask=mask)
         assert isinstance(out, Tensor)
         return out
 
-    tokens = torch.tensor([line], dtype=torch.int64, device=model.grid.sequence.device)
-    hidden = model.hidden(tokens, Pass(tokens, document_positions(torch.arange(len(line)), mask), attend))
-    ends = (start + len(sequences[number]) - 1 for number, start in zip(numbers, starts, strict=False))
-    return {number: hidden[0, end] for number, end in zip(numbers, ends, strict=True)}
+    hidden = model.hidden(tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend))
+    starts = zip(numbers, mask.documents or (), strict=False)
+    return {number: hidden[0, start + len(sequences[number]) - 1] for number, start in starts}
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
@@ -141,12 +138,12 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
     counter.free()
 
 
-def _filled(sequences: Sequence[Sequence[int]], plan: Plan, number: int) -> list[int]:
+def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
     """Return a sequence with its padding, which no token before it sees."""
     return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
 
 
-def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> None:
+def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
     arguments.check_type("plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced.")
     grid, lengths = model.grid, tuple(map(len, sequences))
@@ -160,4 +157,4 @@ def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_to
     if pass_tokens < 1 or 0 in lengths:
         what = f"pass_tokens={pass_tokens}" if pass_tokens < 1 else f"sequence {lengths.index(0)} without tokens"
         raise ValueError(f"{what} was given; needed at least 1.")
-    check_tokens(torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64), model.config)
+    check_tokens(flat(sequences), model.config)
