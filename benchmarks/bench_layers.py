@@ -14,9 +14,9 @@ from benchmarks.bench_schemes import DIRECTIONS, HYBRID, MASKS
 from benchmarks.harness.case import AXIS, Case, Training, Work
 from benchmarks.harness.phases import Phases
 from sp_core import cost
-from sp_core.layers import TransformerBlock
 from sp_core.mesh import Mesh
-from sp_core.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from sp_core.nn.layers import TransformerBlock
+from sp_core.nn.parallel import ColumnParallelLinear, RowParallelLinear
 from sp_core.schemes import SCHEMES
 from sp_core.transport import NAMES
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.case import Case, Work
-from sp_core.gradients import Placement
 from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement
 from sp_core.schedules import ALGORITHMS
 from sp_core.sharding import split_sizes
 from sp_core.transport import NAMES

@@ -23,9 +23,9 @@ from benchmarks.case import Case
 from benchmarks.measure import Samples, peak_memory, timed
 from sp_core.collectives.api import all_gather
 from sp_core.communicator import Communicator
-from sp_core.layers import TransformerBlock
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
+from sp_core.nn.layers import TransformerBlock
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from sp_core.collectives.differentiable import Pending, copy_all_to_group, copy_to_group, gather_replicated, reduce_from_group
     from sp_core.collectives.plans import Plan, all_reduce_, plan
     from sp_core.communicator import Communicator
-    from sp_core.counter_dropout import dropout
     from sp_core.errors import CheckpointError, CollectiveMismatch, DeviceError, DtypeError, PeerFailed, RankError, ShapeError
-    from sp_core.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
     from sp_core.mask import Mask
     from sp_core.mesh import Mesh
-    from sp_core.parallel_linear import ColumnParallelLinear, RowParallelLinear
-    from sp_core.rope import Rope
+    from sp_core.nn.dropout import dropout
+    from sp_core.nn.layers import FeedForward, LayerNorm, RMSNorm, SelfAttention, TransformerBlock
+    from sp_core.nn.parallel import ColumnParallelLinear, RowParallelLinear
+    from sp_core.nn.rope import Rope
     from sp_core.schemes import allgather_kv_attention, hybrid_attention, ring_attention, ulysses_attention
     from sp_core.sharding import Sharding
     from sp_core.shared_tensors import fence, peer, shared_empty
@@ -137,7 +137,7 @@ _HOMES = {
         "RankError",
         "ShapeError",
     ),
-    "sp_core.layers": (
+    "sp_core.nn.layers": (
         "FeedForward",
         "LayerNorm",
         "RMSNorm",
@@ -146,12 +146,12 @@ _HOMES = {
     ),
     "sp_core.mask": ("Mask",),
     "sp_core.mesh": ("Mesh",),
-    "sp_core.parallel_linear": (
+    "sp_core.nn.parallel": (
         "ColumnParallelLinear",
         "RowParallelLinear",
     ),
-    "sp_core.counter_dropout": ("dropout",),
-    "sp_core.rope": ("Rope",),
+    "sp_core.nn.dropout": ("dropout",),
+    "sp_core.nn.rope": ("Rope",),
     "sp_core.schemes": (
         "allgather_kv_attention",
         "hybrid_attention",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Check = Literal["agree", "off"]
 MAX_TAG = 32767
 """The largest tag that the MPI standard guarantees."""
+MADE_LATER = ("_comm", "_owned", "transport", "window", "no_window")
+"""Attributes that a `Reordered` gets in its first use."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,19 @@ class Options:
     tuning: Tuning | None
 
 
-class Communicator:
+class NotCopied:
+    """An object of the ranks of one run. Copies of a layer share it, and it cannot be pickled."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled, since it ends with this run. Save state_dict() of a layer, and make it again."
+        )
+
+
+class Communicator(NotCopied):
     """Ranks that communicate. A `Mesh` makes communicators and frees them.
 
     Args:
@@ -144,7 +158,7 @@ class Communicator:
 
     def counter(self) -> SharedCounter:
         """Make a counter that gives each number to one rank. Every rank calls this, and frees it in the end."""
-        self.agree_on(lambda: f"counter() on {self.name}", lambda: 0)
+        self.agree_on(lambda: f"counter() on {self.name}")
         return make_counter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
@@ -181,7 +195,7 @@ class Communicator:
 
     def fence(self) -> None:
         """Wait for all ranks. The ranks compare their calls, unless there is a window and `check="off"`."""
-        self.agree_on(lambda: f"fence() on {self.name}", lambda: 0, always=self.window is None)
+        self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
             self.counters["control"].add()
             self.window.make(((), ()), "fence", self.poll)
@@ -195,12 +209,14 @@ class Communicator:
             control.add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
             control.seconds += time.perf_counter() - start
 
-    def agree_on(self, call: Callable[[], str], check: Callable[[], int], *, always: bool = True) -> tuple[int, ...]:
+    def agree_on(
+        self, call: Callable[[], str], check: Callable[[], int | None] | None = None, *, always: bool = True
+    ) -> tuple[int, ...]:
         """Run a local check on every rank and compare the calls. An error that one rank finds is raised on all ranks.
 
         Args:
-            call: gives the operation and the arguments that must be the same on every rank.
-            check: returns this rank's number, or raises what is wrong.
+            call: gives the operation and the arguments that must be the same on every rank. It may raise what is wrong, too.
+            check: raises what is wrong, or returns this rank's number; None is 0.
             always: exchange records even if the communicator was made with `check="off"`.
 
         Returns:
@@ -209,7 +225,7 @@ class Communicator:
         self.ensure_open()  # nobody can be asked any more: every rank finds this out by itself
         error, value, text = None, 0, ""
         try:
-            value = check()
+            value = (check() if check else None) or 0
             text = call()
         except Exception as found:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
             error = found
@@ -230,7 +246,7 @@ class Communicator:
         number = self._numbers
 
         def compare(what: str) -> None:
-            self.agree_on(lambda: f"{what}, number {number} on {self.name}", lambda: 0, always=False)
+            self.agree_on(lambda: f"{what}, number {number} on {self.name}", always=False)
 
         return compare
 
@@ -295,7 +311,52 @@ class Communicator:
         return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
 
 
-AgreeOn = Callable[[Communicator, Callable[[], str], Callable[[], int]], tuple[int, ...]]
+class Reordered(Communicator):
+    """The ranks of another communicator, numbered in another order.
+
+    It is made when it is first used, which all its ranks do in the same call. Its agreements go through the other
+    communicator, so that ranks which use different orders are told so. Their errors number the ranks as that one does.
+
+    Args:
+        other: the communicator, which must be freed after this one.
+        order: for each rank its number in `other`.
+        name, nodes: as in `Communicator`.
+    """
+
+    def __init__(self, other: Communicator, order: Sequence[int], name: str, nodes: Sequence[int]) -> None:
+        self._describe(order.index(other.rank), other.size, name, nodes, other.options)
+        self._control, self._other, self._order = other._control, other, tuple(order)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in MADE_LATER:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._other._agree(f"first use of {self.name}", 0, None)
+        comm = cast("Intracomm", self._other._comm.Split(0, self.rank))
+        self._open(comm, (comm,))
+        return vars(self)[name]
+
+    def ensure_open(self) -> None:
+        """Make the communicator in the first call. Do so before a check of the call can fail on some ranks."""
+        super().ensure_open()
+        if not self.is_made:
+            self.__getattr__("transport")
+
+    def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
+        told = super()._agree(call, value, error)
+        return tuple(told[place] for place in self._order)
+
+    def ask_to_free(self) -> list[agreement.Question]:
+        """As in the base class. Nothing is sent if it was never used."""
+        return super().ask_to_free() if self.is_made else []
+
+    def free(self, *, is_agreed: bool = False) -> None:
+        """As in the base class. Nothing is sent if it was never used."""
+        if self.is_made:
+            super().free(is_agreed=is_agreed)
+        self._freed = True
+
+
+AgreeOn = Callable[..., tuple[int, ...]]
 
 
 @contextmanager
@@ -305,20 +366,21 @@ def agreeing_in_turn() -> Iterator[AgreeOn]:
     What one rank finds wrong reaches its ranks along the first axis, and with each of them all ranks along the next.
 
     Yields:
-        A function to call in place of `agree_on`: with a communicator, the call and the check. It returns nothing after an error.
+        A function to call in place of `agree_on`: with a communicator, the call and a check or none. It returns nothing after an
+        error.
 
     Raises:
         In the end, what was found last.
     """
     found: Exception | None = None
 
-    def agree_on(comm: Communicator, call: Callable[[], str], check: Callable[[], int]) -> tuple[int, ...]:
+    def agree_on(comm: Communicator, call: Callable[[], str], check: Callable[[], int | None] | None = None) -> tuple[int, ...]:
         nonlocal found
 
-        def checked() -> int:
+        def checked() -> int | None:
             if found is not None:
                 raise found
-            return check()
+            return check() if check else None
 
         try:
             return comm.agree_on(call, checked)

@@ -20,23 +20,24 @@ from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
+from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, check_ranks, stage_layers
-from sp_core.llama.text import Stream, Text
+from sp_core.llama.text import Stream, read_tokenizer
 from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+    from tokenizers import Tokenizer
 
-AXES = ("dp", "pp", "ring", "ulysses", "tp")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 REFUSED = 2
 """The exit code where something is wrong with what was asked for."""
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Make the two commands known."""
+    """Add the parsers of both commands."""
     writer = commands.add_parser("generate", help="continue prompts with a LLaMA, over several ranks")
     _add_model(writer, AXES)
     writer.add_argument("--max-tokens", type=int, default=64, help="how many tokens to add at most (default: 64)")
@@ -105,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
-    """The part of one rank."""
+    """Run a command as one rank of a job. Return its exit code."""
     if comm is None:
         from mpi4py import MPI
 
@@ -129,29 +130,24 @@ def _refuse(error: Exception) -> int:
     return REFUSED
 
 
-def _read(options: argparse.Namespace, mesh: Mesh) -> tuple[Text, list[list[int]]]:
-    """The tokenizer and the tokens of the prompts, on every rank or on none."""
-    found: list[tuple[Text, list[list[int]]]] = []
+def _prepare(options: argparse.Namespace, mesh: Mesh) -> tuple[Tokenizer, list[list[int]], Llama]:
+    """Read the tokenizer, the tokens of the prompts and the model, on every rank or on none."""
+    found: list[tuple[Tokenizer, list[list[int]]]] = []
 
-    def read() -> int:
-        text = Text(options.model)
-        found.append((text, [text.encode(prompt) for prompt in options.prompt]))
-        return 0
+    def call() -> str:
+        tokenizer = read_tokenizer(options.model)
+        found.append((tokenizer, [tokenizer.encode(prompt).ids for prompt in options.prompt]))
+        return f"prompts {found[0][1]}"
 
-    mesh[tuple(mesh.axes)].agree_on(lambda: f"prompts {found[0][1]}", read)
-    return found[0]
-
-
-def _load(options: argparse.Namespace, mesh: Mesh) -> Llama:
-    dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
-    return load(options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp)
+    mesh[tuple(mesh.axes)].agree_on(call)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    return *found[0], load(options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp)
 
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    text, prompts = _read(options, mesh)
-    model = _load(options, mesh)
-    stream = Stream(text)
+    tokenizer, prompts, model = _prepare(options, mesh)
+    stream = Stream(tokenizer)
     is_shown = mesh.rank == 0 and len(prompts) == 1
 
     def show(number: int, token: int) -> None:
@@ -162,14 +158,13 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
         print(stream.rest(), flush=True)
     elif mesh.rank == 0:
         for number, tokens in enumerate(results):
-            print(f"[{number}] {text.decode(tokens)}", flush=True)
+            print(f"[{number}] {tokenizer.decode(tokens)}", flush=True)
 
 
 def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
     if options.top < 1:
         raise ValueError(f"--top {options.top} was given; pass at least 1.")
-    text, prompts = _read(options, mesh)
-    model = _load(options, mesh)
+    tokenizer, prompts, model = _prepare(options, mesh)
     logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
     if mesh.rank:
         return
@@ -177,4 +172,4 @@ def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
         best = row.topk(min(options.top, len(row)))
         print(f"[{number}]", flush=True)
         for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            print(f"  {token:>8}  {value:>10.4f}  {text.decode([token])!r}", flush=True)
+            print(f"  {token:>8}  {value:>10.4f}  {tokenizer.decode([token])!r}", flush=True)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sp_core import agreement, arguments, axes, progress
-from sp_core.communicator import Check, Communicator
+from sp_core.communicator import Check, Communicator, NotCopied, Reordered
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
-from sp_core.reordered import Reordered
 from sp_core.schedules import defaults
 from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
 from sp_core.tuning import FileError, Tuning, find
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-class Mesh:
+class Mesh(NotCopied):
     """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
     Use it as a context manager: the communicators that it makes are freed at the end. The one passed in stays the caller's.

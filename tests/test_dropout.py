@@ -12,7 +12,7 @@ from oracle.strategies import LAYOUTS, seeds
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
-from sp_core import counter_dropout
+from sp_core.nn import dropout as counter_dropout
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, spmd
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from oracle.ways import Way, every_way
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.llama import LlamaConfig, create
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close
@@ -48,7 +51,7 @@ class BlockProblem:
     def hidden(self) -> int:
         return self.kv_heads * self.group * self.head_dim
 
-    def block(self, scheme: str, comm: sp.Communicator) -> sp.TransformerBlock:
+    def block(self, scheme: Any, comm: sp.Communicator) -> sp.TransformerBlock:
         torch.manual_seed(self.seed)
         block = sp.TransformerBlock(
             self.hidden,
@@ -57,7 +60,7 @@ class BlockProblem:
             ffn_hidden=self.ffn_hidden,
             gated=self.gated,
             norm=self.norm,
-            attention=SCHEMES[scheme],
+            attention=SCHEMES.get(scheme, scheme),
             rope=sp.Rope(self.head_dim, BASE) if self.rope else None,
             bias=self.bias,
             comm=comm,
@@ -113,10 +116,16 @@ def block_problems(draw: st.DrawFn) -> BlockProblem:
     )
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("scheme", [*sorted(SCHEMES), "hybrid"])
 @given(max_examples=25, problem=block_problems())
 def test_a_block_is_that_of_one_device(comm: Any, scheme: str, problem: BlockProblem) -> None:
     check_block(comm, scheme, problem, {})
+
+
+def grid(comm: Any, **options: Any) -> sp.Mesh:
+    """A mesh for any scheme, with an axis of two ranks where that divides."""
+    fast = 2 - comm.size % 2
+    return sp.Mesh(comm, device=device(), **options, ring=comm.size // fast, ulysses=fast)
 
 
 @pytest.mark.parametrize("way", every_way(NAMES["cpu"]), ids="{0[algorithm]} over {0[transport]}".format)
@@ -130,9 +139,9 @@ def test_a_block_does_not_know_by_which_ways_its_collectives_go(comm: Any, way: 
 def check_block(comm: Any, scheme: str, problem: BlockProblem, way: Way) -> None:
     sharding = LAYOUTS[problem.layout](problem.seq_len, comm.size)
     whole, grad = problem.tokens()
-    with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
-        block = problem.block(scheme, mesh["sp"])
-        x = sharding.shard(whole, comm.rank, 1).clone().to(mesh["sp"].device).requires_grad_()
+    with grid(comm, **way) as mesh:
+        block = problem.block(partial(sp.hybrid_attention, mesh=mesh) if scheme == "hybrid" else scheme, mesh["ring", "ulysses"])
+        x = sharding.shard(whole, comm.rank, 1).clone().to(mesh.device).requires_grad_()
         out = block(x, sharding=sharding, mask=problem.mask)
         out.backward(sharding.shard(grad, comm.rank, 1).to(out))
         weights = {name: p.detach().cpu() for name, p in block.named_parameters()}
@@ -146,6 +155,38 @@ def check_block(comm: Any, scheme: str, problem: BlockProblem, way: Way) -> None
             kind = name if name in ("out", "x") else "weights"
             ratio = check_close(name, actual.detach().cpu(), value, bound(scale, whole.dtype))
             record_ratio(f"block {scheme} {kind}", ratio)
+
+
+@pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])
+@spmd(1, 2, 4)
+def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind: str) -> None:
+    sharding = sp.Sharding.contiguous(8, comm.size)
+    problem = BlockProblem(1, 8, 1, 2, 4, 8, "rms", True, True, True, sp.Mask(), "contiguous", "float32", 1)
+    with grid(comm) as mesh:
+        tokens = mesh["ring", "ulysses"]
+        if kind == "column":
+            layer: Any = sp.ColumnParallelLinear.from_linear(torch.nn.Linear(8, 8), comm=tokens, sharding=sharding)
+        elif kind == "llama":
+            layer = create(LlamaConfig(9, 8, 8, 1, 2, 1, 4), mesh)
+        else:
+            layer = problem.block("ring" if kind == "block" else partial(sp.hybrid_attention, mesh=mesh), tokens)
+        x = torch.full((1, 8 // comm.size), 3) if kind == "llama" else torch.ones(1, 8 // comm.size, 8)
+        call = layer if kind == "column" else partial(layer, sharding=sharding)
+        other = copy.deepcopy(layer)
+        before = call(x)
+        assert torch.equal((other if kind == "column" else partial(other, sharding=sharding))(x), before)
+        assert all(vars(a).get("placement") == vars(b).get("placement") for a, b in pairs(layer, other))
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert torch.equal(call(x), before)
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(layer)
+        other.load_state_dict(layer.state_dict())
+        assert all(torch.equal(a, b) for a, b in pairs(layer, other))
+
+
+def pairs(layer: torch.nn.Module, other: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    return list(zip(layer.parameters(), other.parameters(), strict=True))
 
 
 @spmd(2, 3)

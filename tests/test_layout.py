@@ -15,15 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     ("arguments", "axes", "errors", "machine", "launch", "observer", "probing", "progress", "segments"),
     ("sharding", "mask", "schedules"),
-    ("attention", "rope", "counter_dropout", "scheduling", "tuning"),
+    ("attention", "scheduling", "tuning"),
     ("transport",),
     ("agreement", "counters", "scratch"),
     ("communicator",),
-    ("reordered",),
     ("mesh",),
     ("collectives", "shared_tensors"),
     ("schemes",),
-    ("layers", "parallel_linear", "cost", "gradients", "loss"),
+    ("nn", "cost"),
     ("llama", "planning"),
     ("__init__",),
     ("testing",),
@@ -35,7 +34,7 @@ ROOMS = (
 """Every module or folder of sp_core. Each may import from the lines above its own, and from itself."""
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-USES_MPI = {"transport", "agreement", "communicator", "reordered", "mesh", "testing", "doctor", "measuring", "inference"}
+USES_MPI = {"transport", "agreement", "communicator", "mesh", "testing", "doctor", "measuring", "inference"}
 USES_MPI |= {"__main__"}
 REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 50, 10
@@ -122,10 +121,10 @@ def test_imports_go_one_way() -> None:
     [
         ("sp_core/sharding.py", "from sp_core.mesh import Mesh"),
         ("sp_core/transport/host.py", "def run():\n    import sp_core.communicator"),
-        ("sp_core/collectives/api.py", "from sp_core import layers"),
+        ("sp_core/collectives/api.py", "from sp_core import nn"),
         ("sp_core/schemes/ring.py", "from sp_core import Mesh"),
         ("sp_core/mask/runs.py", "from ..collectives import maps"),
-        ("sp_core/layers.py", "from sp_core.testing import given"),
+        ("sp_core/nn/layers.py", "from sp_core.testing import given"),
         ("sp_core/errors.py", "from sp_core import machine"),
         ("sp_core/novelty.py", ""),
     ],
@@ -141,7 +140,7 @@ def test_imports_within_a_room_and_downwards_are_fine() -> None:
 
 def test_mpi_is_used_in_few_rooms() -> None:
     assert uses_of_mpi(read("sp_core")) == []
-    assert uses_of_mpi({"sp_core/layers.py": "def f():\n    from mpi4py import MPI"}) == ["sp_core/layers.py"]
+    assert uses_of_mpi({"sp_core/nn/layers.py": "def f():\n    from mpi4py import MPI"}) == ["sp_core/nn/layers.py"]
 
 
 def test_the_reference_knows_only_torch() -> None:

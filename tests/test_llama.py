@@ -15,10 +15,10 @@ from oracle.ways import Way, taken, ways
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
-from sp_core.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
+from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.testing import event, features, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close
 

@@ -15,9 +15,9 @@ from oracle.live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import sp_core as sp
-from sp_core.gradients import placement_of
 from sp_core.llama import Decoder, LlamaConfig, load
 from sp_core.llama.model import checkpoint_name
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)

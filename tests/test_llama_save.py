@@ -16,9 +16,9 @@ from llama_cases import Case, mesh_of
 from tokenizers import pre_tokenizers
 
 import sp_core as sp
-from sp_core.gradients import placement_of
-from sp_core.llama import byte_tokenizer, create, load, save, saving
-from sp_core.llama.text import Text
+from sp_core.llama import byte_tokenizer, checkpoint, create, load, save
+from sp_core.llama.text import read_tokenizer
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)
@@ -111,14 +111,14 @@ def ending_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk with room for two files of weights."""
     written: list[Path] = []
 
-    def write(tensors: Any, path: Path, really: Any = saving._write) -> None:
+    def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
         if len(written) == 2:
             written.clear()
             raise OSError(28, "No space left on device")
         written.append(path)
         really(tensors, path)
 
-    monkeypatch.setattr(saving, "_write", write)
+    monkeypatch.setattr(checkpoint, "_write", write)
 
 
 @pytest.mark.usefixtures("ending_disk")
@@ -139,8 +139,8 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(*_: Any) -> None:
         raise OSError("killed")
 
-    monkeypatch.setattr(saving, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
-    monkeypatch.setattr(saving, "_write_json", end)
+    monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+    monkeypatch.setattr(checkpoint, "_write_json", end)
 
 
 @pytest.mark.usefixtures("killed")
@@ -170,4 +170,4 @@ def test_every_byte_has_a_token() -> None:
 @pytest.mark.mpi_skip
 def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    assert Text(tmp_path).encode("für\n") == list("für\n".encode())
+    assert read_tokenizer(tmp_path).encode("für\n").ids == list("für\n".encode())

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import sp_core as sp
 from sp_core.attention import accumulation_dtype
-from sp_core.gradients import Placement, clip_gradient_norm, place, placement_of, reduce_gradients
-from sp_core.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.nn.gradients import Placement, clip_gradient_norm, place, placement_of, reduce_gradients
+from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.segments import split_sizes
 from sp_core.testing import given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close, unit_roundoff

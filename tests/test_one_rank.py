@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sp_core as sp
-from sp_core.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing import spmd
 
 Call = Callable[[sp.Mesh, bool], object]
@@ -50,6 +50,11 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Call]] = {
     "three axes": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", "ulysses", 1))),
     "axes in another order": (sp.CollectiveMismatch, "mesh['ulysses', 'ring']", hybrid(axes=("ulysses", "ring"))),
     "another axis of the exchange": (sp.CollectiveMismatch, "'ulysses'), ring]", hybrid(ulysses="ring")),
+    "another communicator of a hybrid": (
+        sp.ShapeError,
+        "comm is mesh",
+        lambda mesh, here: attention(mesh, comm=mesh["ring"] if here else mesh["ring", "ulysses"]),
+    ),
     "an unknown axis of the exchange": (sp.ShapeError, "ulysses='tp'", hybrid(ulysses="tp")),
     "the log-sum-exp of a hybrid": (sp.CollectiveMismatch, "return_lse=True", hybrid(return_lse=True)),
     **{

@@ -16,12 +16,12 @@ from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.llama import Decoder, Grid, Llama, generate, load
 from sp_core.llama import model as llama_model
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
-from sp_core.loss import IGNORED, next_token_labels
+from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
+from sp_core.nn.loss import IGNORED, next_token_labels
 from sp_core.scheduling import gpipe, one_forward_one_backward
 from sp_core.testing import device, event, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close

@@ -120,7 +120,7 @@ def differing(comm: Any, results: Iterable[Any]) -> list[int]:
 
 NO_RESULTS = {
     *("Communicator.agree_on", "Communicator.free", "Mesh.free"),
-    *("ColumnParallelLinear.from_linear", "copy_to_group"),
+    *("ColumnParallelLinear.from_linear", "RowParallelLinear.from_linear", "copy_to_group"),
 }
 """Those that speak of who calls them, or of what they are given."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import reference
 
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.rope import Rope
+from sp_core.nn.rope import Rope
 
 LLAMA3 = {
     "rope_type": "llama3",

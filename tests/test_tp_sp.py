@@ -28,7 +28,7 @@ class Pair:
     seq_len: int
     hidden: int
     inner: int
-    layout: str
+    layout: str | None
     bias: bool
     uneven: bool
     frozen: int
@@ -70,7 +70,7 @@ def pairs(draw: st.DrawFn) -> Pair:
         seq_len=draw(st.integers(0, 19)),
         hidden=draw(st.integers(1, 5)),
         inner=draw(st.integers(1, 9)),
-        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        layout=draw(st.sampled_from([None, *sorted(LAYOUTS)])),
         bias=draw(st.booleans()),
         uneven=draw(st.booleans()),
         frozen=draw(st.integers(0, 7)),
@@ -83,27 +83,31 @@ def pairs(draw: st.DrawFn) -> Pair:
 @given(pair=pairs(), way=ways())
 def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair: Pair, way: Way) -> None:
     rank, size = comm.rank, comm.size
-    kind = token_features("tp_sp", pair.layout, pair.seq_len, size, pair.dtype, pair.batch)
+    kind = token_features("tp_sp", pair.layout or "not split", pair.seq_len, size, pair.dtype, pair.batch)
     features(kind, [remainder(pair.seq_len, size), *taken("tp_sp", way)])
-    sharding = LAYOUTS[pair.layout](pair.seq_len, size)
+    sharding = None if pair.layout is None else LAYOUTS[pair.layout](pair.seq_len, size)
+
+    def own(whole: Tensor) -> Tensor:
+        return whole if sharding is None else sharding.shard(whole, rank, 1)
+
     x, grad, up, down = pair.whole()
     sizes = pair.sizes(size)
     with sp.Mesh(comm, device=device(), **way, sp=size) as mesh:
         group = mesh["sp"]
         column = sp.ColumnParallelLinear.from_linear(up, comm=group, sharding=sharding, sizes=sizes)
         row = sp.RowParallelLinear.from_linear(down, comm=group, sharding=sharding, sizes=sizes)
-        mine = sharding.shard(x.detach(), rank, 1).clone().to(group.device).requires_grad_()
+        mine = own(x.detach()).clone().to(group.device).requires_grad_()
         inner = column(mine)
         out = row(inner)
-        out.backward(sharding.shard(grad, rank, 1).to(out))
+        out.backward(own(grad).to(out))
         whole_inner = up(x)
         whole = down(whole_inner)
         whole.backward(grad)
 
-        order = sharding.group([range(size)]).positions(0)
+        order = torch.arange(pair.seq_len) if sharding is None else sharding.group([range(size)]).positions(0)
         assert torch.equal(inner.detach().cpu(), whole_inner[:, order].split(list(column.sizes), 2)[rank])
-        assert torch.equal(out.detach().cpu(), sharding.shard(whole, rank, 1))
-        assert torch.equal(mine.grad.cpu(), sharding.shard(x.grad, rank, 1))
+        assert torch.equal(out.detach().cpu(), own(whole))
+        assert torch.equal(mine.grad.cpu(), own(x.grad))
         for parallel, linear, dim in ((column, up, 0), (row, down, 1)):
             for name, expected in linear.named_parameters():
                 actual = getattr(parallel, name)

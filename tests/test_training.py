@@ -23,9 +23,9 @@ from benchmarks.training.alone import CURVE, run_alone
 from benchmarks.training.judging import allowed, complaints, divergence, yardstick
 from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
 from benchmarks.training.worker import attempt
-from sp_core.gradients import placement_of
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import backward, train_step
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import given, record_ratio, run_threads, spmd
 from sp_core.testing.tolerance import bound, check_close
 

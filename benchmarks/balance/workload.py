@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.corpus import source_files
-from sp_core.gradients import Placement
 from sp_core.llama import Grid, Llama, LlamaConfig
 from sp_core.llama.unequal import work_of
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement
 from sp_core.scheduling import POLICIES, Plan, Work
 
 SHORTER = 64

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
-from sp_core import gradients, loss
 from sp_core.llama import train
+from sp_core.nn import gradients, loss
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor
 from benchmarks.files import write_json
 from benchmarks.training.setting import LAYOUTS, Place, Setting
 from sp_core.collectives.api import all_reduce
-from sp_core.gradients import clip_gradient_norm, placement_of
 from sp_core.llama import Llama, create, load
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import Layout, Step, backward, train_step
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import clip_gradient_norm, placement_of
 from sp_core.sharding import Sharding
 from sp_core.testing.tolerance import bound, error_ratio
 

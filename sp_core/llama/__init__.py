@@ -4,14 +4,12 @@
 makes sequences grow with a cache that is split along the sequence, and `generate` chooses tokens. Files need `safetensors`.
 """
 
-from sp_core.llama.checkpoint import Checkpoint, load
+from sp_core.llama.checkpoint import Checkpoint, load, save
 from sp_core.llama.config import LlamaConfig
-from sp_core.llama.create import create
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import Grid
-from sp_core.llama.model import Llama
-from sp_core.llama.saving import save
+from sp_core.llama.model import Llama, create
 from sp_core.llama.text import byte_tokenizer
 from sp_core.llama.unequal import prefill_unequal
 

@@ -1,25 +1,31 @@
-"""Model folders: each rank reads its own slices of the tensors in `*.safetensors`. Nothing is unpickled."""
+"""Model folders in Hugging Face's format. Each rank reads its own slices of the tensors in `*.safetensors`; nothing is unpickled.
+A folder is written from any mesh, whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_core import arguments
+from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
-from sp_core.gradients import Placement
 from sp_core.llama.config import LlamaConfig, read_json
 from sp_core.llama.grid import Grid
-from sp_core.llama.model import Llama, parameter_names
+from sp_core.llama.model import Llama, check_model, checkpoint_name, parameter_names
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement, placement_of
 
 if TYPE_CHECKING:
-    from safetensors import safe_open
+    from tokenizers import Tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,20 +41,26 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._files: dict[str, safe_open] = {}
-        self._places = self._read_index() if (self.folder / INDEX).exists() else self._read_single()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors."""
-        return tuple(self._places)
+        places = self._read_index() if (self.folder / INDEX).exists() else {}
+        if not places and not (self.folder / SINGLE).exists():
+            pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
+            hint = (
+                f" There is {pickled[0]}, which would have to be unpickled and never is: convert it to safetensors."
+                if pickled
+                else ""
+            )
+            raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {INDEX}.{hint}")
+        files = sorted(set(places.values())) or [SINGLE]
+        self._files = {file: _opened(self.folder / file, len(files)) for file in files}
+        self._places = places or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
+        self.names = tuple(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
             CheckpointError: it is none of the floating ones that are supported.
@@ -62,7 +74,7 @@ class Checkpoint:
         return DTYPES[kind]
 
     def read(self, name: str, placement: Placement, rank: int) -> Tensor:
-        """A rank's part of a tensor.
+        """Read the part of a tensor that a rank holds.
 
         Raises:
             CheckpointError: the tensor is missing, or has another shape.
@@ -79,63 +91,46 @@ class Checkpoint:
         return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
 
     def fingerprint(self) -> str:
-        """A short text that differs between checkpoints with other tensors, shapes or dtypes."""
+        """Return a short text that differs between checkpoints with other tensors, shapes or dtypes."""
         text = repr([(name, self.shape(name), self.dtype(name)) for name in sorted(self.names)])
         return f"{len(self.names)} tensors #{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
     def _slice(self, name: str) -> Any:
         if name not in self._places:
             raise CheckpointError(f"{name} is missing from the weights in {self.folder}.")
-        file = self._open(self._places[name])
+        file = self._files[self._places[name]]
         if name not in file.keys():  # noqa: SIM118  # not a dict
             raise CheckpointError(
                 f"{name} is missing from {self.folder / self._places[name]}, where {INDEX} says it is. Copy both again."
             )
         return file.get_slice(name)
 
-    def _open(self, name: str) -> Any:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ModuleNotFoundError as error:
-            raise CheckpointError("reading a model needs safetensors; install it with pip install 'sp-core[llama]'.") from error
-        path = self.folder / name
-        if name not in self._files:
-            try:
-                self._files[name] = safe_open(path, framework="pt")
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"{path} is missing, of {len(set(self._places.values()))} that {INDEX} names. Copy it too."
-                ) from error
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
-        return self._files[name]
-
     def _read_index(self) -> dict[str, str]:
+        """Return the file of each tensor."""
         places = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(places, dict) or not places or not all(isinstance(x, str) and Path(x).name == x for x in places.values()):
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map from tensors to files of this folder. Copy it again.")
-        self._places = places
-        for name in sorted(set(places.values())):
-            self._open(name)
         return places
 
-    def _read_single(self) -> dict[str, str]:
-        if not (self.folder / SINGLE).exists():
-            pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
-            hint = (
-                f" There is {pickled[0]}, which would have to be unpickled and never is: convert it to safetensors."
-                if pickled
-                else ""
-            )
-            raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {INDEX}.{hint}")
-        self._places = {}
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+def _opened(path: Path, number: int) -> Any:
+    """Open a file of weights; `number` is how many files the folder should have."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise CheckpointError("reading a model needs safetensors; install it with pip install 'sp-core[llama]'.") from error
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing, of {number} that {INDEX} names. Copy it too.") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
 
 def load(
     folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None, tp_sp: bool = False
 ) -> Llama:
-    """Load a LLaMA from a folder in Hugging Face's format, each rank only its own slices of its own layers.
+    """Load a LLaMA from a folder in Hugging Face's format. Each rank reads only its own slices of its own layers.
 
     Args:
         folder: holds `config.json` and either `model.safetensors`, or several files and `model.safetensors.index.json`.
@@ -158,24 +153,20 @@ def load(
     All of these on every rank.
     """
     grid = Grid.of(mesh, scheme)
-    found: list[tuple[Llama, Checkpoint]] = []
+    found: list[Llama] = []
 
-    def read() -> int:
+    def call() -> str:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
         _check_layers(checkpoint, config)
         model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
-        found.append((model, checkpoint))
-        return 0
+        found.append(model)
+        return f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
 
-    def call() -> str:
-        model, checkpoint = found[0]
-        return f"load({model.config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
-
-    grid.everyone.agree_on(call, read)
-    return found[0][0]
+    grid.everyone.agree_on(call)
+    return found[0]
 
 
 def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -189,7 +180,7 @@ def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
-    """Refuse another number of layers before they are built, which for a number that is absurd would never end."""
+    """Refuse a number of layers that the weights do not have, before so many layers are built."""
     layers = {name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")}
     if len(layers) != config.num_hidden_layers:
         raise CheckpointError(
@@ -199,7 +190,7 @@ def _check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
 
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
-    """Refuse tensors that the model has no place for: without them it would compute something else."""
+    """Refuse weights that lack a tensor of the model, or that have one which the model does not use."""
     expected = parameter_names(model)
     missing = sorted(expected - set(checkpoint.names))
     if missing:
@@ -214,3 +205,122 @@ def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
 
 def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {'is' if len(names) == 1 else 'are'}"
+
+
+def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None, max_file_bytes: int | None = None) -> None:
+    """Write a model as an ordinary folder of Hugging Face, which `load` and transformers read.
+
+    The folder gets its name when everything is in it; what a save that is killed leaves behind has another name, and no
+    `config.json`.
+
+    Args:
+        model: on any mesh.
+        folder: where nothing is yet, or an empty folder.
+        tokenizer: for `tokenizer.json`, such as `byte_tokenizer()`. That of rank 0 is written.
+        max_file_bytes: the weights go into several files, each of at most so many bytes or one tensor; into one if not given.
+
+    Communication:
+        Over the tensor ranks one all-gather of each weight; over all ranks three agreements, and one for each file.
+
+    Raises:
+        CheckpointError: something is there already, the folder cannot be written, max_file_bytes is less than 1, or the layers
+            are split over stages.
+        CollectiveMismatch: ranks that save differently. Both on every rank.
+    """
+    check_model(model)
+    everyone = model.grid.everyone
+
+    def call() -> str:
+        arguments.check(folder=folder, tokenizer=tokenizer, max_file_bytes=max_file_bytes)
+        if max_file_bytes is not None and max_file_bytes < 1:
+            raise CheckpointError(f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file.")
+        return f"save({folder}, {max_file_bytes}) on {everyone.name}"
+
+    everyone.agree_on(call)
+    target = Path(folder)
+    files = _files({checkpoint_name(name): weight for name, weight in model.named_parameters()}, max_file_bytes)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+
+    def on_first(write: Callable[[], None]) -> None:
+        everyone.agree_on(
+            lambda: f"save({target}, {max_file_bytes}) on {everyone.name}", partial(_attempt, write, target, everyone.rank)
+        )
+
+    try:
+        on_first(partial(_begin, model.grid.stages.size, target, draft))
+        for file, weights in files.items():
+            on_first(partial(_write, {name: _gathered(weight, model).cpu() for name, weight in weights.items()}, draft / file))
+        on_first(partial(_end, model, tokenizer, files, draft, target))
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has its name by now
+
+
+@torch.no_grad()
+def _gathered(weight: nn.Parameter, model: Llama) -> Tensor:
+    """Gather the whole of a weight on every tensor rank."""
+    placement = placement_of(weight)
+    sizes = [sum(map(len, held)) for held in placement.held]
+    return placement.join(all_gather(weight.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes))
+
+
+def _files(weights: Mapping[str, nn.Parameter], limit: int | None) -> dict[str, dict[str, nn.Parameter]]:
+    """Assign the weights to files in their order. A file takes as many as fit into `limit` bytes, but at least one."""
+    groups: list[dict[str, nn.Parameter]] = [{}]
+    for name, weight in weights.items():
+        if limit is not None and groups[-1] and sum(map(_size, (*groups[-1].values(), weight))) > limit:
+            groups.append({})
+        groups[-1][name] = weight
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _size(weight: nn.Parameter) -> int:
+    """Return the size of a whole weight in bytes."""
+    return placement_of(weight).numel * weight.element_size()
+
+
+def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
+    """Call `write` on rank 0, and name the folder in its error."""
+    try:
+        if rank == 0:
+            write()
+    except (OSError, ModuleNotFoundError) as error:
+        hint = " pip install 'sp-core[llama]' installs it." if isinstance(error, ModuleNotFoundError) else ""
+        raise CheckpointError(f"{target} cannot be written: {error}.{hint}") from error
+
+
+def _begin(stages: int, target: Path, draft: Path) -> None:
+    if stages > 1:
+        raise CheckpointError(f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out.")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already, and is no empty folder. Delete it, or save under another name.")
+    draft.mkdir(parents=True)
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for this entry
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
+
+
+def _end(
+    model: Llama, tokenizer: Tokenizer | None, files: Mapping[str, Mapping[str, nn.Parameter]], draft: Path, target: Path
+) -> None:
+    """Write the other files of the folder, config.json last, and give the folder its name."""
+    if list(files) != [SINGLE]:
+        total = sum(_size(weight) for weights in files.values() for weight in weights.values())
+        places = {name: file for file, weights in files.items() for name in weights}
+        _write_json({"metadata": {"total_size": total}, "weight_map": places}, draft / INDEX)
+    if tokenizer is not None:
+        tokenizer.save(str(draft / "tokenizer.json"))
+    _write_json({**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}, draft / "config.json")
+    draft.rename(target)
+
+
+def _write_json(values: object, path: Path) -> None:
+    path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")

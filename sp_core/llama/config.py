@@ -1,4 +1,4 @@
-"""What kind of LLaMA a model folder holds: the part of a Hugging Face `config.json` that decides what is computed."""
+"""The architecture of a LLaMA: those entries of a Hugging Face `config.json` that decide the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_core.errors import CheckpointError, ShapeError
-from sp_core.rope import Rope
+from sp_core.nn.rope import Rope
 
 ARCHITECTURE = "LlamaForCausalLM"
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -55,7 +55,7 @@ class LlamaConfig:
     eos_token_id: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
+        """Refuse sizes that do not fit together."""
         sizes = {name: getattr(self, name) for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")}
         wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
         if wrong:
@@ -70,8 +70,14 @@ class LlamaConfig:
         except (ShapeError, ValueError, TypeError) as error:
             raise CheckpointError(f"the rotary embedding of the configuration is not supported: {error}") from error
 
+    @property
+    def layer_weights(self) -> int:
+        """The number of elements in the matrices of a layer."""
+        heads = self.num_attention_heads + self.num_key_value_heads
+        return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
+
     def rope(self) -> Rope:
-        """The rotary embedding."""
+        """Return the rotary embedding."""
         return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
 
     @classmethod
@@ -89,7 +95,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
-        """Take what is needed from the contents of a `config.json`; what would change the result and is not supported is refused.
+        """Take the needed entries of a `config.json`. Refuse settings that would change the results and are not supported.
 
         Raises:
             CheckpointError: something that is missing or not supported.
@@ -120,7 +126,7 @@ class LlamaConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a `config.json` from which `from_dict` makes this again."""
+        """Return the contents of a `config.json` from which `from_dict` makes this configuration again."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         scaling = dict(self.rope_scaling) if self.rope_scaling else None
         return {
@@ -134,7 +140,7 @@ class LlamaConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
         CheckpointError: it is not there, or is none.
@@ -162,7 +168,7 @@ def _number(values: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling: two entries in older files, and one, `rope_parameters`, in those of transformers 5."""
+    """Return base and scaling. Older files have an entry for each; those of transformers 5 have one, `rope_parameters`."""
     joint = values.get("rope_parameters") or {}
     scaling = joint or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
@@ -174,7 +180,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(value: object) -> tuple[int, ...]:
-    """One token, several, or none."""
+    """Return one token, a list of tokens or None as a tuple."""
     items = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         raise CheckpointError(f"eos_token_id={value!r} was given, needed a number, a list of numbers, or null.")

@@ -1,31 +1,135 @@
-"""Sequences that grow: many tokens at once with the sequence split over the ranks, or one by one against a split cache.
+"""Sequences that grow: by many tokens, which the ranks divide among them, or by single tokens. The cache is split over the ranks.
 
     prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept      q_r  (k v)_0..P-1
     decode:  every rank has the new tokens and attends to what it keeps; the parts are merged       merge_r attend(q, (k v)_r)
 
 Shapes: N sequences, S new tokens, E model dim, H heads, D head dim, V vocabulary, P sequence ranks, T tensor ranks.
+
+The cache keeps keys and values of all tokens so far, each rank those of about 1/P of them. The sequences of a batch lie one after
+the other on one line of positions, each in a slot of its own: token t of sequence i is at i * slot + t. So sequences of any lengths
+need no padding, and masks and rotary angles follow from positions alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
 from sp_core.attention import block_attention, merge_into
-from sp_core.collectives.api import all_gather
+from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
-from sp_core.llama.cache import Cache
-from sp_core.llama.layers import Lengths
-from sp_core.llama.model import LayerAttend, Llama, check_tokens
+from sp_core.llama.model import LayerAttend, Llama, Pass, Tokens, check_tokens, flat
+from sp_core.mask import Mask
+from sp_core.nn.parallel import Lengths
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
-Tokens = Sequence[Sequence[int]]
+
+@dataclass(frozen=True)
+class New:
+    """The new tokens of a micro-batch.
+
+    Args:
+        tokens: for each sequence its new ones.
+        positions: the position of each new token in the cache, over all sequences.
+        shares: for each rank the indices, into `positions`, of the tokens whose keys and values it keeps.
+    """
+
+    tokens: Tokens
+    positions: list[int]
+    shares: list[list[int]]
+
+    def ends(self) -> list[int]:
+        """Return the place of the last new token of each sequence that got any."""
+        return [stop - 1 for new, stop in zip(self.tokens, accumulate(map(len, self.tokens)), strict=True) if new]
+
+
+class Cache:
+    """The keys and values of a batch of sequences, as far as this rank keeps them.
+
+    Args:
+        model: whose keys and values these are.
+        room: for each sequence, how many tokens it may get.
+
+    The tensors are made at once: for each layer of this stage, 2 * K/T * D numbers for ceil(sum(room) / P) tokens on every rank.
+    """
+
+    def __init__(self, model: Llama, room: Sequence[int]) -> None:
+        comm, config = model.grid.sequence, model.config
+        self.rank = comm.rank
+        self.room = tuple(room)
+        self.slot = max(room, default=0)
+        self.lengths = [0] * len(room)
+        self.owned: list[list[int]] = [[] for _ in range(comm.size)]
+        shape = (len(model.own), 2, -(-sum(room) // comm.size), len(model.kv_heads), config.head_dim)
+        self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
+
+    def place(self, tokens: Tokens, first: int = 0) -> list[int]:
+        """Return the positions of new tokens, in the order of the sequences.
+
+        Args:
+            tokens: for each sequence its new ones.
+            first: the number that an error gives to the first sequence.
+
+        Raises:
+            ShapeError: there is no room for them.
+        """
+        for number, (length, new, room) in enumerate(zip(self.lengths, tokens, self.room, strict=True), first):
+            if length + len(new) > room:
+                raise ShapeError(
+                    f"sequence {number} has {length} tokens and room for {room}; {len(new)} more were given. Make more room."
+                )
+        starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
+        return [start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))]
+
+    def add(self, tokens: Tokens, positions: list[int]) -> New:
+        """Add new tokens at the positions that `place` has returned, and divide them among the ranks."""
+        shares = self.shares(len(positions))
+        self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
+        for owned, share in zip(self.owned, shares, strict=True):
+            owned.extend(positions[place] for place in share)
+        return New(tokens, positions, shares)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store keys and values (1, S, K/T, D) of the S tokens of this rank that were added last."""
+        stop = len(self.owned[self.rank])
+        start = stop - k.shape[1]
+        self.rows[layer, 0, start:stop], self.rows[layer, 1, start:stop] = k[0], v[0]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (1, S/P, K/T, D) of all of this rank's tokens, without a copy."""
+        kept = self.rows[layer, :, : len(self.owned[self.rank])]
+        return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
+
+    def mask(self, end: int, kv_end: int) -> Mask:
+        """Return a causal mask with each sequence as a document, for queries below `end` and keys below `kv_end`."""
+        slots = [number * self.slot for number in range(len(self.room))]
+        documents, kv_documents = ((*(min(start, stop) for start in slots), stop) for stop in (end, kv_end))
+        return Mask(causal=True, documents=documents, kv_documents=kv_documents)
+
+    def shares(self, number: int) -> list[list[int]]:
+        """Divide so many new tokens among the ranks, so that their totals differ by at most one.
+
+        Each rank gets a piece from the front and one from the back, in opposite orders: under a causal mask these are equal work.
+        """
+        counts = [len(owned) for owned in self.owned]
+        each, more = divmod(sum(counts) + number, len(counts))
+        first = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))[:more]
+        quotas = [each + (rank in first) - count for rank, count in enumerate(counts)]
+        fronts = [quota - quota // 2 for quota in quotas]
+        pieces = [*enumerate(fronts), *((rank, quotas[rank] - fronts[rank]) for rank in reversed(range(len(counts))))]
+        shares: list[list[int]] = [[] for _ in quotas]
+        start = 0
+        for rank, length in pieces:
+            shares[rank].extend(range(start, start + length))
+            start += length
+        return shares
 
 
 class Decoder:
@@ -81,32 +185,35 @@ class Decoder:
         """
         return self._run("decode", tokens, self._everywhere)
 
-    def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, _New], _Step]) -> Tensor:
+    @torch.no_grad()
+    def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
         """Agree on a call, then compute it for one micro-batch after the other."""
-        steps = [step_of(cache, new) for cache, new in self._add(what, tokens)]
-        hidden = pipeline.forward(self.model, [step.flight for step in steps])
-        config, count = self.model.config, sum(map(bool, tokens))
-        logits = None
-        if self.model.is_last:
-            logits = self._logits(torch.cat([step.last(x) for step, x in zip(steps, hidden, strict=True)]))
-        return pipeline.from_last(self.model, logits, (count, config.vocab_size))
+        model, tensor = self.model, self.model.grid.tensor
+        vocab, stages = model.config.vocab_size, model.grid.stages
+        passes, lasts = zip(*(step_of(cache, new) for cache, new in self._add(what, tokens)), strict=True)
+        hidden = pipeline.forward(model, passes)
+        logits = torch.empty(sum(map(bool, tokens)), vocab, dtype=model.dtype, device=stages.device)
+        if model.is_last:
+            own = model.logits(torch.cat([last(x) for last, x in zip(lasts, hidden, strict=True)]))
+            logits = all_gather(own, comm=tensor, dim=1, sizes=split_sizes(vocab, tensor.size))
+        return broadcast(logits, comm=stages, root=stages.size - 1)
 
-    def _spread(self, cache: Cache, new: _New) -> _Step:
-        """Each rank computes some of the new tokens."""
-        rank = self.model.grid.sequence.rank
+    def _spread(self, cache: Cache, new: New) -> Step:
+        """Prepare a step in which each rank computes some of the new tokens."""
+        mine = new.shares[self.model.grid.sequence.rank]
         sharding = Sharding.from_positions([[new.positions[place] for place in share] for share in new.shares])
-        kept = cache.sharding()
+        kept = Sharding.from_positions(cache.owned)
         mask = cache.mask(sharding.end, kept.end)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, k, v)
             return self.model.attend(q, *cache.read(layer), sharding=sharding, kv_sharding=kept, mask=mask)
 
-        lengths = split_sizes(len(new.shares[rank]), self.model.grid.tensor.size) if self.model.tp_sp else None
-        return _Step(self._flight(cache, new, new.shares[rank], attend, lengths), lambda hidden: self._last(hidden, new, lengths))
+        one = self._pass(cache, new, mine, attend, self.model.lengths(len(mine)))
+        return one, lambda hidden: self._last(hidden, new, one.lengths)
 
-    def _everywhere(self, cache: Cache, new: _New) -> _Step:
-        """Every rank computes all new tokens, against the keys that it keeps."""
+    def _everywhere(self, cache: Cache, new: New) -> Step:
+        """Prepare a step in which every rank computes all new tokens against the keys that it keeps."""
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end = len(cache.room) * cache.slot
@@ -119,52 +226,41 @@ class Decoder:
             part = block_attention(q.transpose(1, 2), keys, values, kind=kind, allowed=allowed, scale=q.shape[-1] ** -0.5)
             return _merged(*part, comm).transpose(1, 2).to(q.dtype)
 
-        places = list(range(len(new.positions)))
-        return _Step(self._flight(cache, new, places, attend), lambda hidden: hidden[0, _ends(new.tokens)])
+        one = self._pass(cache, new, range(len(new.positions)), attend)
+        return one, lambda hidden: hidden[0, new.ends()]
 
-    def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, _New]]:
-        """Agree on a call, and let the caches take the tokens in; micro-batches without a new token are left out."""
-        counts: list[int] = []
+    def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
+        """Agree on a call, and add the tokens to the caches. Micro-batches without a new token are left out."""
         shown = [length for cache in self.caches for length in cache.lengths]
-        found: list[list[int]] = []
+        found: list[tuple[Cache, Tokens, list[int]]] = []
 
-        def check() -> int:
+        def call() -> str:
             arguments.check(tokens=tokens)
-            counts.extend(map(len, tokens))
-            if len(counts) != len(shown):
+            if len(tokens) != len(shown):
                 raise ShapeError(
-                    f"tokens for {len(counts)} sequences were given; there are {len(shown)}. Give an empty list for none."
+                    f"tokens for {len(tokens)} sequences were given; there are {len(shown)}. Give an empty list for none."
                 )
-            found.extend(
-                cache.place([counts[number] for number in part], part.start)
-                for cache, part in zip(self.caches, self.parts, strict=True)
-            )
-            check_tokens(_flat(tokens), self.model.config)
-            if not sum(counts):
+            for cache, part in zip(self.caches, self.parts, strict=True):
+                own = [tokens[number] for number in part]
+                found.append((cache, own, cache.place(own, part.start)))
+            check_tokens(flat(tokens), self.model.config)
+            if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            return 0
+            return f"{what}({list(map(list, tokens))}) after {shown}"
 
-        self.model.grid.model.agree_on(lambda: f"{what}({list(map(list, tokens))}) after {shown}", check)
-        added = []
-        for cache, part, positions in zip(self.caches, self.parts, found, strict=True):
-            shares = cache.shares(len(positions))
-            cache.add([counts[number] for number in part], positions, shares)
-            if positions:
-                added.append((cache, _New([tokens[number] for number in part], positions, shares)))
-        return added
+        self.model.grid.model.agree_on(call)
+        added = [(cache, cache.add(own, positions)) for cache, own, positions in found]
+        return [(cache, new) for cache, new in added if new.positions]
 
-    def _flight(
-        self, cache: Cache, new: _New, places: Sequence[int], attend: LayerAttend, lengths: Lengths = None
-    ) -> pipeline.Flight:
-        """New tokens at these places of their line, as (1, S)."""
+    def _pass(self, cache: Cache, new: New, places: Sequence[int], attend: LayerAttend, lengths: Lengths = None) -> Pass:
+        """Describe the pass of the new tokens with these indices, as one row (1, S)."""
         where = [new.positions[place] % cache.slot for place in places]
-        tokens = _flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
-        return pipeline.Flight(tokens, where, attend, lengths)
+        tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
+        return Pass(tokens, where, attend, lengths)
 
-    @torch.no_grad()
-    def _last(self, hidden: Tensor, new: _New, lengths: Lengths) -> Tensor:
-        """The last new token of each sequence (N', E), from the ranks that have them: first those of the same shard."""
-        tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(_ends(new.tokens))
+    def _last(self, hidden: Tensor, new: New, lengths: Lengths) -> Tensor:
+        """Gather the last new token of each sequence (N', E), first over the tensor ranks and then over the sequence ranks."""
+        tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(new.ends())
         held = [[place for place in share if place in ends] for share in new.shares]
         mine = [index for index, place in enumerate(new.shares[comm.rank]) if place in ends]
         if lengths is None:
@@ -176,49 +272,16 @@ class Decoder:
         order = torch.tensor([place for part in held for place in part]).argsort()
         return rows[order.to(rows.device)]
 
-    @torch.no_grad()
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """(N', E) to (N', V)."""
-        comm = self.model.grid.tensor
-        return all_gather(self.model.logits(hidden), comm=comm, dim=1, sizes=split_sizes(self.model.config.vocab_size, comm.size))
 
-
-@dataclass(frozen=True)
-class _New:
-    """New tokens of a micro-batch, their positions in its cache, and which of them, by their places, each rank keeps."""
-
-    tokens: Tokens
-    positions: list[int]
-    shares: list[list[int]]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What the stages compute for a micro-batch, and how the last tokens (N', E) are found in what comes out (1, S, E)."""
-
-    flight: pipeline.Flight
-    last: Callable[[Tensor], Tensor]
+Step = tuple[Pass, Callable[[Tensor], Tensor]]
+"""What the stages compute for a micro-batch, and how the last tokens (N', E) are found in the result (1, S, E)."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
-    """Attention to what all ranks keep, from (1, H/T, S, D) and (1, H/T, S) of each; merged in one order, so bitwise alike."""
+    """Merge the attention of all ranks, (1, H/T, S, D) with its log-sum-exp (1, H/T, S), in one order on every rank."""
     parts = all_gather(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size)
     total, total_lse = parts[:1, ..., :-1].clone(), parts[:1, ..., -1].clone()
     for rank in range(1, comm.size):
         part = parts[rank : rank + 1]
         merge_into(total, total_lse, part[..., :-1], part[..., -1])
     return total
-
-
-def _flat(tokens: Tokens) -> Tensor:
-    return torch.tensor([token for new in tokens for token in new], dtype=torch.int64)
-
-
-def _ends(tokens: Tokens) -> list[int]:
-    """Where in the line of new tokens the last one of each sequence is that got any."""
-    ends, stop = [], 0
-    for new in tokens:
-        stop += len(new)
-        if new:
-            ends.append(stop - 1)
-    return ends

@@ -1,18 +1,18 @@
-"""Choosing tokens: greedily, or at random with temperature, top-k and top-p; the same ones on every rank."""
+"""Choose tokens greedily, or at random with temperature, top-k and top-p. All ranks choose the same tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
 from sp_core.collectives.api import all_gather, broadcast
-from sp_core.llama.decode import Decoder, Tokens
-from sp_core.llama.grid import Grid
-from sp_core.llama.model import Llama, check_model, check_tokens
+from sp_core.llama.decode import Decoder
+from sp_core.llama.model import Llama, Tokens, check_model, check_tokens
 from sp_core.segments import split_ranges
 
 OnToken = Callable[[int, int], None]
@@ -41,7 +41,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse numbers out of range."""
         if not 0 <= self.temperature < torch.inf:
             raise ValueError(f"temperature={self.temperature} was given; pass a number of at least 0.")
         if self.top_k is not None and self.top_k < 1:
@@ -50,11 +50,11 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for all tokens.")
 
     def random(self, prompt: int) -> torch.Generator:
-        """The random numbers of a prompt, whichever ranks it is on."""
+        """Return the random numbers of a prompt. They do not depend on the ranks."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """A token, from logits (V,); the first one of equal ones."""
+        """Choose a token from logits (V,); with temperature 0 the first of those with the greatest logit."""
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
@@ -99,55 +99,39 @@ def generate(
         CollectiveMismatch: ranks with different arguments. On every rank.
     """
     check_model(model)
+    grid = model.grid
     stop = model.config.eos_token_id if stop is None else stop
     sampling = Sampling() if sampling is None else sampling
-    model.grid.everyone.agree_on(
+    grid.everyone.agree_on(
         lambda: f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))})",
         lambda: _check(model, prompts, max_tokens, sampling, stop, on_token),
     )
-    share = split_ranges(len(prompts), model.grid.replicas.size)[model.grid.replicas.rank]
-    batch = _Batch(model, [list(prompts[number]) for number in share], max_tokens, set(stop))
-    randoms = [sampling.random(number) for number in share]
-    for _ in range(max_tokens):
-        waiting = [number for number, done in enumerate(batch.done) if not done]
-        if not waiting:
-            break
-        logits = batch.logits()
-        chosen = torch.tensor([sampling.choose(row, randoms[number]) for number, row in zip(waiting, logits, strict=True)])
-        for number, token in zip(waiting, broadcast(chosen.to(logits.device), comm=model.grid.model).tolist(), strict=True):
-            batch.add(number, token)
+    share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
+    decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in share])
+    new = {number: list(prompts[number]) for number in share}  # for each sequence the tokens that the decoder has not seen
+    results: dict[int, list[int]] = {number: [] for number in share}
+    randoms = {number: sampling.random(number) for number in share}
+    step = decoder.prefill
+    for _ in range(max_tokens if share else 0):
+        logits, step = step(list(new.values())), decoder.decode
+        going_on = [number for number, tokens in new.items() if tokens]
+        new = {number: [] for number in share}
+        chosen = torch.tensor([sampling.choose(row, randoms[number]) for number, row in zip(going_on, logits, strict=True)])
+        for number, token in zip(going_on, broadcast(chosen.to(logits.device), comm=grid.model).tolist(), strict=True):
+            results[number].append(token)
+            new[number] = [] if token in stop else [token]
             if on_token is not None:
-                on_token(share[number], token)
-    return _everybodys(batch.results, model.grid)
-
-
-class _Batch:
-    """The prompts of one replica and what has been added to them."""
-
-    def __init__(self, model: Llama, prompts: list[list[int]], max_tokens: int, stops: set[int]) -> None:
-        self.decoder = Decoder(model, [len(prompt) + max_tokens for prompt in prompts])
-        self.stops = stops
-        self.new = prompts  # tokens that the decoder has not seen yet
-        self.results: list[list[int]] = [[] for _ in prompts]
-        self.done = [False] * len(prompts)
-
-    def logits(self) -> Tensor:
-        """After the newest tokens, of the sequences that go on."""
-        first = not any(self.results)
-        logits = self.decoder.prefill(self.new) if first else self.decoder.decode(self.new)
-        self.new = [[] for _ in self.new]
-        return logits
-
-    def add(self, number: int, token: int) -> None:
-        """One more token for a sequence."""
-        self.results[number].append(token)
-        self.done[number] = token in self.stops
-        self.new[number] = [] if self.done[number] else [token]
+                on_token(number, token)
+        if not any(new.values()):
+            break
+    line = [number for tokens in results.values() for number in (len(tokens), *tokens)]
+    everybodys = iter(all_gather(torch.tensor(line, dtype=torch.int64, device=grid.replicas.device), comm=grid.replicas).tolist())
+    return [list(islice(everybodys, length)) for length in everybodys]  # each sequence travels behind its length
 
 
 def _check(
     model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, stop: Sequence[int], on_token: OnToken | None
-) -> int:
+) -> None:
     arguments.check(prompts=prompts, max_tokens=max_tokens, stop=stop, on_token=on_token)
     arguments.check_type("sampling", sampling, Sampling, "Pass Sampling(...), or None to choose greedily.")
     limit = model.config.max_position_embeddings
@@ -161,16 +145,3 @@ def _check(
                 f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the model's {limit} positions."
             )
         check_tokens(torch.tensor(prompt), model.config)
-    return 0
-
-
-def _everybodys(results: list[list[int]], grid: Grid) -> list[list[int]]:
-    """The results of all replicas, one after the other: each sequence travels behind its length."""
-    line = [number for tokens in results for number in (len(tokens), *tokens)]
-    rest = all_gather(torch.tensor(line, dtype=torch.int64, device=grid.replicas.device), comm=grid.replicas).tolist()
-    everything = []
-    while rest:
-        length = rest[0]
-        everything.append(rest[1 : 1 + length])
-        rest = rest[1 + length :]
-    return everything

@@ -49,7 +49,7 @@ class Grid:
 
     @classmethod
     def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
-        """The grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp"; one that it lacks has one rank.
+        """Make the grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp". An axis that it lacks has one rank.
 
         Args:
             mesh: the ranks.
@@ -85,15 +85,14 @@ def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttent
     axes = tuple(axis for axis in mesh.axes if axis in SEQUENCE_AXES)
     name = scheme or (HYBRID if len(axes) == 2 else next(iter(axes), "allgather_kv"))
 
-    def check() -> int:
+    def call() -> str:
         if name not in SCHEMES and (name != HYBRID or len(axes) != 2):
             raise ValueError(
                 f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there are {sorted(SCHEMES)}, "
                 f"and {HYBRID!r} where the mesh has both {SEQUENCE_AXES}."
             )
-        return 0
+        return f"Grid.of(scheme={name!r})"
 
-    mesh[tuple(mesh.axes)].agree_on(lambda: f"Grid.of(scheme={name!r})", check)
-    if name == HYBRID:
-        return partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1]))
-    return partial(SCHEMES[name], comm=comm)
+    mesh[tuple(mesh.axes)].agree_on(call)
+    scheme_of_axes = partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1])) if name == HYBRID else SCHEMES[name]
+    return partial(scheme_of_axes, comm=comm)

@@ -2,33 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sp_core import arguments
+from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.gradients import Placement, placement_of
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.grid import Grid
-from sp_core.llama.layers import Embedding, Layer, Lengths, Norm, Weight, kv_slots, project
-from sp_core.loss import check_shard
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
+from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement, placement_of
+from sp_core.nn.loss import check_shard
+from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project, sum_over_ranks
+from sp_core.nn.rope import Rope
 from sp_core.scheduling import split_stages
+from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding, split_sizes
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of this rank's heads: q (B, S, H/T, D), k and v (B, S, K/T, D), q and k rotated, to (B, S, H/T, D)."""
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of the layer of that number, with rotated q and k."""
+"""Attention of the layer of that number among those of this stage."""
 CAUSAL = Mask(causal=True)
+Tokens = Sequence[Sequence[int]]
+"""The tokens of several sequences, which may have other lengths."""
+DEVIATION = 0.02
+"""Standard deviation of random weights, as `initializer_range` of Hugging Face's LLaMA."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of tokens through the layers, as every stage knows it.
+
+    Args:
+        tokens: int64 (B, S), those of this rank.
+        positions: where each token is in its own sequence.
+        attend: how the tokens attend.
+        lengths: with TP-SP, how many of the tokens each tensor rank has between the splits of the weights.
+    """
+
+    tokens: Tensor
+    positions: Positions
+    attend: LayerAttend
+    lengths: Lengths = None
+
+
+class Attention(nn.Module):
+    """Causal self-attention. A key/value head that several ranks read is on each of them."""
+
+    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        heads, kv_heads = split_heads(config.num_attention_heads, config.num_key_value_heads, comm.size)
+        width = config.num_attention_heads * dim
+        cut = tuple((range(part.start * dim, part.stop * dim),) for part in heads)
+        kv_held = tuple(tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(heads))) for heads in kv_heads)
+        shared = sum(map(len, kv_held)) > config.num_key_value_heads  # the gradients of shared heads are parts of a sum
+        kv = Placement((config.num_key_value_heads * dim, hidden), 0, kv_held, partial=shared)
+        self.head_dim = dim
+        self.q_proj = Weight(Placement((width, hidden), 0, cut), comm, dtype)
+        self.k_proj = Weight(kv, comm, dtype)
+        self.v_proj = Weight(kv, comm, dtype)
+        self.o_proj = Weight(Placement((hidden, width), 1, cut), comm, dtype)
+
+    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
+        """(B, S*, E) to (B, S*, E).
+
+        Communication:
+            That of `project`, `attend` and `sum_over_ranks`.
+        """
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj, lengths=lengths)
+        q, k, v = (y.unflatten(2, (-1, self.head_dim)) for y in projected)
+        out = attend(rope.apply(q, positions), rope.apply(k, positions), v)
+        return sum_over_ranks(out.flatten(2), self.o_proj, lengths=lengths)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)).
+
+    Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
+    """
+
+    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Weight(Placement.split((inner, hidden), 0, comm.size), comm, dtype)
+        self.up_proj = Weight(Placement.split((inner, hidden), 0, comm.size), comm, dtype)
+        self.down_proj = Weight(Placement.split((hidden, inner), 1, comm.size), comm, dtype)
+
+    def forward(self, x: Tensor, lengths: Lengths) -> Tensor:
+        """(B, S*, E) to (B, S*, E).
+
+        Communication:
+            That of `project` and `sum_over_ranks`.
+        """
+        gate, up = project(x, self.gate_proj, self.up_proj, lengths=lengths)
+        return sum_over_ranks(F.silu(gate) * up, self.down_proj, lengths=lengths)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
+        self.self_attn = Attention(config, comm, dtype)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
+        self.mlp = FeedForward(config, comm, dtype)
+
+    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
+        """(B, S*, E) to (B, S*, E)."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, positions, attend, lengths)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), lengths)
+        return out
 
 
 class Llama(nn.Module):
     """A LLaMA whose weights have not been set yet; `load` makes one from a model folder, and `fill` sets them from anywhere.
 
-    Each parameter carries its placement (see `sp_core.gradients`). It has the name of Hugging Face's, without "model.".
+    Each parameter carries its placement (see `sp_core.nn.gradients`). It has the name of Hugging Face's, without "model.".
 
     Args:
         config: the architecture.
@@ -53,25 +153,27 @@ class Llama(nn.Module):
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
         self.is_first, self.is_last = grid.stages.rank == 0, grid.stages.rank == grid.stages.size - 1
         if self.is_first or (self.is_last and config.tie_word_embeddings):
-            self.embed_tokens = Embedding(config, comm, dtype, copy=not self.is_first)
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first)
         self.layers = nn.ModuleList(
             [Layer(config, comm, dtype, tp_sp) if number in self.own else nn.Module() for number in range(config.num_hidden_layers)]
         )
         if self.is_last:
-            self.norm = Norm(config, comm, dtype, tp_sp)
+            self.norm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
         if self.is_last and not config.tie_word_embeddings:
             self.lm_head = Weight(Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype)
         self.rope = config.rope()
-        self.slots = kv_slots(config, comm)
+        slots = split_heads(config.num_attention_heads, config.num_key_value_heads, comm.size)[1][comm.rank]
+        self.kv_heads = sorted(set(slots))
+        self.slots = None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
-        """Set every weight to what `read` returns for its name in a checkpoint and its placement: this rank's part."""
+        """Set every weight to the part of this rank, which `read` returns for the name in a checkpoint and the placement."""
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
     def forward(self, tokens: Tensor, *, sharding: Sharding, mask: Mask = CAUSAL) -> Tensor:
-        """The logits of the token after each of this rank's tokens, for this rank's part of the vocabulary.
+        """Compute the logits of the token after each of this rank's tokens, for this rank's part of the vocabulary.
 
         Args:
             tokens: int64 (B, S/P), the same on all tensor ranks; replicas may have other shapes.
@@ -91,60 +193,77 @@ class Llama(nn.Module):
                 that are split over stages, for which there are `Decoder` and `pipeline.loss_and_gradients`. On every rank of the
                 mesh.
         """
-        self.grid.everyone.agree_on(lambda: f"Llama({self.dtype}, tp_sp={self.tp_sp})", lambda: self._check(tokens, sharding, mask))
+
+        def call() -> str:
+            if self.grid.stages.size > 1:
+                raise ShapeError(
+                    f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. "
+                    "Use Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
+                )
+            self.check(tokens, sharding, mask)
+            return f"Llama({self.dtype}, tp_sp={self.tp_sp})"
+
+        self.grid.everyone.agree_on(call)
+        one = self.one_pass(tokens, sharding, mask)
+        return self.logits(self.hidden(tokens, one), one.lengths)
+
+    def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
+        """Describe how the scheme of the grid takes these tokens through the layers. Arguments as in `forward`."""
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
-        lengths = self.lengths(tokens)
-        return self.logits(self.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v), lengths), lengths)
+        return Pass(tokens, positions, lambda layer, q, k, v: attend(q, k, v), self.lengths(tokens.shape[1]))
 
-    def lengths(self, tokens: Tensor) -> Lengths:
-        """How many of the tokens (B, S) each tensor rank has between the splits; None if they have them all."""
-        return split_sizes(tokens.shape[1], self.grid.tensor.size) if self.tp_sp else None
+    def lengths(self, count: int) -> Lengths:
+        """Return how many of so many tokens each tensor rank has between the splits; None if they have them all."""
+        return split_sizes(count, self.grid.tensor.size) if self.tp_sp else None
 
-    def hidden(self, tokens: Tensor, positions: Positions, attend: LayerAttend, lengths: Lengths = None) -> Tensor:
-        """(B, S) tokens at these positions of their own sequences to (B, S, E), with `lengths` (B, S/T, E), after the last norm.
+    def hidden(self, x: Tensor, one: Pass) -> Tensor:
+        """Take tokens (B, S) to (B, S, E), with `lengths` (B, S/T, E), after the last norm.
 
-        A later stage takes what the one before it gives, and none but the last applies the norm. `attend` gets the number of a
-        layer among those of this stage.
+        A later stage takes the result of the one before it, and none but the last applies the norm.
         """
-        x: Tensor = self.embed_tokens(tokens, lengths) if self.is_first else tokens
+        x = self.embed_tokens(x, one.lengths) if self.is_first else x
         for place, number in enumerate(self.own):
-            x = self.layers[number](x, self.rope, positions, partial(attend, place), lengths)
+            x = self.layers[number](x, self.rope, one.positions, partial(one.attend, place), one.lengths)
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
-        """(B, S, E), or with `lengths` (B, S/T, E), to (B, S, V/T)."""
+        """Compute the logits (B, S, V/T) of hidden states (B, S, E), or with `lengths` (B, S/T, E)."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return project(hidden, head, comm=self.grid.tensor, lengths=lengths)[0]
+        return project(hidden, head, lengths=lengths)[0]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, kv_sharding: Sharding | None = None, mask: Mask
     ) -> Tensor:
-        """Attention of this rank's heads, by the scheme of the grid."""
+        """Compute the attention of this rank's heads by the scheme of the grid."""
         out = self.grid.attention(q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask)
         assert isinstance(out, Tensor)
         return out
 
     def spread(self, x: Tensor) -> Tensor:
-        """Key/value heads (B, S, K/T, D) in the slots in which this rank's query heads read them."""
+        """Return the key/value heads (B, S, K/T, D) in the order in which this rank's query heads read them, some repeatedly."""
         return x if self.slots is None else x[:, :, self.slots]
 
-    def _check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> int:
-        if self.grid.stages.size > 1:
-            raise ShapeError(
-                f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. Use "
-                "Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
-            )
+    def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
+        """Refuse tokens that are not this rank's shard, or not in the vocabulary, and a mask that does not fit them.
+
+        Raises:
+            ShapeError, DtypeError, ValueError, TypeError: on this rank.
+        """
         check_shard(tokens, self.grid.sequence, sharding)
         arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), which is the default.")
         mask.check_lengths(sharding.end)
         check_tokens(tokens, self.config)
-        return 0
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no LLaMA. No rank can be asked then, so this is a local error."""
+    """Refuse an object that is no LLaMA. It has no ranks that could agree, so only this rank raises the error."""
     arguments.check_type("model", model, Llama, "Make one with load or create.")
+
+
+def flat(sequences: Tokens) -> Tensor:
+    """Put the tokens of all sequences into one line, int64."""
+    return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
 
 
 def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
@@ -159,12 +278,12 @@ def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> No
 
 
 def checkpoint_name(name: str) -> str:
-    """The name of a parameter in a Hugging Face checkpoint."""
+    """Return the name of a parameter in a Hugging Face checkpoint."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def parameter_names(model: Llama) -> set[str]:
-    """The names of all parameters of all stages in a checkpoint."""
+    """Return the names of the parameters of all stages in a Hugging Face checkpoint."""
     layer = [name for name, _ in model.layers[model.own[0]].named_parameters()]
     names = [f"layers.{number}.{name}" for number in range(model.config.num_hidden_layers) for name in layer]
     head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
@@ -172,26 +291,23 @@ def parameter_names(model: Llama) -> set[str]:
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
-    """The layers of each stage, such that the slowest one, with the head on the last, is as fast as can be.
+    """Divide the layers among the stages so that the slowest stage is as fast as possible. The last stage also has the head.
 
     Raises:
         ShapeError: more stages than layers.
     """
-    layer = config.hidden_size * (
-        2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim + 3 * config.intermediate_size
-    )
-    return split_stages([layer] * config.num_hidden_layers, stages, last=config.hidden_size * config.vocab_size)
+    return split_stages([config.layer_weights] * config.num_hidden_layers, stages, last=config.hidden_size * config.vocab_size)
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:
-    """Positions counted from the beginning of each token's document: what rotary angles come from."""
+    """Return positions counted from the beginning of each token's document, as rotary angles need them."""
     if mask.documents is None:
         return positions
     return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
 
 
 def check_ranks(config: LlamaConfig, size: int) -> None:
-    """Refuse tensor ranks that would have nothing to do.
+    """Refuse more tensor ranks than there is work for.
 
     Raises:
         ShapeError: there are more of them than heads, feed-forward features or tokens in the vocabulary.
@@ -202,3 +318,54 @@ def check_ranks(config: LlamaConfig, size: int) -> None:
                 f"{size} tensor ranks are too many for {name}={getattr(config, name)}. Use tp <= {getattr(config, name)}, and more "
                 "ranks along another axis."
             )
+
+
+def create(
+    config: LlamaConfig,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scheme: str | None = None,
+    tp_sp: bool = False,
+) -> Llama:
+    """Make a model with random weights, of which each rank keeps its slices.
+
+    Args:
+        config: the architecture.
+        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
+        seed: of the weights; with the same one every mesh has the same model.
+        dtype: in which to compute. The weights are drawn in float64 and rounded to it.
+        scheme: as in `Grid.of`.
+        tp_sp: as in `Llama`.
+
+    Returns:
+        The model: norms of one, all else normal with deviation 0.02.
+
+    Communication:
+        Two agreements.
+
+    Raises:
+        ShapeError: too many ranks; CollectiveMismatch: ranks that ask for different models. On every rank.
+    """
+    grid = Grid.of(mesh, scheme)
+    made: list[Llama] = []
+
+    def call() -> str:
+        arguments.check(seed=seed, tp_sp=tp_sp)
+        arguments.check_type("config", config, LlamaConfig, "Make one, or read it with LlamaConfig.from_folder.")
+        made.append(Llama(config, grid, dtype=dtype, tp_sp=tp_sp))
+        return f"create({config}, {seed}, {dtype}, {tp_sp})"
+
+    grid.everyone.agree_on(call)
+    made[0].fill(lambda name, placement: placement.take(random_weight(name, placement, seed), grid.tensor.rank))
+    return made[0]
+
+
+def random_weight(name: str, placement: Placement, seed: int) -> Tensor:
+    """Return a whole weight in float64 that depends on its name and the seed only."""
+    if len(placement.shape) == 1:  # a norm's
+        return torch.ones(placement.shape, dtype=torch.float64)
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    random = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(placement.shape, generator=random, dtype=torch.float64) * DEVIATION

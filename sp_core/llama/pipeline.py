@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a model: each stage computes its layers for one while others compute theirs for others.
+"""Micro-batches through the stages of a model. Each stage computes its own layers, several micro-batches at the same time.
 
     stage s:  x <- s - 1    y = layers_s(x)    y -> s + 1          backward:  dy <- s + 1    dx = layers_s'(x)^T dy    dx -> s - 1
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,27 +18,16 @@ from sp_core import arguments
 from sp_core.collectives.api import all_reduce, broadcast
 from sp_core.communicator import agreeing_in_turn
 from sp_core.errors import ShapeError
-from sp_core.llama.layers import Lengths
-from sp_core.llama.mail import Mail
-from sp_core.llama.model import CAUSAL, LayerAttend, Llama, check_model, check_tokens, document_positions
-from sp_core.loss import IGNORED, check_shard, next_token_loss
-from sp_core.mask import Mask, Positions
+from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
+from sp_core.mask import Mask
+from sp_core.nn.loss import IGNORED, next_token_loss
 from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
 from sp_core.sharding import Sharding
+from sp_core.transport import Handle
 
 Ordering = Callable[[int, int], tuple[Order, ...]]
 """A schedule by number of stages and of micro-batches."""
-
-
-@dataclass(frozen=True)
-class Flight:
-    """What every stage knows of a micro-batch: the tokens (B, S) of this rank, their positions, how they attend, and with TP-SP how
-    many of them each tensor rank has between the splits of the weights."""
-
-    tokens: Tensor
-    positions: Positions
-    attend: LayerAttend
-    lengths: Lengths = None
+NAME = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -58,36 +47,82 @@ class MicroBatch:
     mask: Mask = CAUSAL
 
 
+class _Mail:
+    """The messages of one step between neighbouring stages: hidden states to the next stage, their gradients to the one before.
+
+    All messages of a step are announced when it begins. Each stage posts its own as soon as they are ready, so no stage waits for
+    one that does not have its input. The receive of the next message is always posted before the stage computes.
+
+    Args:
+        model: every stage makes this at the same point, for the same micro-batches.
+        forward: the passes in the order in which their hidden states are sent.
+        backward: likewise for their gradients.
+    """
+
+    def __init__(self, model: Llama, forward: Sequence[Pass], backward: Sequence[Pass] = ()) -> None:
+        self._comm = stages = model.grid.stages
+        stages.ensure_open()
+        self._tag, self._dtype = stages.next_tag(), model.dtype
+        self._sent: list[Handle] = []
+        self._coming: dict[bool, tuple[Handle, Tensor]] = {}
+        there, back = ([_shape(model, one) for one in passes] for passes in (forward, backward))
+        blank = torch.empty(1, dtype=model.dtype, device=stages.device)
+        before, after = stages.rank - 1, stages.rank + 1
+
+        def listed(peer: int, shapes: list[torch.Size]) -> list[tuple[int, Tensor]]:
+            return [(peer, blank.expand(shape.numel())) for shape in shapes] if 0 <= peer < stages.size else []
+
+        stages.transport.announce([*listed(after, there), *listed(before, back)], [*listed(before, there), *listed(after, back)])
+        stages.counters[NAME].add()
+        self._left = (there if before >= 0 else [], back if after < stages.size else [])
+        for way in (False, True):
+            self._expect(way)
+
+    def _expect(self, backward: bool) -> None:
+        """Post the receive of the next message that goes this way."""
+        if self._left[backward]:
+            x = torch.empty(self._left[backward].pop(0), dtype=self._dtype, device=self._comm.device)
+            bound = self._comm.transport.bind([(self._comm.rank + (1 if backward else -1), x.view(-1))])
+            self._coming[backward] = self._comm.track(self._comm.transport.post([], bound, self._tag)), x
+
+    def receive(self, *, backward: bool = False) -> Tensor:
+        """Return the next hidden state from the stage before this one, or gradient from the one after it."""
+        handle, x = self._coming.pop(backward)
+        self._comm.wait(handle, NAME)
+        self._expect(backward)
+        return x
+
+    def send(self, x: Tensor, *, backward: bool = False) -> None:
+        """Send a hidden state to the stage after this one, or a gradient to the one before it. Do not wait."""
+        comm, flat = self._comm, x.detach().contiguous().view(-1)
+        count = comm.counters[NAME]
+        count.messages, count.bytes_sent = count.messages + 1, count.bytes_sent + flat.nbytes
+        bound = comm.transport.bind([(comm.rank + (-1 if backward else 1), flat)])
+        self._sent.append(comm.track(comm.transport.post(bound, [], self._tag)))
+
+    def finish(self) -> None:
+        """Wait until all messages have left."""
+        for handle in self._sent:
+            self._comm.wait(handle, NAME)
+
+
 @torch.no_grad()
-def forward(model: Llama, flights: Sequence[Flight]) -> list[Tensor]:
-    """Hidden states (B, S, E) of each micro-batch: after the last norm on the last stage, after the own layers on the others.
+def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
+    """Return the hidden states (B, S, E) of each micro-batch: after the last norm on the last stage, else after the own layers.
 
     Communication:
         For each micro-batch one message of (B, S, E) from each stage to the next.
     """
     stages = model.grid.stages
-    order = prefill_only(stages.size, len(flights))[stages.rank] if flights else ()
-    mail = Mail(stages, model.dtype, [_shape(model, flights[slot.batch].tokens, flights[slot.batch].lengths) for slot in order])
-    results = []
-    for slot in order:
-        flight = flights[slot.batch]
-        x = flight.tokens if model.is_first else mail.receive()
-        results.append(model.hidden(x, flight.positions, flight.attend, flight.lengths))
-        if not model.is_last:
-            mail.send(results[-1])
+    order = prefill_only(stages.size, len(passes))[stages.rank] if passes else ()
+    mail = _Mail(model, [passes[slot.batch] for slot in order])
+    results = [_compute(model, mail, passes[slot.batch])[1] for slot in order]
     mail.finish()
     return results
 
 
-def from_last(model: Llama, x: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """What the last stage has, on every stage."""
-    stages = model.grid.stages
-    blank = torch.empty(tuple(shape), dtype=model.dtype, device=stages.device)
-    return broadcast(blank if x is None else x, comm=stages, root=stages.size - 1)
-
-
 def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering: Ordering = one_forward_one_backward) -> Tensor:
-    """The mean loss over all valid tokens of all micro-batches; its gradients are added to those of the parameters.
+    """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients to those of the parameters.
 
     Then `sum_tied_gradients`, and `reduce_gradients` as for any model.
 
@@ -109,52 +144,43 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
     """
     check_model(model)
     grid = model.grid
-    orders = _agree(model, batches, ordering)
+    order = _agree(model, batches, ordering)[grid.stages.rank]
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=grid.data))
     if count == 0:  # on every stage: the loss, which would say so, is computed on the last one only
         raise ValueError(f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not defined.")
-    order = orders[grid.stages.rank]
-    every = [(slot.direction, batches[slot.batch].tokens) for slot in order]
-    shapes = {d: [_shape(model, tokens, model.lengths(tokens)) for direction, tokens in every if direction == d] for d in "FB"}
-    mail = Mail(grid.stages, model.dtype, shapes["F"], shapes["B"])
-    stage = _Stage(model, batches, mail, count)
-    for slot in order:
-        (stage.forward if slot.direction == "F" else stage.backward)(slot.batch)
-    mail.finish()
-    return broadcast(stage.loss, comm=grid.stages, root=grid.stages.size - 1)
+    passes = [model.one_pass(batch.tokens, batch.sharding, batch.mask) for batch in batches]
+    mail = _Mail(model, *([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB"))
+    total = torch.zeros((), dtype=torch.float64, device=grid.everyone.device)
+    held: dict[int, tuple[Tensor, Tensor]] = {}
 
-
-class _Stage:
-    """One stage's part of a step, and what it holds between the forward and the backward of a micro-batch."""
-
-    def __init__(self, model: Llama, batches: Sequence[MicroBatch], mail: Mail, count: int) -> None:
-        self._model, self._batches, self._mail, self._count = model, batches, mail, count
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=model.grid.everyone.device)
-
-    def forward(self, number: int) -> None:
-        """From the stage before to the one after; on the last one to the loss."""
-        model, batch = self._model, self._batches[number]
-        x = batch.tokens if model.is_first else self._mail.receive().requires_grad_()
-        positions = document_positions(batch.sharding.positions(model.grid.sequence.rank), batch.mask)
-        attend = partial(model.attend, sharding=batch.sharding, mask=batch.mask)
-        lengths = model.lengths(batch.tokens)
-        y = model.hidden(x, positions, lambda layer, q, k, v: attend(q, k, v), lengths)
+    def go_on(number: int) -> None:
+        x, y = _compute(model, mail, passes[number])
         if model.is_last:
-            tensor, data = model.grid.tensor, model.grid.data
-            y = next_token_loss(model.logits(y, lengths), batch.labels, tensor=tensor, data=data, count=self._count)
-            self.loss += y.detach()
-        else:
-            self._mail.send(y)
-        self._held[number] = x, y
+            logits = model.logits(y, passes[number].lengths)
+            y = next_token_loss(logits, batches[number].labels, tensor=grid.tensor, data=grid.data, count=count)
+            total.add_(y.detach())
+        held[number] = x, y
 
-    def backward(self, number: int) -> None:
-        """From the stage after to the one before; on the last one from the loss."""
-        x, y = self._held.pop(number)
-        y.backward(None if self._model.is_last else self._mail.receive(backward=True))
-        if not self._model.is_first:
-            self._mail.send(torch.zeros_like(x) if x.grad is None else x.grad, backward=True)
+    def go_back(number: int) -> None:
+        x, y = held.pop(number)
+        y.backward(None if model.is_last else mail.receive(backward=True))
+        if not model.is_first:
+            mail.send(torch.zeros_like(x) if x.grad is None else x.grad, backward=True)
+
+    for slot in order:
+        (go_on if slot.direction == "F" else go_back)(slot.batch)
+    mail.finish()
+    return broadcast(total, comm=grid.stages, root=grid.stages.size - 1)
+
+
+def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
+    """Take a micro-batch from the stage before through the own layers, and send the result on. Return input and result."""
+    x = one.tokens if model.is_first else mail.receive().requires_grad_(torch.is_grad_enabled())
+    y = model.hidden(x, one)
+    if not model.is_last:
+        mail.send(y)
+    return x, y
 
 
 @torch.no_grad()
@@ -169,24 +195,22 @@ def sum_tied_gradients(model: Llama) -> None:
     stages = model.grid.stages
     if not model.config.tie_word_embeddings or stages.size == 1:
         return
-    ends = model.is_first or model.is_last
-    other = 0 if model.is_last else stages.size - 1
-    sends: list[tuple[int, Tensor]] = []
-    recvs: list[tuple[int, Tensor]] = []
-    if ends:
-        weight = model.embed_tokens.weight
-        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        sends, recvs = [(other, weight.grad.clone().view(-1))], [(other, torch.empty_like(weight).view(-1))]
-    stages.wait(stages.exchange(sends, recvs, "tied"), "tied")
-    if ends:
-        assert weight.grad is not None
-        weight.grad += recvs[0][1].view_as(weight)
+    if not (model.is_first or model.is_last):
+        stages.wait(stages.exchange([], [], "tied"), "tied")
+        return
+    weight = model.embed_tokens.weight
+    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    other, theirs = 0 if model.is_last else stages.size - 1, torch.empty_like(weight)
+    exchange = stages.exchange([(other, weight.grad.clone().view(-1))], [(other, theirs.view(-1))], "tied")
+    stages.wait(exchange, "tied")
+    weight.grad += theirs
 
 
-def _shape(model: Llama, tokens: Tensor, lengths: Lengths) -> tuple[int, ...]:
-    """Of what a rank of a stage sends for these tokens."""
-    batch, length = tokens.shape
-    return batch, length if lengths is None else lengths[model.grid.tensor.rank], model.config.hidden_size
+def _shape(model: Llama, one: Pass) -> torch.Size:
+    """Return the shape of the hidden states that a rank of a stage sends."""
+    batch, length = one.tokens.shape
+    own = length if one.lengths is None else one.lengths[model.grid.tensor.rank]
+    return torch.Size((batch, own, model.config.hidden_size))
 
 
 def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> tuple[Order, ...]:
@@ -209,15 +233,14 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
     def same_shapes() -> str:
         return f"{call()} of {[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
 
-    def check() -> int:
+    def check() -> None:
         _check(model, batches, ordering)
         orders.append(ordering(grid.stages.size, len(batches)))
-        return 0
 
     with agreeing_in_turn() as agree_on:
         agree_on(grid.stages, same_tokens, check)
         for comm, text in ((grid.tensor, same_tokens), (grid.model, same_shapes), (grid.everyone, call)):
-            agree_on(comm, text, lambda: 0)
+            agree_on(comm, text)
     return orders[0]
 
 
@@ -227,10 +250,7 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
         raise ShapeError("no micro-batch was given; give at least one.")
     for batch in batches:
         arguments.check_type("a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding.")
-        check_shard(batch.tokens, model.grid.sequence, batch.sharding)
-        arguments.check_type("mask", batch.mask, Mask, "Leave it out for a causal one.")
-        batch.mask.check_lengths(batch.sharding.end)
-        check_tokens(batch.tokens, model.config)
+        model.check(batch.tokens, batch.sharding, batch.mask)
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
             raise ShapeError(
                 f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens {tuple(batch.tokens.shape)} given; needed "

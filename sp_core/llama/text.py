@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,60 +13,46 @@ if TYPE_CHECKING:
 _UNFINISHED = "\ufffd"  # what stands for bytes that are not yet a character
 
 
-class Text:
-    """The tokenizer of a model folder.
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """Return the tokenizer of a model folder.
 
     Raises:
         CheckpointError: there is none, or it is broken.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        path = Path(folder) / "tokenizer.json"
-        try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError as error:
-            raise CheckpointError("prompts need tokenizers; install it with pip install 'sp-core[llama]'.") from error
-        if not path.exists():
-            raise CheckpointError(f"{path} is not there. Copy it from the model.")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower class
-            raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the model wants at its beginning."""
-        return list(self._tokenizer.encode(text).ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        return str(self._tokenizer.decode(list(tokens)))
+    path = Path(folder) / "tokenizer.json"
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise CheckpointError("prompts need tokenizers; install it with pip install 'sp-core[llama]'.") from error
+    if not path.exists():
+        raise CheckpointError(f"{path} is not there. Copy it from the model.")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
 
 class Stream:
     """The text of tokens that arrive one by one."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """What the token adds; nothing while a character is unfinished."""
+        """Return the text that the token adds, or "" as long as its last character is incomplete."""
         self._tokens.append(token)
-        whole = self._text.decode(self._tokens)
-        return "" if whole.endswith(_UNFINISHED) else self._show(whole)
+        return "" if self._tokenizer.decode(self._tokens).endswith(_UNFINISHED) else self.rest()
 
     def rest(self) -> str:
-        """What was held back."""
-        return self._show(self._text.decode(self._tokens))
-
-    def _show(self, whole: str) -> str:
-        added, self._shown = whole[len(self._shown) :], whole
-        return added
+        """Return the text that has not been returned yet."""
+        before, self._shown = self._shown, self._tokenizer.decode(self._tokens)
+        return self._shown[len(before) :]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
+    """Make a tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}  # the library writes the others as characters from 256 on

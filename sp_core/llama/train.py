@@ -5,7 +5,7 @@ each replica packs its sequences into one row, without padding    loss -> backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.gradients import clip_gradient_norm, reduce_gradients
-from sp_core.llama.model import Llama, check_model
-from sp_core.loss import next_token_labels, next_token_loss
+from sp_core.llama.model import Llama, Tokens, check_model, flat
 from sp_core.mask import Mask
+from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
+from sp_core.nn.loss import next_token_labels, next_token_loss
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
 
-Tokens = Sequence[Sequence[int]]
 Layout = Callable[[int, int], Sharding]
 """The sharding of a number of tokens over a number of ranks."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has seen.
+    """The loss and the norm of the gradients of a step.
 
     Args:
         loss: mean over the tokens of all sequences that have a next one, before the step.
@@ -41,7 +40,7 @@ class Step:
 def train_step(
     model: Llama, optimizer: torch.optim.Optimizer, sequences: Tokens, *, max_norm: float, layout: Layout = Sharding.zigzag
 ) -> Step:
-    """Bring the weights one step nearer to what continues these sequences.
+    """Train the weights for one step on the next tokens of these sequences.
 
     Args:
         model: on any mesh.
@@ -89,20 +88,19 @@ def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **othe
     check_model(model)
     grid, dealt = model.grid, list[Sharding]()
 
-    def check() -> int:
+    def text() -> str:
         arguments.check(sequences=sequences, layout=layout, **others)
-        _check(sequences)
+        for number, sequence in enumerate(sequences):
+            if not sequence:
+                raise ValueError(f"sequence {number} is empty; leave it out, or give it at least one token.")
         for share in split_ranges(len(sequences), grid.replicas.size):
             dealt.append(layout(sum(len(sequences[number]) for number in share), grid.sequence.size))
             arguments.check_type(
                 "a layout's result", dealt[-1], Sharding, "Pass a function that makes one, such as Sharding.zigzag."
             )
-        return 0
-
-    def text() -> str:
         return f"{call} of {list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
 
-    grid.everyone.agree_on(text, check)
+    grid.everyone.agree_on(text)
     share = split_ranges(len(sequences), grid.replicas.size)[grid.replicas.rank]
     row, mask = packed([sequences[number] for number in share])
     sharding = dealt[grid.replicas.rank]
@@ -117,12 +115,5 @@ def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **othe
 
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
-    """Sequences one after the other in a row (1, S), and the mask under which none sees another."""
-    row = torch.tensor([[token for sequence in sequences for token in sequence]], dtype=torch.int64)
-    return row, Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)
-
-
-def _check(sequences: Tokens) -> None:
-    for number, sequence in enumerate(sequences):
-        if not sequence:
-            raise ValueError(f"sequence {number} is empty; leave it out, or give it at least one token.")
+    """Put sequences one after the other in a row (1, S). Return it with the mask under which none sees another."""
+    return flat(sequences).unsqueeze(0), Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from sp_core.attention.function import attention
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
-from sp_core.llama.model import CAUSAL, Llama, check_model, check_tokens, document_positions
-from sp_core.mask import Mask
+from sp_core.llama.model import CAUSAL, Llama, Pass, Tokens, check_model, check_tokens, document_positions, flat
+from sp_core.llama.train import packed
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
@@ -32,14 +32,13 @@ Rows = dict[int, Tensor]
 
 
 def work_of(config: LlamaConfig) -> Work:
-    """Floating-point operations of the layers, forward; embedding, norms and the head of a single token are left out."""
-    width, kv_width = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    weights = config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
-    return Work(2 * weights * config.num_hidden_layers, 4 * width * config.num_hidden_layers)
+    """Return the floating-point operations of the layers in a forward pass, without embedding, norms and head."""
+    attention = 4 * config.num_attention_heads * config.head_dim
+    return Work(2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers)
 
 
-def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
-    """The logits after the last token of each sequence.
+def prefill_unequal(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
+    """Compute the logits after the last token of each sequence.
 
     Args:
         model: the weights; without replicas and pipeline stages.
@@ -64,13 +63,19 @@ def prefill_unequal(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan
     All of these on every rank.
     """
     check_model(model)
-    model.grid.everyone.agree_on(lambda: _call(sequences, plan, pass_tokens), lambda: _check(model, sequences, plan, pass_tokens))
+
+    def call() -> str:
+        _check(model, sequences, plan, pass_tokens)
+        digest = hashlib.blake2b(repr((list(map(list, sequences)), plan)).encode(), digest_size=8).hexdigest()
+        return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
+
+    model.grid.everyone.agree_on(call)
     return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
 
 
 @torch.no_grad()
-def compute(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
-    """This rank's part of `prefill_unequal`, which has agreed on the arguments: the rows whose last token it had."""
+def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
+    """Do this rank's part of `prefill_unequal` after the ranks have agreed. Return the rows of the last tokens that it had."""
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _shared(model, number, _filled(sequences, plan, number), len(sequences[number]))
@@ -83,7 +88,7 @@ def compute(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, *, pas
 
 @torch.no_grad()
 def collect(model: Llama, rows: Rows, count: int) -> Tensor:
-    """(N, V) on every rank, from the rows that each has."""
+    """Gather the logits (N, V) on every rank, from the rows that each has."""
     sequence, tensor, config = model.grid.sequence, model.grid.tensor, model.config
     numbers = torch.tensor(list(rows), dtype=torch.int64, device=sequence.device)
     empty = torch.empty(0, config.hidden_size, dtype=model.dtype, device=sequence.device)
@@ -95,35 +100,32 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
 
 
 def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
-    """A sequence whose tokens are split over the sequence ranks; the row of the last token is on the rank that has it."""
+    """Compute a sequence that the sequence ranks share. The rank with the last token returns its row."""
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
-    positions = sharding.positions(comm.rank)
-    mine = torch.tensor(tokens, dtype=torch.int64)[positions].unsqueeze(0).to(comm.device)
-    hidden = model.hidden(mine, positions, lambda _, q, k, v: model.attend(q, k, v, sharding=sharding, mask=CAUSAL))
-    last = positions == length - 1
+    mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
+    hidden = model.hidden(mine, replace(model.one_pass(mine, sharding, CAUSAL), lengths=None))
+    last = sharding.positions(comm.rank) == length - 1
     return {number: hidden[0, last][0]} if last.any() else {}
 
 
-def _packed(model: Llama, numbers: Sequence[int], sequences: Sequence[Sequence[int]], plan: Plan) -> Rows:
-    """Whole sequences, one after the other on a line, each seeing itself only."""
-    line = [token for number in numbers for token in _filled(sequences, plan, number)]
-    starts = list(accumulate((plan.tokens(number) for number in numbers), initial=0))
-    mask = Mask(causal=True, documents=tuple(starts))
+def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:
+    """Compute whole sequences on this rank, packed as documents into one row."""
+    row, mask = packed([_filled(sequences, plan, number) for number in numbers])
+    tokens = row.to(model.grid.sequence.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attention(q, model.spread(k), model.spread(v), mask=mask)
         assert isinstance(out, Tensor)
         return out
 
-    tokens = torch.tensor([line], dtype=torch.int64, device=model.grid.sequence.device)
-    hidden = model.hidden(tokens, document_positions(torch.arange(len(line)), mask), attend)
-    ends = (start + len(sequences[number]) - 1 for number, start in zip(numbers, starts, strict=False))
-    return {number: hidden[0, end] for number, end in zip(numbers, ends, strict=True)}
+    hidden = model.hidden(tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend))
+    starts = zip(numbers, mask.documents or (), strict=False)
+    return {number: hidden[0, start + len(sequences[number]) - 1] for number, start in starts}
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """What this rank takes of the waiting runs; the first of its tensor ranks draws for all of them."""
+    """Yield the waiting runs that this rank takes. Tensor rank 0 draws their numbers from a shared counter for all tensor ranks."""
     if not waiting:
         return
     counter = model.grid.sequence.counter()
@@ -136,17 +138,12 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
     counter.free()
 
 
-def _filled(sequences: Sequence[Sequence[int]], plan: Plan, number: int) -> list[int]:
-    """A sequence with its padding, which no token before it sees."""
+def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
+    """Return a sequence with its padding, which no token before it sees."""
     return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
 
 
-def _call(sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> str:
-    digest = hashlib.blake2b(repr((list(map(list, sequences)), plan)).encode(), digest_size=8).hexdigest()
-    return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
-
-
-def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_tokens: int) -> int:
+def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
     arguments.check_type("plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced.")
     grid, lengths = model.grid, tuple(map(len, sequences))
@@ -160,5 +157,4 @@ def _check(model: Llama, sequences: Sequence[Sequence[int]], plan: Plan, pass_to
     if pass_tokens < 1 or 0 in lengths:
         what = f"pass_tokens={pass_tokens}" if pass_tokens < 1 else f"sequence {lengths.index(0)} without tokens"
         raise ValueError(f"{what} was given; needed at least 1.")
-    check_tokens(torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64), model.config)
-    return 0
+    check_tokens(flat(sequences), model.config)

@@ -33,6 +33,7 @@ def hybrid_attention(
     *,
     mesh: Mesh,
     sharding: Sharding,
+    comm: Communicator | None = None,
     axes: tuple[str, str] = ("ring", "ulysses"),
     ulysses: str = "ulysses",
     kv_sharding: Sharding | None = None,
@@ -46,6 +47,7 @@ def hybrid_attention(
         q, k, v, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
         mesh: has both axes.
         sharding: who owns which queries, over the ranks of `mesh[axes]`.
+        comm: `mesh[axes]` if given. Layers give it, so that `functools.partial(hybrid_attention, mesh=mesh)` is a scheme for them.
         axes: the two axes in the order in which they number the ranks, the last one fastest.
         ulysses: which of the two exchanges heads; the other one is the ring.
 
@@ -64,7 +66,7 @@ def hybrid_attention(
     problem = agree(
         f"hybrid_attention[{axes}, {ulysses}]",
         *(q, k, v),
-        comm=_product(mesh, axes, ulysses),
+        comm=_product(mesh, axes, ulysses, comm),
         sharding=sharding,
         kv_sharding=kv_sharding,
         mask=mask,
@@ -92,21 +94,21 @@ def hybrid_attention(
     return (out, lse) if return_lse else out
 
 
-def _product(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> Communicator:
+def _product(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None) -> Communicator:
     """Return the communicator of both axes. Wrong axes are an error on all ranks of the mesh."""
     check_type("mesh", mesh, Mesh, "Pass the mesh itself, which has both axes.")
     names = list(axes) if isinstance(axes, Sequence) else []
-    if len(names) == 2 and names[0] != names[1] and all(axis in list(mesh.axes) for axis in names) and ulysses in names:
-        return mesh[axes]
-    everyone = mesh[tuple(mesh.axes)]
-    everyone.agree_on(lambda: "", partial(_refuse, mesh, axes, ulysses))
-    raise AssertionError("unreachable: the check of this rank has failed")
+    fits = len(names) == 2 and names[0] != names[1] and all(axis in list(mesh.axes) for axis in names) and ulysses in names
+    product = mesh[axes] if fits else mesh[tuple(mesh.axes)]
+    if not fits or (comm is not None and comm is not product):
+        product.agree_on(partial(_refuse, mesh, axes, ulysses, comm))
+    return product
 
 
-def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str) -> int:
+def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None) -> str:
     raise ShapeError(
-        f"axes={axes!r} and ulysses={ulysses!r} were given for a mesh with {mesh.axes}. "
-        "Name two axes of the mesh, and one of them as ulysses."
+        f"axes={axes!r}, ulysses={ulysses!r} and {comm=} were given for a mesh with {mesh.axes}. "
+        "Name two axes of the mesh, and one of them as ulysses; comm is mesh[axes], or is left out."
     )
 
 

@@ -69,8 +69,8 @@ class Tokens:
         return [slice(start + r.start, start + r.stop) for start, r in zip(starts, chunk[0], strict=True)]
 
 
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
-    """Gather the tokens and multiply: x (B, S/P, E), weight (F/P, E) to (B, S, F/P).
+def gather_linears(x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Gather the tokens x (B, S/P, E) once, and multiply by the weight (F/P, E) of each layer: (B, S, F/P) for each.
 
     Communication:
         Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the same again (the gathered
@@ -81,15 +81,9 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, comm: Commu
 
     Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, section 4.2.
     """
-    return _gather_linears(x, [(weight, bias)], comm, lengths)[0]
-
-
-def gather_linears(x: Tensor, weights: Sequence[Tensor], *, comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Gather the tokens once and multiply them with several weights (F/P, E). Return (B, S, F/P) for each.
-
-    Communication, raises, source: as `gather_linear`.
-    """
-    return _gather_linears(x, [(weight, None) for weight in weights], comm, lengths)
+    apply: Any = _GatherLinears.apply
+    results: tuple[Tensor, ...] = apply(Tokens(comm, lengths), x, *(tensor for layer in layers for tensor in layer))
+    return results
 
 
 def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
@@ -101,17 +95,11 @@ def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tu
     Raises:
         RuntimeError: a second derivative.
 
-    Source: as `gather_linear`.
+    Source: as `gather_linears`.
     """
     apply: Any = _LinearScatter.apply
     result: Tensor = apply(y, weight, Tokens(comm, lengths))
     return result
-
-
-def _gather_linears(x: Tensor, layers: Sequence[Linear], comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    apply: Any = _GatherLinears.apply
-    results: tuple[Tensor, ...] = apply(Tokens(comm, lengths), x, *(tensor for layer in layers for tensor in layer))
-    return results
 
 
 class _GatherLinears(torch.autograd.Function):

@@ -184,7 +184,8 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
         tokens = mesh[axes]
         problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * (mesh.coordinate("third") if third else 0)})
         shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
-        arguments = {**arguments_of(shards, drawn), "mesh": mesh, "axes": axes, "ulysses": drawn["ulysses"]}
+        where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
+        arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
         yield Call(sp.hybrid_attention, arguments, partial(judge, "hybrid", shards, arguments))
 
 
@@ -206,6 +207,7 @@ GRID: dict[str, Parts] = {
     "mesh.order": values("sorted", "reversed"),
     "axes": values("the mesh's order", "not the mesh's order"),
     "ulysses": values("ulysses", "ring"),
+    "comm": values("left out", "given"),
 }
 RAISED = ("inner=gpipe", "inner=contiguous")
 """What a function of the user raises while it computes is an error of its rank."""

@@ -26,9 +26,9 @@ import sp_core as sp
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import ARCHITECTURE, DTYPES, FEW_CALLS, SCHEMES, SMALL, architecture, case_of, meshes
-from sp_core.gradients import Placement, placement_of
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
 from sp_core.llama.model import checkpoint_name
+from sp_core.nn.gradients import Placement, placement_of
 from sp_core.testing import run_threads
 
 AXES = ("ring, ulysses", "tp", "pp", "dp", "ring, tp", "pp, tp", "dp, pp", "pp, ring, tp", "tp, ulysses, pp")

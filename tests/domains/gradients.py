@@ -18,7 +18,7 @@ from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.exact import same
 from domains.placements import HELD, indices
 from domains.situations import SITUATIONS
-from sp_core.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing.tolerance import bound, check_close
 
 KINDS = {"one": ("float64",), "two": ("float32", "bfloat16"), "three": ("float64", "float16", "float32")}

@@ -19,8 +19,8 @@ import sp_core as sp
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import ARCHITECTURE, DTYPES, SCHEMES, SITUATIONS, Expected, architecture, case_of, meshes
-from sp_core.gradients import reduce_gradients
 from sp_core.llama import Llama
+from sp_core.nn.gradients import reduce_gradients
 
 AXES = ("ring, ulysses", "tp", "dp", "ulysses, ring", "ring, tp", "tp, ulysses", "dp, ring", "ring, tp, ulysses")
 
@@ -109,14 +109,17 @@ def judge(case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values,
     wanted.check_gradients(model)
 
 
-MADE = dict.fromkeys(("hidden", "lengths", "positions", "attend", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it")
+MADE = dict.fromkeys(("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it")
 SUBJECTS = [
     Subject(
         "llama.Llama.forward",
         architecture("config", ARCHITECTURE) | meshes(*AXES) | FORWARD | SITUATIONS,
         forward,
         models.ranks,
-        covers=tuple(f"llama.Llama{name}" for name in ("", ".fill", ".lengths", ".hidden", ".logits", ".attend", ".spread")),
+        covers=tuple(
+            f"llama.Llama{name}"
+            for name in ("", ".fill", ".one_pass", ".check", ".lengths", ".hidden", ".logits", ".attend", ".spread")
+        ),
         outside={**MADE, "read": "every row fills its model", "dtype": "config.dtype", "grid": "mesh.axes"},
     ),
 ]

@@ -24,7 +24,7 @@ from domains.layers import TOKENS
 from domains.numeric import near, normal
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.attention import accumulation_dtype
-from sp_core.loss import IGNORED, check_shard, next_token_labels, next_token_loss
+from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
 from sp_core.testing.tolerance import bound, unit_roundoff
 
 
@@ -185,7 +185,7 @@ def labels(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
         mine = in_memory(sharding.shard(whole, group.rank, 1), drawn["tokens.memory"])
         given = {"tokens": mine, "comm": group, "sharding": sharding}
         if name == "check_shard":
-            yield Call(check_shard, given, partial(same, wanted=0))
+            yield Call(check_shard, given, partial(same, wanted=None))
             return
         mask = None if drawn["mask"] == "none" else sp.Mask(**blocks.mask_of(drawn))
         positions = sorted(int(p) for rank in range(group.size) for p in sharding.positions(rank))

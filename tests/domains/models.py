@@ -18,10 +18,10 @@ from torch import Tensor
 
 from domains import situations
 from domains.declared import Parts, Values, spans, values
-from sp_core.gradients import placement_of
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import placement_of
 from sp_core.testing import record_ratio
 from sp_core.testing.tolerance import bound, check_close
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from domains.collectives import DTYPES, MEMORIES, in_memory
 from domains.declared import Call, Parts, Values, spans, values
 from domains.exact import pure, same
-from sp_core.gradients import Placement, place, placement_of
+from sp_core.nn.gradients import Placement, place, placement_of
 
 Held = tuple[tuple[range, ...], ...]
 

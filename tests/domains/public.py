@@ -14,16 +14,14 @@ from sp_core.__main__ import make_parser
 
 MODULES = (
     *("sp_core", "sp_core.llama", "sp_core.llama.pipeline", "sp_core.llama.train"),
-    *("sp_core.loss", "sp_core.gradients", "sp_core.scheduling", "sp_core.cost"),
+    *("sp_core.nn.loss", "sp_core.nn.gradients", "sp_core.scheduling", "sp_core.cost"),
 )
 
 OUTSIDE = {
     "Communicator": "`Mesh` makes it",
     "Pending": "the started collectives make it",
     "Plan": "`plan` makes it",
-    "llama.pipeline.Flight": "`Decoder` makes it",
     "llama.pipeline.forward": "`Decoder` calls it",
-    "llama.pipeline.from_last": "`Decoder` calls it",
     "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
 }
 """Public names without a domain of their own, each with the reason; methods are named by their class."""
@@ -72,7 +70,7 @@ def _is_outside(name: str) -> bool:
 
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     found = importlib.import_module(module)
-    front = module.removeprefix("sp_core").removeprefix(".")
+    front = module.removeprefix("sp_core").removeprefix(".").removeprefix("nn.")
     for name in getattr(found, "__all__", [name for name in vars(found) if not name.startswith("_")]):
         member = getattr(found, name)
         is_class = inspect.isclass(member)
@@ -85,7 +83,11 @@ def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         full = f"{front}.{name}".removeprefix(".")
         yield full, member
         if is_class:
-            yield from ((f"{full}.{method}", getattr(member, method)) for method in vars(member) if _is_method(member, method))
+            private = [
+                base for base in member.__mro__[1:] if base.__name__.startswith("_") and base.__module__.startswith("sp_core")
+            ]
+            methods = {method for owner in (member, *private) for method in vars(owner) if _is_method(owner, method)}
+            yield from ((f"{full}.{method}", getattr(member, method)) for method in sorted(methods))
 
 
 def _is_method(owner: type, name: str) -> bool:

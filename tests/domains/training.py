@@ -22,11 +22,11 @@ from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.llama import own
 from domains.models import FEW_CALLS, SMALL, Expected, architecture, case_of, meshes, with_gradients
 from domains.situations import CALLS
-from sp_core.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.llama import Llama
 from sp_core.llama.pipeline import MicroBatch, Order, loss_and_gradients, sum_tied_gradients
 from sp_core.llama.train import backward, train_step
-from sp_core.loss import IGNORED
+from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
+from sp_core.nn.loss import IGNORED
 from sp_core.scheduling import Slot, gpipe, one_forward_one_backward
 
 Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]

@@ -16,8 +16,9 @@ from llama_cases import Case
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core import gradients, llama, loss, scheduling
+from sp_core import llama, scheduling
 from sp_core.llama import pipeline, train
+from sp_core.nn import gradients, loss
 
 MODEL = Case((4, 2), dtype="float32", hidden=8, ffn=8, vocab=12)
 PROMPTS = [[1, 5, 3], [2], [7, 4]]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core import gradients, loss
 from sp_core.agreement import RECORD_BYTES
+from sp_core.nn import gradients, loss
 
 MESSAGES = ("shift", "ring", "pipeline", "tied")
 """Operations whose point-to-point messages are counted; of all others it is the calls."""

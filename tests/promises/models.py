@@ -12,8 +12,10 @@ from promises.ledger import ROWS, Book, Scene, row
 from torch import Tensor
 
 import sp_core as sp
-from sp_core import gradients, llama, loss, scheduling
+from sp_core import llama, scheduling
 from sp_core.llama import pipeline, train
+from sp_core.llama.model import Pass
+from sp_core.nn import gradients, loss
 
 SMALL = Case((4, 2), dtype="float32", hidden=8, ffn=8, vocab=12)
 CONFIG = replace(SMALL.config, num_hidden_layers=2)
@@ -112,9 +114,9 @@ def _(scene: Scene) -> None:
     model, stages = llama.create(config, scene.mesh), scene.comm
     texts = [tokens_of(scene, length) for length in (3, 5, 2)]
     on, back = scene.rank < scene.size - 1, scene.rank > 0
-    flights = [pipeline.Flight(text, range(text.shape[1]), lambda _, q, k, v: q) for text in texts]
+    passes = [Pass(text, range(text.shape[1]), lambda _, q, k, v: q) for text in texts]
     with scene.sends(pipeline=(3 * on, 10 * HIDDEN * 4 * on)) if on else scene.sends():
-        pipeline.forward(model, flights)
+        pipeline.forward(model, passes)
     batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(x.shape[1], 1)) for x in texts]
     way, mean = on + back, 8 * (scene.size - 1) * (scene.rank == scene.size - 1)
     sent: Book = {"pipeline": (3 * way, 10 * HIDDEN * 4 * way), "broadcast": (1, mean)}

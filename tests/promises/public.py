@@ -19,13 +19,18 @@ def everything() -> dict[str, Callable[..., Any]]:
 
 def documented(words: str) -> set[str]:
     """Return the names, without their modules, of what has these words in its docstring."""
-    return {x.__qualname__ for x in everything().values() if words in (inspect.getdoc(x) or "")}
+    return {without_module(name) for name, x in everything().items() if words in (inspect.getdoc(x) or "")}
+
+
+def without_module(name: str) -> str:
+    """Return a name without the modules in front of it, which have no capital letters."""
+    return re.sub(r"^[a-z_.]+\.", "", name)
 
 
 def told_alike() -> set[str]:
     """Return the names of what has a result that is the same on all ranks, by what it says."""
     said = re.compile(r"on every rank|all hold alike|all ranks hold alike|Every rank receives")
-    return {x.__qualname__ for x in everything().values() if said.search(_of_result(x))}
+    return {without_module(name) for name, x in everything().items() if said.search(_of_result(x))}
 
 
 def _of_result(x: Callable[..., Any]) -> str:

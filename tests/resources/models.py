@@ -13,8 +13,9 @@ from resources.calls import CALLS, Place, row
 from torch import nn
 
 import sp_core as sp
-from sp_core import cost, gradients, llama, loss, planning, scheduling
+from sp_core import cost, llama, planning, scheduling
 from sp_core.llama import pipeline, train
+from sp_core.nn import gradients, loss
 
 MODEL = Case((4, 2), dtype="float32", ffn=8)
 SHALLOW = replace(MODEL, layers=1)

@@ -21,9 +21,9 @@ from benchmarks.ranks import THREADS, device
 from benchmarks.reporting.trace.clock import anchors, offset
 from benchmarks.reporting.trace.merge import Event, Profile, merge
 from benchmarks.reporting.trace.naming import Log
-from sp_core.layers import TransformerBlock
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
+from sp_core.nn.layers import TransformerBlock
 from sp_core.schemes import SCHEMES
 from sp_core.sharding import Sharding
 

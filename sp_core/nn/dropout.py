@@ -1,4 +1,4 @@
-"""Dropout that does not depend on the number of ranks: each element's fate is a hash of the seed and its global place.
+"""Dropout that does not depend on the number of ranks: a hash of the seed and the global indices decides for each element.
 
 There is no state and nothing to synchronise: ranks that hold the same token drop the same elements, a checkpointed forward drops
 them again, and one device drops what many ranks drop.
@@ -64,7 +64,7 @@ def _check(x: Tensor, p: float, seed: int, positions: Positions, features: Posit
 
 
 def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor:
-    """Numbers in [0, 1), float64, one for each combination of places."""
+    """Return numbers in [0, 1), float64, one for each combination of indices."""
     state = _mixed(torch.tensor(seed, dtype=torch.int64, device=device))
     for place in places:
         state = _mixed(state[..., None] + position_tensor(place, device))
@@ -73,7 +73,7 @@ def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer; products wrap around."""
+    """Apply the finalizer of SplitMix64. Its products are modulo 2^64."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
         x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # >> brings copies of the sign
         x = x if multiplier is None else x * multiplier

@@ -8,9 +8,9 @@ and so is the gradient of a parameter that all ranks use alike. What several ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from sp_core.collectives.api import all_reduce
 from sp_core.collectives.maps import overlaps
 from sp_core.communicator import Communicator, agreeing_in_turn
 from sp_core.errors import ShapeError
-from sp_core.segments import split_ranges
+from sp_core.segments import concatenated, split_ranges
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Placement:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
-        """Every one of `size` ranks holds all of it, and uses it alike; or, if `partial`, for tokens of its own."""
+        """Place all slices on each of `size` ranks. They use them alike or, if `partial`, each for tokens of its own."""
         return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
 
     @classmethod
@@ -53,55 +53,47 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """The number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what a rank holds."""
+        """Return the shape of the part of a rank."""
         return (*self.shape[: self.dim], sum(map(len, self.held[rank])), *self.shape[self.dim + 1 :])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """What a rank holds, from the whole parameter."""
-        parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.held[rank]]
-        return torch.cat([whole.narrow(self.dim, 0, 0), *parts], self.dim)  # a rank may hold nothing
+        """Return the part of a rank, from the whole parameter."""
+        return whole.index_select(self.dim, _indices(self.held[rank], whole))
 
     def spread(self, part: Tensor, rank: int) -> Tensor:
-        """The whole parameter with what a rank holds in its place, and zeros elsewhere."""
-        whole = part.new_zeros(self.shape)
-        pieces = part.split([len(held) for held in self.held[rank]], self.dim)
-        for held, piece in zip(self.held[rank], pieces, strict=True):
-            whole.narrow(self.dim, held.start, len(held)).copy_(piece)
-        return whole
+        """Return the whole parameter with the part of a rank in its place, and zeros elsewhere."""
+        return part.new_zeros(self.shape).index_copy_(self.dim, _indices(self.held[rank], part), part)
 
     def join(self, parts: Tensor) -> Tensor:
-        """The whole parameter, from what all ranks hold put together along `dim` in rank order."""
-        places = [index for indices in self._indices for index in indices]
-        at = torch.tensor(places, dtype=torch.int64, device=parts.device)
-        return parts.new_empty(self.shape).index_copy_(self.dim, at, parts)
+        """Return the whole parameter, from the parts of all ranks put together along `dim` in rank order."""
+        return parts.new_empty(self.shape).index_copy_(self.dim, _indices(sum(self.held, ()), parts), parts)
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
-        """The slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
-        is_here = (self._first_holder[index] == rank and not self.copy for index in self._indices[rank])
-        first = torch.tensor(list(is_here), dtype=torch.bool)
+        """Return the slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
+        lower = concatenated(sum(self.held[:rank], ()))
+        first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
         return part if first.all() else part.index_select(self.dim, first.nonzero().squeeze(1).to(part.device))
 
-    @cached_property
-    def _indices(self) -> list[list[int]]:
-        return [[index for part in parts for index in part] for parts in self.held]
 
-    @cached_property
-    def _first_holder(self) -> dict[int, int]:
-        return {index: rank for rank in reversed(range(len(self.held))) for index in self._indices[rank]}
+def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
+    return concatenated(ranges).to(like.device)
+
+
+Placed = list[tuple[nn.Parameter, Placement]]
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """Let a parameter carry its placement."""
+    """Attach a placement to a parameter. Return the parameter."""
     vars(parameter)["placement"] = placement
     return parameter
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
-    """The placement that a parameter carries.
+    """Return the placement that is attached to a parameter.
 
     Raises:
         ShapeError: it carries none.
@@ -131,13 +123,12 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
 
     All of these on every rank of both groups.
     """
-    wanted: list[tuple[nn.Parameter, Placement]] = []
-
-    def check() -> int:
-        wanted.extend((p, _fitting(p, tensor)) for p in _checked(parameters) if p.requires_grad)
-        return 0
-
-    _agree_in_turn((tensor, data), lambda: f"reduce_gradients({_listed(wanted)})", check)
+    wanted: Placed = []
+    _agree_in_turn(
+        lambda: f"reduce_gradients({_listed(wanted)})",
+        lambda: wanted.extend(_placed(parameters, tensor, lambda p: p.requires_grad)),
+        *(tensor, data),
+    )
     for parameter, _ in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -177,69 +168,61 @@ def clip_gradient_norm(
 
     All of these on every rank.
     """
-    wanted: list[tuple[Tensor, Placement]] = []
+    wanted: Placed = []
 
-    def check() -> int:
+    def check() -> None:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r} was given; pass a number above 0, or infinity to only measure.")
-        wanted.extend((p.grad, _fitting(p, tensor)) for p in _checked(parameters) if p.grad is not None)
-        return 0
+        wanted.extend(_placed(parameters, tensor, lambda p: p.grad is not None))
 
-    groups = (tensor,) if stages is None else (tensor, stages)
-    _agree_in_turn(groups, lambda: f"clip_gradient_norm({max_norm=})", check, lambda: _listed(wanted))
+    others = () if stages is None else (stages,)
+    _agree_in_turn(lambda: f"clip_gradient_norm({max_norm=})", check, tensor, *others, own=lambda: _listed(wanted))
+    gradients = [(p.grad, placement) for p, placement in wanted if p.grad is not None]
     own = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for x, placement in wanted:
+    for x, placement in gradients:
         own += torch.linalg.vector_norm(placement.counted(x, tensor.rank), dtype=torch.float64).square()
     total = all_reduce(own, comm=tensor)
     norm = float((total if stages is None else all_reduce(total, comm=stages)).sqrt())
     if not norm < torch.inf:
         raise ValueError(f"the norm of the gradients is {norm}; skip this step, or look for what overflows.")
     if norm > max_norm:
-        for x, _ in wanted:
+        for x, _ in gradients:
             x.mul_(max_norm / norm)
     return norm
 
 
-def _checked(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+def _placed(parameters: Iterable[nn.Parameter], tensor: Communicator, is_wanted: Callable[[nn.Parameter], bool]) -> Placed:
+    """Return some of the parameters with their placements, each of which must be that of the part that this rank holds."""
     arguments.check(parameters=parameters)
+    found = []
     for parameter in parameters:
         arguments.check_type("a parameter", parameter, nn.Parameter, "Pass those of a module, such as model.parameters().")
-        yield parameter
+        if not is_wanted(parameter):
+            continue
+        placement = placement_of(parameter)
+        if len(placement.held) != tensor.size or placement.local_shape(tensor.rank) != parameter.shape:
+            raise ShapeError(
+                f"a parameter of shape {tuple(parameter.shape)} carries a placement for {len(placement.held)} ranks, of which rank "
+                f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut over {tensor.name}."
+            )
+        found.append((parameter, placement))
+    return found
 
 
 def _agree_in_turn(
-    comms: Sequence[Communicator], call: Callable[[], str], check: Callable[[], int], own: Callable[[], str] = str
+    call: Callable[[], str], check: Callable[[], None], first: Communicator, *others: Communicator, own: Callable[[], str] = str
 ) -> None:
-    """Agree on communicators that are axes of one grid.
-
-    What `own` returns has to be the same along the first axis only.
-    """
-    for each in comms:
+    """Agree on communicators that are axes of one grid. The text of `own` has to be the same along the first axis only."""
+    for each in (first, *others):
         arguments.check_communicator(each, "tensor, data or stages")
-
-    def shown(comm: Communicator) -> str:
-        return f"{call()} on {comm.name}"
-
-    first, *others = comms
     with agreeing_in_turn() as agree_on:
-        agree_on(first, lambda: f"{shown(first)} {own()}", check)
+        agree_on(first, lambda: f"{call()} on {first.name} {own()}", check)
         for comm in others:
             if comm.size > 1:
-                agree_on(comm, partial(shown, comm), lambda: 0)
+                agree_on(comm, partial("{0} on {1.name}".format, call(), comm))
 
 
-def _fitting(parameter: nn.Parameter, tensor: Communicator) -> Placement:
-    """The placement of a parameter, which must be that of what this rank holds."""
-    placement = placement_of(parameter)
-    if len(placement.held) != tensor.size or placement.local_shape(tensor.rank) != parameter.shape:
-        raise ShapeError(
-            f"a parameter of shape {tuple(parameter.shape)} carries a placement for {len(placement.held)} ranks, of which rank "
-            f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut over {tensor.name}."
-        )
-    return placement
-
-
-def _listed(parameters: Sequence[tuple[Tensor, Placement]]) -> str:
+def _listed(parameters: Placed) -> str:
     return ", ".join(f"{placement.shape} {x.dtype}{' partial' * placement.partial}" for x, placement in parameters)
 
 

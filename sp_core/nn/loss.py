@@ -30,7 +30,7 @@ IGNORED = -100
 
 @torch.no_grad()
 def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None) -> Tensor:
-    """The label of each of this rank's tokens: the token at the next global position, which may be another rank's.
+    """Return the label of each of this rank's tokens: the token at the next global position, which may be on another rank.
 
     Args:
         tokens: int64 (B, S/P), this rank's tokens.
@@ -47,15 +47,15 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
     Raises:
         ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
     """
-
     arguments.check_communicator(comm)
 
-    def check() -> int:
+    def call() -> str:
         if mask is not None:
             arguments.check_type("mask", mask, Mask, "Pass Mask(documents=...), or None.")
-        return check_shard(tokens, comm, sharding)
+        check_shard(tokens, comm, sharding)
+        return f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}"
 
-    comm.agree_on(lambda: f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}", check)
+    comm.agree_on(call)
     whole = sharding.restore(all_gather(tokens, comm=comm, dim=1, sizes=sharding.lengths), 1)
     positions = torch.cat([sharding.positions(rank) for rank in range(sharding.size)]).sort().values
     follows = positions[1:] == positions[:-1] + 1
@@ -67,7 +67,7 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
     return sharding.shard(labels, comm.rank, 1)
 
 
-def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
+def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
     """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
     check_tensor(tokens, comm)
     arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
@@ -78,13 +78,12 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> int:
             f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the sharding is for {sharding.size} "
             f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
         )
-    return 0
 
 
 def next_token_loss(
     logits: Tensor, labels: Tensor, *, tensor: Communicator, data: Communicator, count: int | None = None
 ) -> Tensor:
-    """Mean cross-entropy over the valid tokens of all ranks.
+    """Compute the mean cross-entropy over the valid tokens of all ranks.
 
     It counts once: call backward on every rank, then `reduce_gradients`. The logits are never gathered.
 
@@ -108,29 +107,6 @@ def next_token_loss(
 
     All of these on every rank of both groups.
     """
-    sizes = _agreed_sizes(logits, labels, tensor, data, count)
-    valid = labels != IGNORED
-    count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
-    if count == 0:
-        raise ValueError(f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined.")
-    losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
-    return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]) -> Tensor:
-    """log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
-    greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
-    shifted = logits - greatest.unsqueeze(-1)
-    places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
-    here = (places >= 0) & (places < logits.shape[-1])
-    picked = shifted.gather(-1, places.where(here, 0).unsqueeze(-1)).squeeze(-1)
-    sums = torch.stack((shifted.exp().sum(-1), torch.where(here, picked, 0.0)))
-    total, target = reduce_from_group(sums, comm=tensor).unbind()
-    return total.log() - target
-
-
-def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Communicator, count: int | None) -> Sequence[int]:
-    """The parts of the vocabulary. What one rank finds wrong reaches its tensor group first, and with it every data group."""
     arguments.check_communicator(tensor, "tensor")
     arguments.check_communicator(data, "data")
     sizes: Sequence[int] = ()
@@ -141,20 +117,37 @@ def _agreed_sizes(logits: Tensor, labels: Tensor, tensor: Communicator, data: Co
     def same() -> str:
         return f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
 
-    def check() -> int:
-        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= sum(sizes)))]
-        if wrong.numel():
-            raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{sum(sizes) - 1}, and {IGNORED} means none.")
-        return 0
-
     with agreeing_in_turn() as agree_on:
         sizes = agree_on(tensor, same, lambda: _check_loss(logits, labels, tensor, count))
-        agree_on(data, lambda: f"{call()} on {data.name}", check)
-    return sizes
+        agree_on(data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes)))
+    valid = labels != IGNORED
+    count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
+    if count == 0:
+        raise ValueError(f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined.")
+    losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
+    return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]) -> Tensor:
+    """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
+    greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
+    shifted = logits - greatest.unsqueeze(-1)
+    places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
+    here = (places >= 0) & (places < logits.shape[-1])
+    picked = shifted.gather(-1, places.where(here, 0).unsqueeze(-1)).squeeze(-1)
+    sums = torch.stack((shifted.exp().sum(-1), torch.where(here, picked, 0.0)))
+    total, target = reduce_from_group(sums, comm=tensor).unbind()
+    return total.log() - target
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
+    if wrong.numel():
+        raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{vocabulary - 1}, and {IGNORED} means none.")
 
 
 def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
-    """This rank's part of the vocabulary."""
+    """Refuse logits and labels that do not fit. Return the length of this rank's part of the vocabulary."""
     arguments.check(count=count)
     for x in (logits, labels):
         check_tensor(x, comm)

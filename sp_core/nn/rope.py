@@ -62,44 +62,32 @@ class Rope:
             ShapeError: another head dim, or positions that do not number the tokens.
             DtypeError: x is not floating.
         """
-        self._check(x, len(positions))
+        if x.dim() != 4 or x.shape[-1] != self.head_dim or x.shape[1] != len(positions):
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = {len(positions)} positions and head_dim = "
+                f"{self.head_dim}; pass the global positions of this rank's tokens"
+            )
+        if not x.is_floating_point():
+            raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = position_tensor(positions, x.device).double().outer(self._frequencies.to(x.device))
         cos, sin = (t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))  # (S, 1, head_dim / 2)
         a, b = x.to(dtype).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
-    def _check(self, x: Tensor, length: int) -> None:
-        """Refuse a tensor that the positions or the frequencies do not fit."""
-        if x.dim() != 4 or x.shape[-1] != self.head_dim or x.shape[1] != length:
-            raise ShapeError(
-                f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = {length} positions and head_dim = "
-                f"{self.head_dim}; pass the global positions of this rank's tokens"
-            )
-        if not x.is_floating_point():
-            raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
-
 
 def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) -> Tensor:
-    """Radians per token of each pair of dims, float64 (head_dim / 2,)."""
+    """Return the radians per token of each pair of dims, float64 (head_dim / 2,). The scaling "default" is none."""
     plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    kind = _scaling_type(scaling)
-    if scaling is None or kind is None:
-        return plain
-    return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
-
-
-def _scaling_type(scaling: Mapping[str, Any] | None) -> str | None:
-    """The type of a scaling dict, checked; "default" is none."""
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
     if scaling is None or kind == "default":
-        return None
+        return plain
     if kind not in _FIELDS:
         raise ValueError(f"scaling has rope_type {kind!r}, needed one of {sorted(_FIELDS)}, or None for no scaling")
     missing = [field for field in _FIELDS[kind] if field not in scaling]
     if missing:
         raise ValueError(f"scaling of rope_type {kind!r} lacks {missing}, needed {list(_FIELDS[kind])}")
-    return str(kind)
+    return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:

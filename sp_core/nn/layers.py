@@ -1,0 +1,348 @@
+"""Transformer layers over the tokens of one rank, with weights that all ranks of a group hold alike.
+
+Every rank runs a layer on its own tokens, so the gradient that it computes for a weight is only its tokens' part. Each layer here
+sums these parts over the ranks in its backward: after `loss.backward()` every rank holds the gradient of the sum of all losses, and
+replicas stay equal. Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head dim, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sp_core import arguments
+from sp_core.collectives.build import check_tensor
+from sp_core.collectives.differentiable import copy_all, describe_all
+from sp_core.communicator import Communicator
+from sp_core.errors import DtypeError, ShapeError
+from sp_core.mask import Mask
+from sp_core.nn.dropout import dropout
+from sp_core.nn.rope import Rope
+from sp_core.schemes import allgather_kv_attention
+from sp_core.sharding import Sharding
+
+Device = torch.device | None
+Dtype = torch.dtype | None
+
+
+Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
+"""An attention scheme, such as `allgather_kv_attention`: called with q, k, v and the keywords comm, sharding and mask."""
+
+
+class ReplicatedLayer(nn.Module):
+    """A layer whose weights all ranks hold alike, and which each rank applies to its own tokens.
+
+    Args:
+        hidden: E, the features of its input.
+        comm: the ranks.
+    """
+
+    def __init__(self, hidden: int, comm: Communicator) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.comm = comm
+
+    def weights(self, x: Tensor, sharding: Sharding | None = None) -> dict[str, Tensor]:
+        """Return the parameters by name, for one forward pass on x. Their gradients are summed over the ranks.
+
+        Communication:
+            One agreement forward, and where a gradient may follow one all-reduce of all gradients of the layer backward.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's input is wrong.
+            CollectiveMismatch: ranks whose weights, or what needs a gradient, differ.
+        """
+        names, parameters = zip(*self.named_parameters(), strict=True)
+        kind = type(self).__name__
+
+        def call() -> str:
+            if sharding is not None:
+                check_sharding(sharding, self.comm, kind)
+            tokens = None if sharding is None else sharding.local_len(self.comm.rank)
+            check_input(x, self.comm, f"{kind} of hidden size {self.hidden}", parameters[0], self.hidden, tokens)
+            owned = "" if sharding is None else f", {sharding.fingerprint}"
+            return f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): {describe_all(parameters, self.comm)}"
+
+        self.comm.agree_on(call)
+        if self.comm.size > 1 and torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            parameters = copy_all(parameters, self.comm)
+        return dict(zip(names, parameters, strict=True))
+
+
+def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    """Apply the linear layer of that name."""
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+class _Norm(ReplicatedLayer):
+    def __init__(self, hidden: int, *, comm: Communicator, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(hidden, comm)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+
+
+class RMSNorm(_Norm):
+    """Division of each token by its root mean square.
+
+    Args:
+        hidden: E.
+        comm: the ranks that hold the weight alike.
+        eps: added to the mean square.
+        device, dtype: of the weight.
+
+    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
+
+
+class LayerNorm(_Norm):
+    """Layer normalisation of each token.
+
+    Args:
+        hidden: E.
+        comm: the ranks that hold the weights alike.
+        eps: added to the variance.
+        device, dtype: of the weights.
+
+    Source: Ba et al. 2016, Layer Normalization, arXiv:1607.06450, equation 4.
+    """
+
+    def __init__(self, hidden: int, *, comm: Communicator, eps: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(hidden, comm=comm, eps=eps, device=device, dtype=dtype)
+        self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
+
+
+class SelfAttention(ReplicatedLayer):
+    """Attention of a sequence to itself, with projections; the scheme decides how it is split over the ranks.
+
+    Args:
+        hidden: E.
+        num_heads: H.
+        num_kv_heads: K, a divisor of H; H if not given.
+        head_dim: D; E/H if not given.
+        comm: the ranks that share the sequence and hold the weights alike.
+        attention: the scheme; `functools.partial(hybrid_attention, mesh=mesh)` over two axes of a mesh.
+        rope: rotary embedding of queries and keys by global position; none if not given.
+        bias: of the projections.
+        device, dtype: of the weights.
+
+    Raises:
+        ShapeError: numbers of heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        *,
+        comm: Communicator,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        attention: Scheme = allgather_kv_attention,
+        rope: Rope | None = None,
+        bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(hidden, comm)
+        num_kv_heads = num_kv_heads or num_heads
+        if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
+            raise ShapeError(
+                f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads must be a multiple "
+                "of num_kv_heads, and divide hidden unless head_dim is given."
+            )
+        self.head_dim = head_dim or hidden // num_heads
+        self.attention = attention
+        self.rope = rope
+        width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, width, bias, device, dtype)
+        self.k_proj = nn.Linear(hidden, kv_width, bias, device, dtype)
+        self.v_proj = nn.Linear(hidden, kv_width, bias, device, dtype)
+        self.o_proj = nn.Linear(width, hidden, bias, device, dtype)
+
+    def forward(self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None) -> Tensor:
+        """(B, S/P, E) to (B, S/P, E), where `sharding` says which tokens these are.
+
+        Communication:
+            That of the scheme, and that of `weights`.
+        """
+        weights = self.weights(x, sharding)
+        projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (y.unflatten(2, (-1, self.head_dim)) for y in projected)
+        if self.rope is not None:
+            positions = sharding.positions(self.comm.rank).to(x.device)
+            q, k = self.rope.apply(q, positions), self.rope.apply(k, positions)
+        out = self.attention(q, k, v, comm=self.comm, sharding=sharding, mask=mask)
+        assert isinstance(out, Tensor)
+        return linear(out.flatten(2), weights, "o_proj")
+
+
+class FeedForward(ReplicatedLayer):
+    """Two linear layers with GELU between them, or three with a gated SiLU.
+
+    Args:
+        hidden: E.
+        ffn_hidden: F; 4 E if not given.
+        comm: the ranks that hold the weights alike.
+        gated: SwiGLU, silu(x W_gate) * (x W_up), instead of gelu(x W_up).
+        bias: of the linear layers.
+        device, dtype: of the weights.
+
+    Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equations 1 and 6.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int | None = None,
+        *,
+        comm: Communicator,
+        gated: bool = False,
+        bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__(hidden, comm)
+        ffn_hidden = ffn_hidden or 4 * hidden
+        self.gated = gated
+        self.up = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
+        if gated:
+            self.gate = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
+        self.down = nn.Linear(ffn_hidden, hidden, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        weights = self.weights(x)
+        up = linear(x, weights, "up")
+        inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
+        return linear(inner, weights, "down")
+
+
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    Args:
+        hidden: E.
+        num_heads, num_kv_heads, head_dim, attention, rope: as in `SelfAttention`.
+        ffn_hidden, gated: as in `FeedForward`.
+        comm: the ranks that share the sequence and hold the weights alike.
+        norm: "layer" or "rms".
+        mask: who sees whom, where a call does not say.
+        bias: of all linear layers.
+        dropout: probability with which an element of what attention and feed-forward add to x is dropped, in training.
+        device, dtype: of the weights.
+
+    Raises:
+        ShapeError: numbers of heads that do not divide.
+        ValueError: another `norm`.
+
+    Source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture, arXiv:2002.04745, figure 1 b.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        *,
+        comm: Communicator,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        ffn_hidden: int | None = None,
+        gated: bool = False,
+        norm: str = "layer",
+        attention: Scheme = allgather_kv_attention,
+        mask: Mask | None = None,
+        rope: Rope | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        super().__init__()
+        if norm not in ("layer", "rms"):
+            raise ValueError(f"norm={norm!r} was given; pass 'layer' or 'rms'.")
+        make_norm = LayerNorm if norm == "layer" else RMSNorm
+        self.mask, self.dropout, self.comm = mask, dropout, comm
+        self.norm1 = make_norm(hidden, comm=comm, device=device, dtype=dtype)
+        self.attention = SelfAttention(
+            hidden,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            comm=comm,
+            attention=attention,
+            rope=rope,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.norm2 = make_norm(hidden, comm=comm, device=device, dtype=dtype)
+        self.feed_forward = FeedForward(hidden, ffn_hidden, comm=comm, gated=gated, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None) -> Tensor:
+        """(B, S/P, E) to (B, S/P, E), where `sharding` says which tokens these are.
+
+        With dropout, `seed` is the same on all ranks and another one for each block and step.
+
+        Communication:
+            That of the scheme; with gradients also one all-reduce per layer backward, of all its weights. With dropout one
+            agreement.
+
+        Raises:
+            ValueError: dropout without a seed, on every rank.
+            CollectiveMismatch: the ranks' seeds differ.
+        """
+
+        def call() -> str:
+            if seed is None:
+                raise ValueError("a block with dropout was called in training without seed=; pass a number, the same on all ranks.")
+            return f"a block with dropout={self.dropout}, seed={seed}"
+
+        drops = self.training and self.dropout != 0
+        if drops:
+            self.comm.agree_on(call)
+
+        def drop(y: Tensor, place: int) -> Tensor:
+            positions = sharding.positions(self.comm.rank)
+            return dropout(y, self.dropout, seed=2 * (seed or 0) + place, positions=positions) if drops else y
+
+        mask = self.mask if mask is None else mask
+        x = x + drop(self.attention(self.norm1(x), sharding=sharding, mask=mask), 0)
+        return x + drop(self.feed_forward(self.norm2(x)), 1)
+
+
+def check_sharding(sharding: Sharding, comm: Communicator, layer: str) -> None:
+    """Refuse a sharding that is not over the ranks of a communicator.
+
+    Raises:
+        TypeError, ShapeError: naming the layer.
+    """
+    arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
+    if sharding.size != comm.size:
+        raise ShapeError(
+            f"{layer}: the sharding is for {sharding.size} ranks, {comm.name} has {comm.size}. Make it with size={comm.size}."
+        )
+
+
+def check_input(x: Tensor, comm: Communicator, layer: str, weight: Tensor, features: int, tokens: int | None = None) -> None:
+    """Refuse an input of a layer that is not (batch, tokens, features); or not (..., features), if any number of tokens will do.
+
+    Raises:
+        DtypeError, DeviceError, ShapeError: naming the layer and the rank.
+    """
+    check_tensor(x, comm)
+    needed = f"(..., {features})" if tokens is None else f"(batch, {tokens}, {features})"
+    if x.dim() == 0 or x.shape[-1] != features or (tokens is not None and (x.dim() != 3 or x.shape[1] != tokens)):
+        raise ShapeError(f"{layer}: x has shape {tuple(x.shape)}; {needed} is needed on rank {comm.rank}.")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise DtypeError(f"{layer} has weights of {weight.dtype} and was given {x.dtype}. Convert one of them.")

@@ -1,0 +1,244 @@
+"""Layers whose weights are split over the ranks of a group. Between two splits the activations of a token are held alike by all
+ranks, or, as Megatron's TP-SP has it, by one of them:
+
+    copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)       x (B, S, E) on every rank
+    all_gather(x_r) W_r^T   ->  this rank's features  ->  reduce_scatter(y_r W_r^T)          x_r (B, S/P, E)
+
+The second one needs `lengths`, how many of the S tokens each rank has between the splits; None means the first one.
+Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank's part, which may be uneven; (B, S*, E) is either
+(B, S, E) or (B, S/P, E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sp_core import arguments
+from sp_core.collectives.api import reduce_scatter
+from sp_core.collectives.differentiable import copy_to_group, reduce_from_group
+from sp_core.collectives.maps import AllGather
+from sp_core.communicator import Communicator
+from sp_core.errors import ShapeError
+from sp_core.nn.gradients import Placement, place, placement_of
+from sp_core.nn.layers import check_input, check_sharding
+from sp_core.schemes.tp_sp import gather_linears, linear_scatter
+from sp_core.sharding import Sharding, split_sizes
+
+Lengths = tuple[int, ...] | None
+
+
+class Weight(nn.Module):
+    """A weight, not set yet, of which this rank holds the part that its placement says; and a bias, if a subclass sets one."""
+
+    def __init__(self, placement: Placement, comm: Communicator, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.comm = comm
+        part = torch.empty(placement.local_shape(comm.rank), dtype=dtype, device=comm.device)
+        self.placements = {"weight": placement}
+        self.weight = place(nn.Parameter(part), placement)
+        self.bias: nn.Parameter | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As in the base class. A copy of a parameter carries no placement."""
+        base: Any = super()
+        base.__setstate__(state)
+        for name, placement in self.placements.items():
+            place(self.get_parameter(name), placement)
+
+
+def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
+    """Multiply x (B, S*, E) by the weight of each layer: this rank's features, (B, S, out/P).
+
+    Communication:
+        None forward and one all-reduce of the gradient of x backward; or, with `lengths`, as `gather_linears`.
+    """
+    pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
+    if lengths is not None:
+        return gather_linears(x, pairs, comm=comm, lengths=lengths)
+    x = copy_to_group(x, comm=comm)
+    return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
+
+
+def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
+    """Multiply this rank's features (B, S, in/P) by the weight of a layer, and sum over the ranks: (B, S*, E).
+
+    Communication:
+        One all-reduce of the result, and none backward; or, with `lengths`, as `linear_scatter`.
+    """
+    if lengths is not None:
+        return linear_scatter(y, layer.weight, comm=layer.comm, lengths=lengths)
+    return reduce_from_group(F.linear(y, layer.weight), comm=layer.comm)
+
+
+class Norm(Weight):
+    """Division of each token by its root mean square; all ranks hold the weight, and if it is `partial` each for other tokens.
+
+    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
+    """
+
+    def __init__(self, hidden: int, eps: float, comm: Communicator, dtype: torch.dtype, *, partial: bool) -> None:
+        super().__init__(Placement.replicated((hidden,), comm.size, partial=partial), comm, dtype)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Embedding(Weight):
+    """The vectors of tokens, of which each rank holds those of a part of the vocabulary; a `copy` is the head of a later stage."""
+
+    def __init__(self, vocab: int, hidden: int, comm: Communicator, dtype: torch.dtype, *, copy: bool) -> None:
+        super().__init__(replace(Placement.split((vocab, hidden), 0, comm.size), copy=copy), comm, dtype)
+
+    def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
+        """(B, S) to (B, S*, E).
+
+        Communication:
+            One all-reduce, or with `lengths` one reduce-scatter, of (B, S, E).
+        """
+        own = placement_of(self.weight).held[self.comm.rank][0]
+        here = (tokens >= own.start) & (tokens < own.stop)
+        vectors = F.embedding((tokens - own.start).where(here, 0), self.weight)
+        vectors = vectors.where(here.unsqueeze(-1), 0.0)
+        if lengths is not None:
+            return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)
+        return reduce_from_group(vectors, comm=self.comm)
+
+
+class _ParallelLinear(Weight):
+    """A linear layer whose weight is split along one dim over the ranks; `sizes` says how."""
+
+    split_dim: int
+
+    def __init__(self, linear: nn.Linear, comm: Communicator, sharding: Sharding | None, sizes: Sequence[int] | None) -> None:
+        arguments.check_communicator(comm)
+        cut = _agreed_sizes(type(self), linear, comm, sharding, sizes)
+        held = tuple((range(start, stop),) for start, stop in pairwise(accumulate(cut, initial=0)))
+        super().__init__(Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype)
+        self.sizes, self.lengths = cut, None if sharding is None else sharding.lengths
+        if linear.bias is not None:
+            whole = Placement.replicated(linear.bias.shape, comm.size)
+            self.placements["bias"] = whole if self.split_dim else replace(whole, held=held)
+        for name, placement in self.placements.items():
+            parameter = getattr(linear, name)
+            part = placement.take(parameter.detach(), comm.rank).to(comm.device)
+            setattr(self, name, place(nn.Parameter(part, parameter.requires_grad), placement))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, comm: Communicator, sharding: Sharding | None = None, sizes: Sequence[int] | None = None
+    ) -> Self:
+        """Take this rank's part of an ordinary layer that all ranks hold alike.
+
+        Args:
+            linear: the whole layer.
+            comm: the ranks.
+            sharding: who owns which tokens between the layers; if not given, every rank has all of them.
+            sizes: features of each rank, of the output (`ColumnParallelLinear`) or the input (`RowParallelLinear`); even if not
+                given.
+
+        Raises:
+            ShapeError: sizes or a sharding that do not fit; CollectiveMismatch: ranks that differ. On every rank.
+        """
+        return cls(linear, comm, sharding, sizes)
+
+    def to_linear(self) -> nn.Linear:
+        """Return the whole layer again, on every rank.
+
+        Communication:
+            One agreement, one all-gather of the weight, and one of the bias if each rank has a part of it.
+        """
+        self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
+        weight = AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
+        linear = nn.Linear(weight.shape[1], weight.shape[0], self.bias is not None, weight.device, weight.dtype)
+        linear.weight.data.copy_(weight)
+        if self.bias is not None:
+            bias = self.bias.detach()
+            linear.bias.data.copy_(bias if self.split_dim else AllGather(self.comm, 0, self.sizes).run(bias))
+        return linear
+
+    def _agree(self, x: Tensor, tokens: int | None) -> None:
+        """Compare a call over the ranks."""
+
+        def call() -> str:
+            check_input(x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens)
+            shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
+            grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
+            return f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on {self.comm.name}"
+
+        self.comm.agree_on(call)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank has some output features. If the tokens are split over the ranks, it gathers them.
+
+    Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`. Made by `from_linear`.
+    """
+
+    split_dim = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather; without `sharding` from (..., E).
+
+        Communication:
+            As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the gradient of x backward.
+        """
+        self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
+        return project(x, self, lengths=self.lengths)[0]
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer of which each rank has some input features. It sums over the ranks and gives each its tokens, or all of them.
+
+    Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks. Its gradient is that of all tokens
+    on every rank. Made by `from_linear`.
+    """
+
+    split_dim = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E); without `sharding` (..., E).
+
+        Communication:
+            As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient backward; without `sharding` one
+            all-reduce of the result.
+        """
+        self._agree(x, None if self.lengths is None else sum(self.lengths))
+        out = sum_over_ranks(x, self, lengths=self.lengths)
+        if self.bias is None:
+            return out
+        return out + (self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm))
+
+
+def _agreed_sizes(
+    kind: type[_ParallelLinear], linear: Any, comm: Communicator, sharding: Sharding | None, sizes: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Agree on a parallel layer, and return the features of each rank."""
+    cut: tuple[int, ...] = ()
+
+    def call() -> str:
+        nonlocal cut
+        arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
+        arguments.check(sizes=sizes)
+        if sharding is not None:
+            check_sharding(sharding, comm, kind.__name__)
+        features = linear.weight.shape[kind.split_dim]
+        cut = split_sizes(features, comm.size) if sizes is None else tuple(sizes)
+        if len(cut) != comm.size or min(cut) < 0 or sum(cut) != features:
+            raise ShapeError(
+                f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to {features} are needed."
+            )
+        shown = f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"
+        tokens = "all tokens" if sharding is None else sharding.fingerprint
+        return f"{kind.__name__}.from_linear({shown}, sizes={cut}, {tokens}) on {comm.name}"
+
+    comm.agree_on(call)
+    return cut
