@@ -1,4 +1,4 @@
-"""What each scheme can do, found out by trying: `python -m oracle.capabilities` prints the table of the README.
+"""Find out by trying what each scheme can do: `python -m oracle.capabilities` prints the table of docs/schemes.md.
 
 Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64 reference: "yes" means right
 within the tolerance, forward and backward; "refused" means an error on every rank. Anything else ends this program, so the table
