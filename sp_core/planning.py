@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sp_core.attention import attention
+from sp_core.attention import local_attention
 from sp_core.cost import Traffic
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
@@ -246,7 +246,7 @@ def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        attention(q, k, v, mask=Mask(causal=True))
+        local_attention(q, k, v, mask=Mask(causal=True))
         seconds.append(time.perf_counter() - start)
     return 2 * seq_len**2 * heads * head_dim / min(seconds)
 

@@ -145,8 +145,8 @@ def test_mpi_is_used_in_few_rooms() -> None:
 
 def test_the_reference_knows_only_torch() -> None:
     assert foreign_to_reference(read("tests/oracle")) == []
-    planted = {"tests/oracle/reference/dense.py": "from sp_core.attention import attention"}
-    assert foreign_to_reference(planted) == ["tests/oracle/reference/dense.py imports sp_core.attention.attention"]
+    planted = {"tests/oracle/reference/dense.py": "from sp_core.attention import local_attention"}
+    assert foreign_to_reference(planted) == ["tests/oracle/reference/dense.py imports sp_core.attention.local_attention"]
 
 
 def succeeds_alone(program: str) -> None:

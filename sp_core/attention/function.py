@@ -15,7 +15,7 @@ from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
 
 
-def attention(
+def local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_core.attention import attention
+from sp_core.attention import local_attention
 from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
@@ -45,7 +45,7 @@ def ulysses_attention(
 
     Args:
         q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
-        inner: attention over the whole sequence on one device, `sp_core.attention` if not given; called as that with
+        inner: attention over the whole sequence on one device, `local_attention` if not given; called as that with
             `q_positions`, `kv_positions`, `mask`, `softmax_scale` and `return_lse=True`.
 
     Returns:
@@ -73,7 +73,7 @@ def ulysses_attention(
     )
     positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
 
-    attend: Callable[..., Any] = inner or attention
+    attend: Callable[..., Any] = inner or local_attention
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = attend(
