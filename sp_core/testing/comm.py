@@ -16,10 +16,9 @@ from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.launch import watch
 from sp_core.launch.places import here
 from sp_core.observer import Observer, observer_of
-from sp_core.testing.beginning import Beginning
-from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Call, Lockstep
-from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, require
+from sp_core.testing.lockstep import Call, Lockstep, meanwhile
+from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
+from sp_core.testing.stuck import Family
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
 Announced = Counter[tuple[str, int, int]]
@@ -81,7 +80,7 @@ class LockstepComm(Observer, ABC):
 
     def barrier(self) -> None:
         """mpi4py's `barrier`."""
-        self._collective("Barrier", "Barrier", (), {})
+        self._collective("Barrier", (), {})
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """mpi4py's `bcast` of a picklable object."""
@@ -199,8 +198,9 @@ class LockstepComm(Observer, ABC):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
         return objects
 
-    def _agree_on(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
-        """Agree on a collective on buffers, then make it. `form` is the name of this variant of it."""
+    def _agree_on(self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
+        """Agree on a collective on buffers in one of its forms, then make it."""
+        op = op_of(form)
         with self._named(form):
             values = bind(op, args, given)
         self._check_root(form, values.get("root"))
@@ -256,8 +256,8 @@ class LockstepComm(Observer, ABC):
         announced[op, peer, nbytes] -= 1
 
     @abstractmethod
-    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """A collective on buffers; `form` is the name of this variant of it."""
+    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Make a collective on buffers in one of its forms."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -274,4 +274,74 @@ class LockstepComm(Observer, ABC):
         """Give back what this communicator holds."""
 
 
+def forwarded(method: str, name: str) -> Callable[..., Any]:
+    """Return a method that hands its name and arguments to another one."""
+    return lambda self, *args, **given: getattr(self, method)(name, args, given)
+
+
 observer_of.register(LockstepComm, lambda comm: comm)
+
+
+class Beginning:
+    """A request for a call that is made when all ranks have announced it. Until then this rank can do other work.
+
+    Args:
+        comm: the communicator of the call.
+        call: the call.
+        make: makes it, and returns its request.
+    """
+
+    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
+        self._comm = comm
+        self._what, self._steps = comm.lockstep.begin(call, make)
+        self._made: Any = None
+        self._is_driven = False
+        self._before: Beginning | None = comm.lockstep.beginning
+        comm.lockstep.beginning = self
+
+    def step(self) -> bool:
+        """Find out whether all ranks have announced the call, and then make it. Return whether it is made."""
+        if self._made is None and not self._is_driven:
+            self._comm.progress()
+            try:
+                if self._before is not None and not self._before.step():
+                    return False
+                self._before = None
+                next(self._steps)
+            except BaseException as end:
+                self._end()
+                if not isinstance(end, StopIteration):
+                    raise
+                self._made = end.value
+        return self._made is not None
+
+    def settle(self) -> Any:
+        """Wait until all ranks have announced the call, make it, and return its request."""
+        if self._made is None:
+            if self._before is not None:
+                self._before.settle()
+            self._end()
+            self._is_driven = True
+            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
+        return self._made
+
+    def _end(self) -> None:
+        if self._comm.lockstep.beginning is self:
+            self._comm.lockstep.beginning = None
+
+    def Test(self) -> bool:
+        """Make progress and return whether the call is complete."""
+        return self.step() and bool(self.settle().Test())
+
+    def Wait(self) -> bool:
+        """Wait until the call is complete."""
+        return bool(self.settle().Wait())
+
+
+def abandon(requests: Iterable[Any]) -> None:
+    """Let the example end before these requests are complete. The program keeps their memory, and no rank waits for them."""
+    for request in requests:
+        beginning = getattr(request, "beginning", request)
+        if isinstance(beginning, Beginning):
+            ended = (beginning._made, getattr(beginning._made, "transfer", None))
+            beginning._comm._requests = [other for other in beginning._comm._requests if all(other is not one for one in ended)]

@@ -13,9 +13,8 @@ from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED, Message
 from sp_core.testing.mpi import MpiCarrier, patiently, wait
 from sp_core.testing.outcome import Catch
-from sp_core.testing.requests import OBJECT, Transfer, begun, patient
+from sp_core.testing.requests import OBJECT, UNCHECKED, Transfer, begun, patient, say
 from sp_core.testing.specs import Part, read
-from sp_core.testing.unchecked import UNCHECKED, say
 
 _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
 """Not complete before the receive is there: long messages are sent so."""
