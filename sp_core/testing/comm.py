@@ -154,7 +154,7 @@ class LockstepComm(Observer, ABC):
         self.lockstep.waiting(what)
 
     def Free(self) -> None:
-        """mpi4py's `Free`. While an error is on its way out it is put off to the end of the example, not to hide the error."""
+        """mpi4py's `Free`. During an error it is put off to the end of the example, not to hide the error."""
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
@@ -165,7 +165,7 @@ class LockstepComm(Observer, ABC):
         self.family.members = [other for other in self.family.members if other is not self]
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise `CollectiveMismatch` where a message was announced and not posted (`later`: or begun and not found complete)."""
+        """Raise `CollectiveMismatch` if an announced message was not posted or, with `later`, a request was not found complete."""
         if missing := self._announced + (self._announced_for_later if later else Announced()):
             raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
         if later and (left := [request for request in self._requests if not request.done]):
@@ -182,7 +182,7 @@ class LockstepComm(Observer, ABC):
             raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
 
     def _on_objects(self, op: str, value: Any, root: int | None = None, reduction: Any = None) -> list[Any]:
-        """Every rank's object. Each is pickled before anybody relies on it."""
+        """Return every rank's object. Each is pickled before the ranks agree on the call."""
         self._check_root(op, root)
         with self._named(op):
             pickled = self._pickle.dumps(value)
@@ -192,7 +192,7 @@ class LockstepComm(Observer, ABC):
         return [self._pickle.loads(raw) for raw in everyone]
 
     def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
-        """One object for each rank; none at all is None for each."""
+        """Return one object for each rank, which are None if none are given."""
         objects = [None] * number if sendobj is None else list(sendobj)
         with self._named(op):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
@@ -213,7 +213,7 @@ class LockstepComm(Observer, ABC):
         return self._later(Beginning(self, what, lambda: then(found)))
 
     def _later(self, beginning: Beginning) -> Any:
-        """What the caller gets for a collective that has been announced only."""
+        """Return the request of a collective that only this rank has announced yet."""
         return beginning
 
     def _check_root(self, op: str, root: int | None) -> None:
@@ -226,7 +226,7 @@ class LockstepComm(Observer, ABC):
         return ValueError(text)
 
     def _edges(self, op: str) -> Edges:
-        """The neighbours of this rank, for a collective between neighbours."""
+        """Return the neighbours of this rank, for a collective between neighbours."""
         return (), ()
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
@@ -264,14 +264,14 @@ class LockstepComm(Observer, ABC):
         """Let peers complete what this rank has started."""
 
     def _complete(self, clean: bool) -> None:
-        """Forget the example. `clean`: it was broken, so first undo what was started; all ranks say the same."""
+        """Forget the example. `clean`: it failed on some rank, so first complete the messages under way; all ranks say the same."""
         self._announced, self._announced_for_later = Announced(), Announced()
         self._requests, self._exchanges = [], 0
         self.lockstep.forget()
 
     @abstractmethod
     def _free(self) -> None:
-        """Give back what this communicator holds."""
+        """Free the communicator, without agreement."""
 
 
 def forwarded(method: str, name: str) -> Callable[..., Any]:

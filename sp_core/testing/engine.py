@@ -36,17 +36,17 @@ def given(
     max_ranks: int = MAX_RANKS,
     **strategies: st.SearchStrategy[Any],
 ) -> Callable[[Body], Body]:
-    """A property: the body runs on every rank of a communicator for each drawn example.
+    """Make a test that runs the body on every rank of a communicator, for each drawn example.
 
     The body's first argument is the communicator, the drawn ones come by name, and all others are pytest's. `@settings`,
     `@example`, `@seed` and `@reproduce_failure` go on top; an `@example` names `nprocs` too.
 
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any order. Default: 1 to `max_ranks`, and
-            no more than the launch has. What does not fit the launch is not drawn; where nothing does, the test is skipped.
+            no more than the launch has. Ranks that the launch lacks are not drawn; if it lacks all, the test is skipped.
         max_examples: how many examples; default: the profile's. A profile with more examples than `pr` takes more here too.
         max_ranks: bound of the default `nprocs`.
-        strategies: what to draw. Draw specifications (sizes, a seed), not data: the values are pickled and printed.
+        strategies: by parameter. Draw specifications (sizes, a seed), not data: the values are pickled and printed.
 
     Raises:
         RankFailure: when called, for the smallest example that fails; a subclass for each bug.
@@ -60,10 +60,10 @@ def given(
 
 
 def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
-    """A test without drawing: the body runs once for each number (or tuple) of ranks.
+    """Make a test that runs the body once for each number (or tuple) of ranks.
 
     Args:
-        sizes: default: 1 to the size of the launch, or 1 to 4 where ranks are threads. Sizes above the launch's are left out.
+        sizes: default: 1 to the size of the launch, or 1 to 4 if ranks are threads. Sizes above the launch's are left out.
 
     Raises:
         RankFailure: when called, for the first size that fails.
@@ -76,7 +76,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
 
 def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Body:
-    """The function that pytest calls, with its fixtures."""
+    """Return the function that pytest calls, with its fixtures."""
 
     @functools.wraps(body)
     def test(*instance: Any, **fixtures: Any) -> None:
@@ -92,7 +92,7 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Bo
 
 
 def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
-    """What is left of the body's parameters without the communicator and what is drawn."""
+    """Return the signature of the body without the communicator and the drawn values."""
     parameters = list(inspect.signature(body).parameters.values())
     instance = [p for p in parameters[:1] if p.name == "self"]
     rest = parameters[len(instance) :]

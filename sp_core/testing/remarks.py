@@ -1,4 +1,4 @@
-"""What a body tells the engine while it runs: events, features, targets, notes and error ratios, from whichever rank."""
+"""Pass events, features, targets, notes and error ratios from a body to the engine, on any rank, and count features."""
 
 from __future__ import annotations
 

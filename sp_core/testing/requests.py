@@ -1,4 +1,4 @@
-"""Requests of mpi4py that notice, while a rank waits for them, that a peer has left.
+"""Replace requests of mpi4py by ones whose waits end when a peer has left, and name the calls that are not checked.
 
 mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and `MPI.Prequest` are replaced, once in a
 process, by subclasses that test again and again; requests of other communicators are handed on to mpi4py as they are.
@@ -28,13 +28,13 @@ TESTS = ("Test", "Testany", "Testall", "Testsome", "test", "testany", "testall",
 
 
 class Transfer:
-    """What a request is for.
+    """The message or collective of a request.
 
     Args:
         comm: the communicator that has begun it.
-        what: says so, for people.
+        what: describes it.
         sends: the message that it sends.
-        takes: the message that it waits for; negative numbers stand for any.
+        takes: source, destination and tag of the message that it waits for; negative numbers stand for any.
         kind: of the elements that are received.
 
     Attributes:
@@ -52,7 +52,7 @@ class Transfer:
         return self.what
 
     def waits(self) -> tuple[bool, Ends]:
-        """Whether it waits for a receive rather than for a message, and for which one."""
+        """Return whether it waits for a receive rather than for a message, and for which one."""
         sends = self.takes is None
         return sends, (self.comm.lockstep.name, *(self.sends[:3] if sends and self.sends else self.takes or (-1, -1, -1)))
 
@@ -62,13 +62,13 @@ class Transfer:
         return self.sends is not None or self.takes is not None
 
     def start(self, request: Any) -> None:
-        """It has begun."""
+        """Note that it has begun."""
         self.done, self.request = False, request
         self.comm._requests.append(self)
         self.comm.lockstep.sent += [] if self.sends is None else [self.sends]
 
     def end(self, status: Any) -> None:
-        """It is over; `status` says how, None that nobody knows."""
+        """Note that it is over, with its status if that is known."""
         self.done, self.request = True, None
         self.comm._requests = [other for other in self.comm._requests if other is not self]
         if status is not None and status.Is_cancelled():
@@ -78,7 +78,7 @@ class Transfer:
 
 
 def begun(raw: Any, transfer: Transfer) -> Any:
-    """A request of mpi4py as one that notices; a persistent one has not started yet."""
+    """Return a request of mpi4py as one of ours. A persistent one has not started yet."""
     from mpi4py import MPI
 
     persistent = isinstance(raw, MPI.Prequest)
@@ -90,7 +90,7 @@ def begun(raw: Any, transfer: Transfer) -> Any:
 
 
 def announced(beginning: Beginning) -> Any:
-    """A request for a collective that is made when all ranks have announced it; until then mpi4py has none."""
+    """Return a request for a collective that is made when all ranks have announced it. Until then mpi4py has none."""
     from mpi4py import MPI
 
     request: Any = MPI.Request()
@@ -99,13 +99,13 @@ def announced(beginning: Beginning) -> Any:
 
 
 def _made(request: Any) -> Any:
-    """mpi4py's request, when all ranks have announced it."""
+    """Return mpi4py's request, after all ranks have announced it."""
     beginning: Beginning | None = getattr(request, "beginning", None)
     return request if beginning is None else beginning.settle()
 
 
 def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
-    """What replaces the classes `MPI.Request` and `MPI.Prequest`."""
+    """Return the replacements of the classes `MPI.Request` and `MPI.Prequest`."""
 
     def start(self: Any) -> None:
         transfer = _under(self)
@@ -140,7 +140,7 @@ def _under(request: Any) -> Transfer | None:
 
 
 def _method(base: Any, name: str) -> Any:
-    """`name` of the class, for requests of ours and others."""
+    """Return a method to test or wait for requests, ours and others."""
     test = name.replace("Wait", "Test").replace("wait", "test")
 
     def run(requests: Sequence[Any], target: Any, status: Any) -> Any:
@@ -169,14 +169,14 @@ def _method(base: Any, name: str) -> Any:
 
 
 def _room(mpi: Any, several: str, given: Any) -> Any:
-    """A place for what mpi4py says of the requests that are complete, the caller's where there is one."""
+    """Return a status, or a list for statuses, for the complete requests: the caller's if there is one."""
     if several in ("", "any"):
         return given or mpi.Status()
     return given if isinstance(given, list) else list(given or ())
 
 
 def _ask(base: Any, test: str, requests: Sequence[Any], target: Any, status: Any) -> tuple[bool, Any, Any]:
-    """Whether requests are complete, what `Test` would return, and what `Wait` would."""
+    """Test requests. Return whether they are complete, the result of `Test`, and the result of `Wait`."""
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
@@ -193,7 +193,7 @@ def _ask(base: Any, test: str, requests: Sequence[Any], target: Any, status: Any
 
 
 def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:
-    """Whether a test was successful, what a wait would return, and which requests are complete."""
+    """Read the result of a test: whether it was successful, the result of a wait, and which requests are complete."""
     if several == "some":
         return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
     if several == "any":
@@ -204,12 +204,12 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
 
 
 def patient(ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False) -> Any:
-    """Wait for an answer, and meanwhile hear of peers that leave and find out whether no rank can go on.
+    """Wait for an answer. Meanwhile raise if a peer has left, or if no rank can go on.
 
     Args:
-        ask: whether it is there, and last the answer.
-        transfers: what is waited for.
-        every: for all of it, not for one.
+        ask: returns whether the answer is there, and last the answer.
+        transfers: of the requests.
+        every: all of them are needed, not one.
     """
     begin = time.monotonic()
 
@@ -227,7 +227,7 @@ def patient(ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], e
 
 
 def _hear(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """The messages among these that are under way still; hear of peers that have left them."""
+    """Return the messages among these that are under way. Raise if a peer has left the example."""
     pending = [transfer for transfer in transfers if transfer.is_message and not transfer.done]
     for transfer in pending:
         transfer.comm.lockstep.waiting(transfer.what)
@@ -256,7 +256,7 @@ _said: set[str] = set()
 
 
 def say(name: str) -> None:
-    """Say that a call is not checked between ranks: at once, and at the end of a session; each name once."""
+    """Print once that a call is not checked between ranks, and again at the end of a session."""
     if name in _said:
         return
     _said.add(name)
@@ -266,7 +266,7 @@ def say(name: str) -> None:
 
 
 class _Replaced(type):
-    """The metaclass of a stand-in for a class of mpi4py: objects of the class itself count as objects of the stand-in."""
+    """The metaclass of a replaced class of mpi4py. Objects of the original count as objects of the replacement."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         base = vars(cls).get("replaced")
@@ -274,7 +274,7 @@ class _Replaced(type):
 
 
 def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
-    """Make a class that stands in for one of mpi4py's, with other methods."""
+    """Make a class that replaces one of mpi4py's, with other methods."""
     for name in ("fromhandle", "fromint", "f2py"):
         methods[name] = classmethod(lambda cls, number, name=name: cls(getattr(base, name)(number)))
     return _Replaced(base.__name__, (base, *others), {**methods, "replaced": base, "__module__": base.__module__})
@@ -282,7 +282,7 @@ def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
 
 @functools.cache
 def install() -> None:
-    """Replace, once in a process, the classes of mpi4py that wait where nothing can wake a rank, or take a communicator."""
+    """Replace, once in a process, the classes of mpi4py that wait inside MPI, or take a communicator."""
     from mpi4py import MPI
 
     from sp_core.testing.requests import request_classes
@@ -297,7 +297,7 @@ def install() -> None:
 
 
 def _named(base: Any, name: str) -> Any:
-    """Make a class method that says it is not checked where it is given a checked communicator."""
+    """Make a class method that says it is not checked if it is given a checked communicator."""
 
     def call(cls: type, *args: Any, **given: Any) -> Any:
         if any(isinstance(each, LockstepComm) for each in (*args, *given.values())):
@@ -308,7 +308,7 @@ def _named(base: Any, name: str) -> Any:
 
 
 def _probe(base: Any, name: str, of_comm: str) -> Any:
-    """Make a class method of messages that asks the communicator itself where that is checked."""
+    """Make a class method of messages that calls the communicator itself if that is checked."""
 
     def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
         checked = isinstance(comm, LockstepComm)

@@ -189,7 +189,7 @@ def _check_self(gives: Part | None, takes: Part | None) -> None:
 
 
 def _check_apart(sent: Spec, received: Spec) -> None:
-    """MPI forbids that the buffers of one call overlap."""
+    """Refuse buffers of one call that overlap, as MPI does."""
     shared = any(a < d and c < b for a, b in sent.spans for c, d in received.spans)
     require(not shared, "two buffers of this call share memory")
 

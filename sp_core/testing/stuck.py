@@ -30,9 +30,9 @@ class Report(NamedTuple):
         calls: by communicator that it is a member of, how many calls this rank has come to.
         waits_on: the communicator on whose call it waits; nothing if it has ended, or waits for a message.
         size: of that communicator.
-        what: for people.
+        what: describes the wait.
         awaits: the messages that it waits for, and (True) those of its own whose receive it waits for.
-        accepts: what it has begun to receive.
+        accepts: the messages that it has begun to receive.
         sent: its messages so far.
         received: those that have come to it.
         ended: it makes no more calls, which the others find out wherever they meet it.
@@ -52,7 +52,7 @@ class Report(NamedTuple):
 
 
 def deadlocked(reports: Sequence[Report]) -> bool:
-    """Whether none of these ranks, all of them waiting, can go on."""
+    """Return whether none of these ranks, all of them waiting, can go on."""
     calls = [dict(report.calls) for report in reports]
     under_way = Counter(ends for report in reports for ends in report.sent)
     under_way.subtract(ends for report in reports for ends in report.received)
@@ -77,7 +77,7 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
-    """Whether a receive takes a message."""
+    """Return whether a receive takes a message."""
     return pattern[::2] == message[::2] and all(pattern[place] in (message[place], -1) for place in (1, 3))
 
 
@@ -135,7 +135,7 @@ class Family:
         return 0 if self.detector is None else self.detector.rounds
 
     def report(self, waits_on: str, size: int, what: str, awaits: tuple[tuple[bool, Ends], ...], every: bool) -> Report:
-        """Return what this rank says while it waits."""
+        """Return this rank's report while it waits."""
         named = [(member.lockstep.name, member) for member in self.members]
         calls = tuple((name, member.lockstep.calls) for name, member in named)
         accepts = tuple((name, *transfer.takes) for name, member in named for transfer in member._requests if transfer.takes)
