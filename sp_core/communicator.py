@@ -17,7 +17,7 @@ from sp_core.counters import Counters
 from sp_core.errors import DeviceError, RankError
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, LinkModel, Messages, make_transport, make_window, wait
+from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
@@ -36,7 +36,7 @@ class Options:
     """The options that all communicators of a mesh share; as in `Communicator`."""
 
     device: torch.device
-    transport: str | LinkModel
+    transport: str | HostWrapper
     check: Check
     algorithm: str | Mapping[str, str]
     tuning: Tuning | None
@@ -60,7 +60,7 @@ class Communicator(NotCopied):
     Args:
         comm: an mpi4py communicator that only this object sends on. It is freed by `free`.
         device: where the tensors live.
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel`.
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`.
         check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
         name: what error messages call it.
         algorithm: what each collective uses where a call says "auto"; as in `sp_core.schedules.defaults`.
@@ -76,7 +76,7 @@ class Communicator(NotCopied):
         comm: Intracomm,
         *,
         device: torch.device | str = "cpu",
-        transport: str | LinkModel = "auto",
+        transport: str | HostWrapper = "auto",
         check: Check = "agree",
         name: str = "communicator",
         algorithm: str | Mapping[str, str] = "auto",

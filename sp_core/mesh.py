@@ -19,7 +19,7 @@ from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
-from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
+from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, wait
 from sp_core.tuning import FileError, Tuning, find
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Mesh(NotCopied):
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine. "window" (host memory),
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. "window" (host memory),
             "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share memory among ranks of one machine, and do
             without where they cannot (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT names, on
             a kind of device that has it, else the first of `NAMES`.
@@ -68,7 +68,7 @@ class Mesh(NotCopied):
         comm: Intracomm,
         *,
         device: torch.device | str | None = None,
-        transport: str | LinkModel = "auto",
+        transport: str | HostWrapper = "auto",
         check: Check = "agree",
         algorithm: str | Mapping[str, str] | None = None,
         nodes: Sequence[int] | None = None,
@@ -235,7 +235,7 @@ class Mesh(NotCopied):
 
     def _device_problem(self) -> Exception | None:
         offered = NAMES.get(self.device.type, ())
-        if isinstance(self._transport, LinkModel) and self.device.type == "cpu":
+        if isinstance(self._transport, HostWrapper) and self.device.type == "cpu":
             return None
         if not offered or self._transport not in ("auto", *offered):
             return DeviceError(
@@ -245,7 +245,7 @@ class Mesh(NotCopied):
         return None
 
 
-def _meant(transport: str | LinkModel, kind: str) -> str | LinkModel:
+def _meant(transport: str | HostWrapper, kind: str) -> str | HostWrapper:
     """Replace "auto" by the transport that SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
     for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(kind, ())

@@ -19,7 +19,7 @@ from oracle.explore import EXAMPLES, LEAST_HITS, judge, told
 from oracle.ways import to_be_called, to_be_taken
 
 from sp_core import Mask
-from sp_core.testing.tally import Tally
+from sp_core.testing.remarks import Tally
 
 POSSIBLE, IMPOSSIBLE = universe()
 WAYS = [*to_be_taken(), *to_be_called()]

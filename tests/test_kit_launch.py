@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sp_core.launch import command as command_module
-from sp_core.launch import processes, watch
+from sp_core.launch import deaths, watch
 from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.testing.plugin import pytest_addoption
 
@@ -241,7 +241,7 @@ def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(tmp_path: Path, 
     ],
 )
 def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(mapped: str, name: str | None) -> None:
-    found = processes.mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
+    found = deaths.mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
     assert found == (None if name is None else Path("/dev/shm") / name)
 
 

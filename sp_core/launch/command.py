@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sp_core.launch import results, watch
-from sp_core.launch.deaths import Deaths
-from sp_core.launch.processes import SharedFiles, kill_session
+from sp_core.launch.deaths import Deaths, SharedFiles, kill_session
 from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED, file_of
 
 POLL_SECONDS = 0.05

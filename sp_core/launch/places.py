@@ -14,7 +14,7 @@ KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
 _FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def owner(filename: str) -> str:
     """Return whose code a file is: "kit", "library", "foreign" (Python and installed packages) or "test"."""
     path = os.path.abspath(filename)
@@ -25,7 +25,7 @@ def owner(filename: str) -> str:
     return "foreign" if filename.startswith("<") or path.startswith(_FOREIGN) else "test"
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def short(filename: str) -> str:
     """Return the last two parts of a path."""
     return os.sep.join(Path(filename).parts[-2:])

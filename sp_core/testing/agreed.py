@@ -12,7 +12,7 @@ import pytest
 
 from sp_core.launch import watch
 from sp_core.launch.results import Ledger
-from sp_core.testing import remarks, unchecked
+from sp_core.testing import remarks, requests
 from sp_core.testing.lockstep import Call, Record, until
 from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import Kind
@@ -41,7 +41,7 @@ class Ranks:
         mpi4py.rc.fast_reduce = False  # the shortcut duplicates a communicator while it holds the interpreter's lock
         from mpi4py import MPI
 
-        unchecked.install()  # before any test takes a class out of mpi4py
+        requests.install()  # before any test takes a class out of mpi4py
         world = MPI.COMM_WORLD
         self.config, self.rank, self.size = config, world.rank, world.size
         self._lost = False

@@ -41,7 +41,7 @@ class _GroupCarrier(BytesCarrier):
 
 
 class CheckedGroup:
-    """Wraps a process group: ranks that call different things, or of which one has failed, get an error instead of waiting.
+    """A process group whose ranks get an error instead of waiting if they call different things, or if one has failed.
 
     A context manager; a rank that leaves it, also by an error, tells the others. It offers some calls of torch.distributed by
     their names and arguments, without `group` and `async_op`.
@@ -95,7 +95,7 @@ class CheckedGroup:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """torch's `all_to_all_single`; what each rank sends to each other one has to be what that one expects."""
+        """torch's `all_to_all_single`. The sizes that ranks send must be those that the others expect."""
         sends = self._parts(input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes))
         receives = self._parts(output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes))
         text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
@@ -108,7 +108,7 @@ class CheckedGroup:
         self._agree(lambda: dist.broadcast(tensor, src, self._group), "broadcast", _size(tensor), f"src={src}")
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """torch's `send`; at the same time one rank has to `recv`, and those with no part in it `stand_by`."""
+        """torch's `send`. At the same time one rank calls `recv`, and all others `stand_by`."""
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
         self._point_to_point(f"to {dst}, {_size(tensor)}", lambda: dist.send(tensor, dst, self._group), sends=(message,))
 
@@ -118,7 +118,7 @@ class CheckedGroup:
         self._point_to_point(f"from {src}, {_size(tensor)}", lambda: dist.recv(tensor, src, self._group), receives=(message,))
 
     def stand_by(self) -> None:
-        """Neither send nor receive while other ranks do: every rank takes part in the agreement."""
+        """Take part in the agreement of ranks that send and receive."""
         self._point_to_point("neither", lambda: None)
 
     def barrier(self) -> None:

@@ -16,10 +16,9 @@ from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.launch import watch
 from sp_core.launch.places import here
 from sp_core.observer import Observer, observer_of
-from sp_core.testing.beginning import Beginning
-from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Call, Lockstep
-from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, require
+from sp_core.testing.lockstep import Call, Lockstep, meanwhile
+from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
+from sp_core.testing.stuck import Family
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
 Announced = Counter[tuple[str, int, int]]
@@ -81,7 +80,7 @@ class LockstepComm(Observer, ABC):
 
     def barrier(self) -> None:
         """mpi4py's `barrier`."""
-        self._collective("Barrier", "Barrier", (), {})
+        self._collective("Barrier", (), {})
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """mpi4py's `bcast` of a picklable object."""
@@ -155,7 +154,7 @@ class LockstepComm(Observer, ABC):
         self.lockstep.waiting(what)
 
     def Free(self) -> None:
-        """mpi4py's `Free`. While an error is on its way out it is put off to the end of the example, not to hide the error."""
+        """mpi4py's `Free`. During an error it is put off to the end of the example, not to hide the error."""
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
@@ -166,7 +165,7 @@ class LockstepComm(Observer, ABC):
         self.family.members = [other for other in self.family.members if other is not self]
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise `CollectiveMismatch` where a message was announced and not posted (`later`: or begun and not found complete)."""
+        """Raise `CollectiveMismatch` if an announced message was not posted or, with `later`, a request was not found complete."""
         if missing := self._announced + (self._announced_for_later if later else Announced()):
             raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
         if later and (left := [request for request in self._requests if not request.done]):
@@ -183,7 +182,7 @@ class LockstepComm(Observer, ABC):
             raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
 
     def _on_objects(self, op: str, value: Any, root: int | None = None, reduction: Any = None) -> list[Any]:
-        """Every rank's object. Each is pickled before anybody relies on it."""
+        """Return every rank's object. Each is pickled before the ranks agree on the call."""
         self._check_root(op, root)
         with self._named(op):
             pickled = self._pickle.dumps(value)
@@ -193,14 +192,15 @@ class LockstepComm(Observer, ABC):
         return [self._pickle.loads(raw) for raw in everyone]
 
     def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
-        """One object for each rank; none at all is None for each."""
+        """Return one object for each rank, which are None if none are given."""
         objects = [None] * number if sendobj is None else list(sendobj)
         with self._named(op):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
         return objects
 
-    def _agree_on(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
-        """Agree on a collective on buffers, then make it. `form` is the name of this variant of it."""
+    def _agree_on(self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
+        """Agree on a collective on buffers in one of its forms, then make it."""
+        op = op_of(form)
         with self._named(form):
             values = bind(op, args, given)
         self._check_root(form, values.get("root"))
@@ -213,7 +213,7 @@ class LockstepComm(Observer, ABC):
         return self._later(Beginning(self, what, lambda: then(found)))
 
     def _later(self, beginning: Beginning) -> Any:
-        """What the caller gets for a collective that has been announced only."""
+        """Return the request of a collective that only this rank has announced yet."""
         return beginning
 
     def _check_root(self, op: str, root: int | None) -> None:
@@ -226,7 +226,7 @@ class LockstepComm(Observer, ABC):
         return ValueError(text)
 
     def _edges(self, op: str) -> Edges:
-        """The neighbours of this rank, for a collective between neighbours."""
+        """Return the neighbours of this rank, for a collective between neighbours."""
         return (), ()
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
@@ -256,22 +256,92 @@ class LockstepComm(Observer, ABC):
         announced[op, peer, nbytes] -= 1
 
     @abstractmethod
-    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """A collective on buffers; `form` is the name of this variant of it."""
+    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Make a collective on buffers in one of its forms."""
 
     @abstractmethod
     def _release(self) -> None:
         """Let peers complete what this rank has started."""
 
     def _complete(self, clean: bool) -> None:
-        """Forget the example. `clean`: it was broken, so first undo what was started; all ranks say the same."""
+        """Forget the example. `clean`: it failed on some rank, so first complete the messages under way; all ranks say the same."""
         self._announced, self._announced_for_later = Announced(), Announced()
         self._requests, self._exchanges = [], 0
         self.lockstep.forget()
 
     @abstractmethod
     def _free(self) -> None:
-        """Give back what this communicator holds."""
+        """Free the communicator, without agreement."""
+
+
+def forwarded(method: str, name: str) -> Callable[..., Any]:
+    """Return a method that hands its name and arguments to another one."""
+    return lambda self, *args, **given: getattr(self, method)(name, args, given)
 
 
 observer_of.register(LockstepComm, lambda comm: comm)
+
+
+class Beginning:
+    """A request for a call that is made when all ranks have announced it. Until then this rank can do other work.
+
+    Args:
+        comm: the communicator of the call.
+        call: the call.
+        make: makes it, and returns its request.
+    """
+
+    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
+        self._comm = comm
+        self._what, self._steps = comm.lockstep.begin(call, make)
+        self._made: Any = None
+        self._is_driven = False
+        self._before: Beginning | None = comm.lockstep.beginning
+        comm.lockstep.beginning = self
+
+    def step(self) -> bool:
+        """Find out whether all ranks have announced the call, and then make it. Return whether it is made."""
+        if self._made is None and not self._is_driven:
+            self._comm.progress()
+            try:
+                if self._before is not None and not self._before.step():
+                    return False
+                self._before = None
+                next(self._steps)
+            except BaseException as end:
+                self._end()
+                if not isinstance(end, StopIteration):
+                    raise
+                self._made = end.value
+        return self._made is not None
+
+    def settle(self) -> Any:
+        """Wait until all ranks have announced the call, make it, and return its request."""
+        if self._made is None:
+            if self._before is not None:
+                self._before.settle()
+            self._end()
+            self._is_driven = True
+            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
+        return self._made
+
+    def _end(self) -> None:
+        if self._comm.lockstep.beginning is self:
+            self._comm.lockstep.beginning = None
+
+    def Test(self) -> bool:
+        """Make progress and return whether the call is complete."""
+        return self.step() and bool(self.settle().Test())
+
+    def Wait(self) -> bool:
+        """Wait until the call is complete."""
+        return bool(self.settle().Wait())
+
+
+def abandon(requests: Iterable[Any]) -> None:
+    """Let the example end before these requests are complete. The program keeps their memory, and no rank waits for them."""
+    for request in requests:
+        beginning = getattr(request, "beginning", request)
+        if isinstance(beginning, Beginning):
+            ended = (beginning._made, getattr(beginning._made, "transfer", None))
+            beginning._comm._requests = [other for other in beginning._comm._requests if all(other is not one for one in ended)]

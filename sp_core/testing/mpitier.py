@@ -14,12 +14,12 @@ import pytest
 from sp_core.launch import watch
 from sp_core.testing import remarks, session
 from sp_core.testing.checked import CheckedComm
+from sp_core.testing.engine import announce, rerun
 from sp_core.testing.lockstep import Record, until
 from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import FINISHED, Catch, Kind, Outcome, capture, failure, failure_class, first_line
 from sp_core.testing.plan import Example, Plan, Result, Spec
 from sp_core.testing.remarks import Remarks
-from sp_core.testing.report import announce, rerun
 from sp_core.testing.run import run_body
 
 MAX_COMMUNICATORS = 64

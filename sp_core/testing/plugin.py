@@ -15,9 +15,8 @@ import pytest
 
 from sp_core.launch import watch
 from sp_core.testing import remarks, session
-from sp_core.testing.remarks import Remarks
+from sp_core.testing.remarks import Remarks, Tally
 from sp_core.testing.session import Session
-from sp_core.testing.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 from sp_core import progress
 from sp_core.launch import watch
 from sp_core.testing import remarks
-from sp_core.testing.beginning import abandon
-from sp_core.testing.family import Family
+from sp_core.testing.comm import abandon
 from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
-from sp_core.testing.threads import ThreadComm
-from sp_core.testing.world import Stopped, ThreadCarrier, World
+from sp_core.testing.stuck import Family
+from sp_core.testing.threads import Stopped, ThreadCarrier, ThreadComm, World
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from sp_core.testing.tally import Tally
+from sp_core.testing.remarks import Tally
 
 if TYPE_CHECKING:
     import torch

@@ -10,14 +10,13 @@ import torch
 
 from sp_core.errors import DeviceError
 from sp_core.transport import cuda_aware
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
+from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
 from sp_core.transport.device import CudaStreams
 from sp_core.transport.device_window import PINNED_SLOT_BYTES, DeviceWindow
 from sp_core.transport.distributed import DistributedTransport
 from sp_core.transport.group import make_group
 from sp_core.transport.host import HostTransport
-from sp_core.transport.link import LinkModel
 from sp_core.transport.shared import NotShared, first_of_its_machine
 from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
 from sp_core.transport.window import Window, WindowTransport
@@ -33,7 +32,7 @@ __all__ = [
     "Done",
     "Handle",
     "HostTransport",
-    "LinkModel",
+    "HostWrapper",
     "Messages",
     "Transport",
     "Window",
@@ -55,12 +54,12 @@ MAY_BE_REFUSED = ("device", "distributed")
 
 
 def make_transport(
-    name: str | LinkModel, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
+    name: str | HostWrapper, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
 ) -> Transport:
     """The transport of that name for tensors on a device; every rank calls this.
 
     Args:
-        name: "auto", one of `NAMES[device.type]`, or on a CPU a model of a link.
+        name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host tensors.
         comm: an mpi4py communicator that nobody else sends on.
         device: where the tensors live.
         poll: called while waiting.
@@ -71,7 +70,7 @@ def make_transport(
     Raises:
         DeviceError: no such transport for that kind of device, or not here; on every rank.
     """
-    if isinstance(name, LinkModel) and device.type == "cpu":
+    if isinstance(name, HostWrapper) and device.type == "cpu":
         return name.over(HostTransport(comm))
     offered = NAMES.get(device.type, ())
     chosen = offered[0] if name == "auto" and offered else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -65,6 +65,18 @@ class Transport(Protocol):
 
     def close(self, *, together: bool) -> None:
         """Give back what it holds; `together` where all ranks do so, with nothing under way."""
+        ...
+
+
+@runtime_checkable
+class HostWrapper(Protocol):
+    """Makes a transport out of the one of host tensors, such as a model of slow links; a mesh takes it as `transport`.
+
+    Its `repr` is the same on all ranks, which agree on it.
+    """
+
+    def over(self, host: Any) -> Transport:
+        """Return a transport whose messages are carried by `host`, a `HostTransport`."""
         ...
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from oracle.attention_features import points, universe
 from oracle.ways import to_be_called, to_be_taken
-from sp_core.testing.tally import Tally, larger
+from sp_core.testing.remarks import Tally, larger
 
 EXAMPLES = 32_000
 LEAST_HITS = 5
