@@ -22,7 +22,7 @@ from sp_core.schemes import SCHEMES, allgather_kv, ring
 from sp_core.schemes.blocks import reads_in_place
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport import shared
-from sp_core.transport.rooms import ALIGNMENT, Rooms
+from sp_core.transport.shared import ALIGNMENT, Rooms
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
 PLAIN = AttentionProblem(

@@ -18,9 +18,9 @@ import sp_core as sp
 from sp_core.schedules import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads
-from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
+from sp_core.transport.window import Window
 
 OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast", "reduce"]
 
@@ -57,7 +57,7 @@ def test_schemes_do_not_know_how_their_bytes_travel(comm: Any, name: str, proble
         host = HostTransport(group._comm)
         group.transport = StagedTransport(host) if way == "staged" else pipelined(group, DelayedStreams(), 256)
         if way == "device window":
-            group.window = DeviceWindow(group._comm, DelayedMemory(), 256)
+            group.window = Window(group._comm, 256, DelayedMemory())
         check_attention(name, functools.partial(SCHEMES[name], comm=group), problem, comm.rank, comm.size, group.device)
 
 

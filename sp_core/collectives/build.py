@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,8 +37,6 @@ MOVABLE = (*SUMMABLE, torch.bool)
 NEEDED = object()
 """In place of the default of an argument that has none."""
 
-DIMS = {"dim", "split_dim", "concat_dim"}
-SIZES = {"sizes", "split_sizes", "concat_sizes"}
 
 Sizes = Sequence[int] | None
 
@@ -59,6 +58,11 @@ class Kind:
     arguments: dict[str, Any]
     joined: tuple[str, str] | None = None
     cut: tuple[str, str] | None = None
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The names of its dims."""
+        return tuple(pair[0] for pair in (self.cut, self.joined) if pair)
 
 
 _SUM = {"op": "sum", "deterministic": False}
@@ -89,18 +93,19 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     arguments.check_communicator(comm)
     kind = KINDS[which]
     given = {**kind.arguments, "algorithm": "auto", **given}
-    given |= {dim: _normal(x, given[dim]) for dim in DIMS & given.keys()}
+    for dim in kind.dims:
+        given[dim] = _normal(x, given[dim])
     joined, lengths = kind.joined or ("", "")
-    free = (given[joined],) if joined else ()
-    tell = bool(joined) and given[lengths] is None
+    free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
     told = comm.agree_on(lambda: _call(name, x, comm, free, given), lambda: _checked(kind, x, comm, given), always=tell)
-    if tell:
-        given[lengths] = told
-    if kind.cut and given[kind.cut[1]] is None:
-        given[kind.cut[1]] = even_sizes(x.shape[given[kind.cut[0]]], comm.size)
+    if joined:
+        given[lengths] = told if tell else tuple(given[lengths])
+    if kind.cut:
+        dim, parts = kind.cut
+        given[parts] = even_sizes(x.shape[given[dim]], comm.size) if given[parts] is None else tuple(given[parts])
     if given.pop("deterministic", False) and given["algorithm"] == "auto":
         given["algorithm"] = "pairwise" if comm.window is None else "window"
-    made: maps.Map = kind.map(comm, **{name: tuple(value) if name in SIZES else value for name, value in given.items()})
+    made: maps.Map = kind.map(comm, **given)
     return made
 
 
@@ -109,7 +114,7 @@ def _normal(x: Tensor, dim: int) -> int:
     return dim + x.dim() if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0 else dim
 
 
-def _call(name: str, x: Tensor, comm: Communicator, free_dims: tuple[int, ...], given: dict[str, Any]) -> str:
+def _call(name: str, x: Tensor, comm: Communicator, free_dims: tuple[int | None], given: dict[str, Any]) -> str:
     """What all ranks must be about to do; along `free_dims` their tensors may differ."""
     shown = ", ".join(f"{n}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for n, v in given.items())
     shape = ", ".join("any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape))
@@ -122,7 +127,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     arguments.check(**given)
     check_tensor(x, comm)
     _check_dtype(x, kind.dtypes)
-    dims = [given[dim] for dim in given if dim in DIMS]
+    dims = [given[dim] for dim in kind.dims]
     for dim in dims:
         if not 0 <= dim < x.dim():
             raise ShapeError(

@@ -80,7 +80,7 @@ class Pending:
 
     def _start(self, x: Tensor) -> Tensor:
         self._started = self._mapping.start(x.detach())
-        return self._started.prepared.out.detach()  # the same memory; writing into a view of it would change the graph
+        return self._started.out.detach()  # the same memory; writing into a view of it would change the graph
 
     def wait(self) -> Tensor:
         """The result, a differentiable function of the input; a second call returns the same tensor."""

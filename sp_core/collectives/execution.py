@@ -107,8 +107,7 @@ class Ready(ABC):
         assert like is not None
         self.comm, self.operation, self.name = comm, operation, operation.op.value
         self.device, self.dtype, self._scratch = like.device, like.dtype, scratch
-        self._block = scratch.take(0)
-        nothing = like.new_empty(0)
+        self._block = nothing = like.new_empty(0)
         self._memory = {
             (OWN, Buffer.IN): nothing if send is None else send,
             (OWN, Buffer.OUT): nothing if recv is None else recv,
@@ -125,10 +124,6 @@ class Ready(ABC):
     def release(self) -> None:
         """Give the scratch back, after the last run."""
         self._scratch.give(self._block)
-
-    def _count(self, figures: Cost) -> None:
-        count = self.comm.counters[self.name]
-        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
 
     def _view(self, region: Region) -> Tensor:
         return self._memory[region.rank, region.buffer][region.start : region.stop]
@@ -185,7 +180,8 @@ class BoundProgram(Ready):
 
     def start(self) -> Running:
         """Begin a run."""
-        self._count(self._cost)
+        count, figures = self.comm.counters[self.name], self._cost
+        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
         self.comm.transport.announce(self._sends, self._recvs)
         return Running(self)
 
@@ -294,7 +290,8 @@ class BoundWindow(Ready):
             program = program_of(self._operation._replace(first=first), "window")
             self._bound[first] = self._work(program, self._window.copying), cost(program, self.dtype)
         steps, figures = self._bound[first]
-        self._count(figures)
+        count = self.comm.counters[self.name]
+        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
         return steps
 
 

@@ -49,23 +49,28 @@ class Prepared:
 
     def result(self) -> Tensor:
         """Return the tensor with its values, once the transfer is complete."""
-        if self.finish is not None:
-            self.finish()
-        return self.out
+        return _finished(self.out, self.finish)
 
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way."""
+    """A collective under way. Its handle keeps the buffers for as long as they are needed."""
 
     mapping: Map
     handle: Handle
-    prepared: Prepared
+    out: Tensor
+    finish: Callable[[], object] | None
 
     def wait(self) -> Tensor:
         """Return the result when the transfer is complete."""
         self.mapping.comm.wait(self.handle, self.mapping.name)
-        return self.prepared.result()
+        return _finished(self.out, self.finish)
+
+
+def _finished(out: Tensor, finish: Callable[[], object] | None) -> Tensor:
+    if finish is not None:
+        finish()
+    return out
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Map(ABC):
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
         handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
-        return Started(self, handle, prepared)
+        return Started(self, handle, prepared.out, prepared.finish)
 
     def operation(self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum") -> Operation:
         """This rank's view of it, as in `sp_core.schedules.operation`."""

@@ -7,7 +7,7 @@ whose pieces are short take part with nothing in their hands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -108,14 +108,20 @@ def operation(op: str, rank: int, size: int, counts: tuple[int, ...], root: int 
             of the others pieces of the vector that is summed or sent.
         more: other fields of the operation.
     """
-    own, whole, source = counts[rank : rank + 1], (sum(counts),), (rank - root) % size
-    send, recv = {
-        "all_gather": (own, counts),
-        "reduce_scatter": (counts, own),
-        "shift": (own, counts[source : source + 1]),
-        "broadcast": (whole, ()) if rank == root else ((), whole),
-        "reduce": (whole, whole if rank == root else ()),
-        "all_reduce": (whole, whole),
-    }[op]
-    longest = max(counts) if op in ("all_gather", "reduce_scatter", "shift") else whole[0]
+    send, recv, longest = _PIECES[op](counts, rank, root)
     return Operation(Op(op), rank, size, send, recv, longest, root % size, **more)
+
+
+_PIECES: dict[str, Callable[[tuple[int, ...], int, int], tuple[tuple[int, ...], tuple[int, ...], int]]] = {
+    "all_gather": lambda counts, rank, _: ((counts[rank],), counts, max(counts)),
+    "reduce_scatter": lambda counts, rank, _: (counts, (counts[rank],), max(counts)),
+    "shift": lambda counts, rank, offset: ((counts[rank],), (counts[(rank - offset) % len(counts)],), max(counts)),
+    "all_reduce": lambda counts, _, __: ((sum(counts),), (sum(counts),), sum(counts)),
+    "broadcast": lambda counts, rank, root: (
+        (sum(counts),) if rank == root else (),
+        () if rank == root else (sum(counts),),
+        sum(counts),
+    ),
+    "reduce": lambda counts, rank, root: ((sum(counts),), (sum(counts),) if rank == root else (), sum(counts)),
+}
+"""By collective, what a rank sends and receives and the longest piece, from the arguments of `operation`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.m
 Value = tuple[tuple[int, int], ...]
 """Contributions (rank, place in its IN), sorted."""
 
-Symbols = list[dict[Buffer, list[Value | None]]]
-"""By rank and buffer, what each element is the sum of."""
+Memory = dict[Buffer, Any]
+"""By buffer, its elements: a list of what each is the sum of (None where it is not defined), or a tensor."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def verify(schedule: Schedule) -> None:
             _no_conflicts(schedule, rank, aliased)
     for aliased in modes:
         memories = [_symbols(schedule, rank, aliased) for rank in range(schedule.size)]
-        _carry_out(schedule, memories)
+        _carry_out(schedule, memories, _added)
         for rank, memory in enumerate(memories):
             for place, (value, wanted) in enumerate(zip(memory[Buffer.OUT], expected(schedule, rank), strict=True)):
                 if value != wanted:
@@ -92,10 +94,14 @@ def expected(schedule: Schedule, rank: int) -> list[Value]:
     return [tuple((q, start + i) for q in ranks) for i in range(sum(received))]
 
 
-def _symbols(schedule: Schedule, rank: int, aliased: bool) -> dict[Buffer, list[Value | None]]:
-    held: list[Value | None] = [((rank, i),) for i in range(sum(schedule.send[rank]))]
-    result: list[Value | None] = held if aliased else [None] * sum(schedule.recv[rank])
+def _symbols(schedule: Schedule, rank: int, aliased: bool) -> Memory:
+    held = [((rank, i),) for i in range(sum(schedule.send[rank]))]
+    result = held if aliased else [None] * sum(schedule.recv[rank])
     return {Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: [None] * _reach(schedule.programs[rank])}
+
+
+def _added(parts: Sequence[list[Value]]) -> list[Value]:
+    return [tuple(sorted(sum(column, ()))) for column in zip(*parts, strict=True)]
 
 
 def _reach(program: Program) -> int:
@@ -149,19 +155,19 @@ def _possible(combine: Combine, where: str, aliased: bool) -> None:
 class _Rank:
     """How far a rank has come."""
 
-    def __init__(self, number: int, program: Program, memories: Symbols) -> None:
+    def __init__(self, number: int, program: Program, memories: Sequence[Memory]) -> None:
         self.number, self.program, self._memories = number, program, memories
         self.posted = self.complete = 0
         self.open: dict[int, int] = defaultdict(int)  # messages under way, by step
 
-    def read(self, region: Region, where: str) -> list[Value]:
-        buffers = self._memories[self.number if region.rank == OWN else region.rank]
-        values = [value for value in buffers[region.buffer][region.start : region.stop] if value is not None]
-        if len(values) != len(region):
+    def read(self, region: Region, where: str) -> Any:
+        buffer = self._memories[self.number if region.rank == OWN else region.rank][region.buffer]
+        values = buffer[region.start : region.stop]
+        if len(values) != len(region) or (isinstance(values, list) and None in values):
             raise ScheduleError(f"{where}: {region} is not defined there")
         return values
 
-    def write(self, region: Region, values: Sequence[Value], where: str) -> None:
+    def write(self, region: Region, values: Any, where: str) -> None:
         buffer = self._memories[self.number][region.buffer]
         if region.stop > len(buffer) or len(values) != len(region):
             raise ScheduleError(f"{where}: {len(values)} elements do not fit {region} of {len(buffer)}")
@@ -175,7 +181,7 @@ Waiting = dict[tuple[int, int], Posted]
 """By source and destination."""
 
 
-def _carry_out(schedule: Schedule, memories: Symbols) -> None:
+def _carry_out(schedule: Schedule, memories: Sequence[Memory], combined: Callable[[Any], Any]) -> None:
     ranks = [_Rank(number, program, memories) for number, program in enumerate(schedule.programs)]
     sent: Waiting = defaultdict(deque)
     coming: Waiting = defaultdict(deque)
@@ -187,7 +193,7 @@ def _carry_out(schedule: Schedule, memories: Symbols) -> None:
         for pair in list(sent):
             _meet(pair, ranks, sent[pair], coming[pair])
         for rank in ranks:
-            _finish(rank)
+            _finish(rank, combined)
     stuck = [f"rank {rank.number} in step {rank.complete}" for rank in ranks if rank.complete < len(rank.program.steps)]
     if stuck:
         raise ScheduleError(f"nobody can go on: {', '.join(stuck)}")
@@ -215,14 +221,14 @@ def _meet(pair: tuple[int, int], ranks: Sequence[_Rank], sent: Posted, coming: P
         ranks[dest].open[other_step] -= 1
 
 
-def _finish(rank: _Rank) -> None:
+def _finish(rank: _Rank, combined: Callable[[Any], Any]) -> None:
     while rank.complete < rank.posted and rank.open[rank.complete] == 0:
         where = f"rank {rank.number}, step {rank.complete}"
         for combine in rank.program.steps[rank.complete].then:
             parts = [rank.read(part, where) for part in combine.parts]
             if len({len(part) for part in parts}) != 1:
                 raise ScheduleError(f"{where}: parts of different lengths make {combine.into}")
-            rank.write(combine.into, [tuple(sorted(sum(column, ()))) for column in zip(*parts, strict=True)], where)
+            rank.write(combine.into, combined(parts), where)
         rank.complete += 1
 
 
@@ -237,46 +243,15 @@ def replay(schedule: Schedule, inputs: Sequence[Tensor], reduction: str = "sum")
     Returns:
         The results by rank, flat.
     """
-    memories = []
+    memories: list[Memory] = []
     for x, recv, program in zip(inputs, schedule.recv, schedule.programs, strict=True):
         result = x.clone() if program.in_place else x.new_empty(sum(recv))
         held = result if program.in_place else x
         memories.append({Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: x.new_empty(_reach(program))})
-    mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-    at_work = [_steps(schedule, rank, memories, mail, REDUCTIONS[reduction]) for rank in range(schedule.size)]
-    while at_work:
-        at_work = [steps for steps in at_work if next(steps, "ended") != "ended"]
+    wide = torch.float32 if inputs[0].dtype in HALF else inputs[0].dtype
+
+    def combined(parts: Sequence[Tensor]) -> Tensor:
+        return reduce(REDUCTIONS[reduction], (part.to(wide) for part in parts)).to(inputs[0].dtype)
+
+    _carry_out(schedule, memories, combined)
     return [memory[Buffer.OUT] for memory in memories]
-
-
-def _steps(
-    schedule: Schedule,
-    rank: int,
-    memories: Sequence[dict[Buffer, Tensor]],
-    mail: dict[tuple[int, int], deque[Tensor]],
-    together: Callable[..., Tensor],
-) -> Iterator[str]:
-    """One rank's steps; it yields where a message is not there yet, and after each step in shared memory."""
-
-    def view(region: Region) -> Tensor:
-        return memories[rank if region.rank == OWN else region.rank][region.buffer][region.start : region.stop]
-
-    for step in schedule.programs[rank].steps:
-        for message in step.sends:
-            mail[rank, message.peer].append(view(message.region).clone())
-        for message in step.receives:
-            while not mail[message.peer, rank]:
-                yield "waits"
-            view(message.region).copy_(mail[message.peer, rank].popleft())
-        for combine in step.then:
-            view(combine.into).copy_(_combined([view(part) for part in combine.parts], together))
-        if schedule.programs[rank].shared:
-            yield "shares"
-
-
-def _combined(parts: Sequence[Tensor], together: Callable[..., Tensor]) -> Tensor:
-    wide = torch.float32 if parts[0].dtype in HALF else parts[0].dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = together(total, part.to(wide))
-    return total.to(parts[0].dtype)

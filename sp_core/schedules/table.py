@@ -63,7 +63,7 @@ def program_of(operation: Operation, algorithm: str) -> Program:
     """Return what a rank does. A program depends on its operation alone, so it is computed once."""
     if algorithm == "window":
         return in_window(operation)
-    if operation.size == 1:
+    if operation.size == 1 and operation.reduces:
         return program([Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))])
     return _BUILDERS[operation.op][algorithm](operation)
 

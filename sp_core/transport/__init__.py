@@ -11,15 +11,12 @@ import torch
 from sp_core.errors import DeviceError
 from sp_core.transport import cuda_aware
 from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
-from sp_core.transport.cuda import CudaMemory, PinnedMemory
-from sp_core.transport.device import CudaStreams
-from sp_core.transport.device_window import PINNED_SLOT_BYTES, DeviceWindow
-from sp_core.transport.distributed import DistributedTransport
-from sp_core.transport.group import make_group
+from sp_core.transport.cuda import CudaMemory, CudaStreams, PinnedMemory
+from sp_core.transport.distributed import DistributedTransport, make_group
 from sp_core.transport.host import HostTransport
 from sp_core.transport.shared import NotShared, first_of_its_machine
 from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
-from sp_core.transport.window import Window, WindowTransport
+from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window, WindowTransport
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -110,9 +107,9 @@ def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[
             case "window":
                 return Window(comm), ""
             case "ipc":
-                return DeviceWindow(comm, CudaMemory(device)), ""
+                return Window(comm, DEVICE_SLOT_BYTES, CudaMemory(device)), ""
             case "pinned":
-                return DeviceWindow(comm, PinnedMemory(device), PINNED_SLOT_BYTES), ""
+                return Window(comm, PINNED_SLOT_BYTES, PinnedMemory(device)), ""
     except NotShared as reason:
         return None, str(reason)
     return None, ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -45,7 +47,7 @@ class Transport(Protocol):
 
     def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """A collective on the same memory that can be carried out many times, by calling what is returned."""
-        ...
+        return partial(self.run, operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
@@ -57,7 +59,7 @@ class Transport(Protocol):
 
     def bind(self, messages: Messages) -> Bound:
         """Bring messages into the form that `post` takes."""
-        ...
+        return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages, whenever this rank is ready for them. They meet messages of the same tag only."""
@@ -65,7 +67,7 @@ class Transport(Protocol):
 
     def close(self, *, together: bool) -> None:
         """Give back what it holds; `together` where all ranks do so, with nothing under way."""
-        ...
+        return
 
 
 @runtime_checkable
@@ -86,6 +88,13 @@ class Done:
     def test(self) -> bool:
         """True."""
         return True
+
+
+@dataclass(frozen=True)
+class Until:
+    """The handle of something that is complete when `test` says so."""
+
+    test: Callable[[], bool]
 
 
 SPIN_SECONDS = 2e-5

@@ -23,7 +23,7 @@ from sp_core.errors import DeviceError
 from sp_core.probing import bounded, last_line
 from sp_core.schedules import Operation
 from sp_core.transport.base import Done, Handle
-from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy
+from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy, in_turn
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -74,18 +74,13 @@ class DeviceTransport(HostTransport):
 
     def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """The library's call, after the stream has been waited for."""
-        return partial(_one_after_the_other, self._settle, super().prepare(operation, send, recv))
+        return partial(in_turn, self._settle, super().prepare(operation, send, recv))
 
     def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
         return memory(x)
 
     def _settle(self) -> None:
         self._wait_for_stream()
-
-
-def _one_after_the_other(first: Callable[[], object], then: Callable[[], object]) -> None:
-    first()
-    then()
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:

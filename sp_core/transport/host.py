@@ -6,10 +6,9 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from sp_core.observer import observer_of
 from sp_core.schedules import Op, Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transport
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -26,13 +25,14 @@ MAX_COUNT = 2**30
 """Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int as well."""
 
 TAG = 0  # of messages that all ranks post in the same order: the communicator is the transport's own, and MPI keeps their order
+Array = np.ndarray[Any, Any]
 _EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8}
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def as_numpy(x: Tensor | None) -> np.ndarray[Any, Any]:
+def as_numpy(x: Tensor | None) -> Array:
     """The memory of a flat tensor as an array; types that MPI or NumPy lacks as integers of the same width."""
     if x is None:
         return _EMPTY
@@ -60,7 +60,7 @@ class Request:
         return True
 
 
-class HostTransport:
+class HostTransport(Transport):
     """Moves CPU tensors by the MPI library's own collectives and point-to-point messages.
 
     Args:
@@ -94,11 +94,10 @@ class HostTransport:
         if not self._fits(operation):
             return partial(self.run, operation, send, recv)
         wide_send, wide_recv, after = widened(send, recv) if operation.reduces else (send, recv, None)
-        arguments = _arguments(operation, self._comm.rank, self._memory(wide_send), self._memory(wide_recv))
-        call = partial(_method(self._comm, operation.op, blocking=True), *arguments, **_keywords(operation))
+        call = _bound(self._comm, operation, self._memory(wide_send), self._memory(wide_recv), blocking=True)
         if send is None or wide_send is None or wide_send is send:
             return call
-        return partial(_in_turn, partial(wide_send.copy_, send), call, after or _nothing)
+        return partial(in_turn, partial(wide_send.copy_, send), call, *([after] if after else []))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages; empty ones and those above the limit of one call included."""
@@ -120,10 +119,7 @@ class HostTransport:
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
         return Request(requests, (sends, recvs))
 
-    def close(self, *, together: bool) -> None:
-        """Nothing to give back."""
-
-    def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
+    def _memory(self, x: Tensor | None) -> Array:
         """What MPI gets in place of a flat tensor."""
         return as_numpy(x)
 
@@ -154,36 +150,23 @@ class HostTransport:
         after = None
         if operation.reduces:
             send, recv, after = widened(send, recv)
-        call = _method(self._comm, operation.op, blocking=blocking)
-        arguments = _arguments(operation, self._comm.rank, self._memory(send), self._memory(recv))
+        call = _bound(self._comm, operation, self._memory(send), self._memory(recv), blocking=blocking)
         self._settle()
-        request = call(*arguments, **_keywords(operation))
+        request = call()
         handle = Request([] if request is None else [request], (send, recv), after)
         if blocking:
             handle.test()
         return handle
 
 
-class OverHost(ABC):
-    """What transports that bring tensors to the host and let it move them have in common."""
+class OverHost(Transport):
+    """What transports that bring tensors to the host and let it move them have in common: messages bound when they are posted."""
 
     _host: HostTransport
-
-    @abstractmethod
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective."""
-
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """A collective on the same memory."""
-        return partial(self.run, operation, send, recv)
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Say which messages will be posted."""
         self._host.announce(sends, recvs)
-
-    def bind(self, messages: Messages) -> Bound:
-        """The messages themselves: host memory is made when they are posted."""
-        return messages
 
     def close(self, *, together: bool) -> None:
         """Give back what the host holds."""
@@ -209,14 +192,10 @@ def widened(
     return wide_send, wide_recv, lambda: recv.copy_(wide_recv)
 
 
-def _in_turn(*calls: Callable[[], object]) -> None:
+def in_turn(*calls: Callable[[], object]) -> None:
     """Make calls one after the other."""
     for call in calls:
         call()
-
-
-def _nothing() -> None:
-    """Do nothing after a sum: another rank gets it."""
 
 
 def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:
@@ -232,49 +211,23 @@ def _unpack(packed: Tensor | None, flat: Tensor | None, sizes: tuple[int, ...], 
         piece[offset : offset + n] = part
 
 
-Array = np.ndarray[Any, Any]
-
-_METHODS = {
-    Op.ALL_GATHER: "Allgatherv",
-    Op.REDUCE_SCATTER: "Reduce_scatter",
-    Op.ALL_REDUCE: "Allreduce",
-    Op.ALL_TO_ALL: "Alltoallv",
-    Op.BROADCAST: "Bcast",
-    Op.REDUCE: "Reduce",
+_METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...]]]] = {
+    Op.ALL_GATHER: ("Allgatherv", lambda o, send, recv: (send, [recv, list(o.recv)])),
+    Op.REDUCE_SCATTER: ("Reduce_scatter", lambda o, send, recv: (send, recv, list(o.send))),
+    Op.ALL_REDUCE: ("Allreduce", lambda o, send, recv: (send, recv)),
+    Op.ALL_TO_ALL: ("Alltoallv", lambda o, send, recv: ([send, list(o.send)], [recv, list(o.recv)])),
+    Op.BROADCAST: ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
+    Op.REDUCE: ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
+"""By collective, the communicator's method and its arguments. A shift is messages, no collective of the library."""
 
 
-def _method(comm: Intracomm, op: Op, *, blocking: bool) -> Callable[..., Any]:
-    """The communicator's method for a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
-    name = _METHODS[op]
-    return cast("Callable[..., Any]", getattr(comm, name if blocking else "I" + name.lower()))
-
-
-def _arguments(operation: Operation, rank: int, send: Array, recv: Array) -> tuple[Any, ...]:
-    match operation.op:
-        case Op.ALL_GATHER:
-            return send, [recv, list(operation.recv)]
-        case Op.REDUCE_SCATTER:
-            return send, recv, list(operation.send)
-        case Op.ALL_REDUCE:
-            return send, recv
-        case Op.ALL_TO_ALL:
-            return [send, list(operation.send)], [recv, list(operation.recv)]
-        case Op.BROADCAST:
-            return (send if rank == operation.root else recv,)
-        case Op.REDUCE:
-            return send, recv if rank == operation.root else None
-        case Op.SHIFT:
-            raise AssertionError("a shift is messages, no collective of the library")
-
-
-def _keywords(operation: Operation) -> dict[str, Any]:
-    """The root, and the reduction unless it is a sum, which is what every library does by default."""
-    keywords: dict[str, Any] = {}
-    if operation.op in (Op.BROADCAST, Op.REDUCE):
-        keywords["root"] = operation.root
-    if operation.reduction != "sum":
+def _bound(comm: Intracomm, operation: Operation, send: Array, recv: Array, *, blocking: bool) -> Callable[[], Any]:
+    """The call of a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
+    name, arguments = _METHODS[operation.op]
+    keywords: dict[str, Any] = {"root": operation.root} if operation.op in (Op.BROADCAST, Op.REDUCE) else {}
+    if operation.reduction != "sum":  # a sum is what every library does by default
         from mpi4py import MPI
 
         keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
-    return keywords
+    return partial(getattr(comm, name if blocking else "I" + name.lower()), *arguments(operation, send, recv), **keywords)

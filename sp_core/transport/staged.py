@@ -17,17 +17,49 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, wait
-from sp_core.transport.device import Event, Streams
 from sp_core.transport.host import HostTransport, OverHost
 
 CHUNK_BYTES = 1 << 20
 """Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25 to 400 Gbit/s."""
+
+
+class Streams(Protocol):
+    """Two streams of copies, one in each direction, beside the stream that computes."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Host memory, uint8 `(nbytes,)`, that the device can copy from and to asynchronously."""
+        ...
+
+    def begin(self) -> None:
+        """Let the copies that follow wait for what has been computed so far."""
+        ...
+
+    def download(self, host: Tensor, device: Tensor) -> None:
+        """Begin a copy from device to host."""
+        ...
+
+    def upload(self, device: Tensor, host: Tensor) -> None:
+        """Begin a copy from host to device."""
+        ...
+
+    def downloaded(self) -> Handle:
+        """The point after the downloads begun so far."""
+        ...
+
+    def uploaded(self) -> Handle:
+        """The point after the uploads begun so far."""
+        ...
+
+    def finish(self) -> None:
+        """Let what is computed next wait for the uploads begun so far."""
+        ...
 
 
 class _Finishing:
@@ -104,8 +136,8 @@ class _Slot:
 
     send: Tensor
     recv: Tensor
-    downloaded: Event = field(default_factory=Done)
-    uploaded: Event = field(default_factory=Done)
+    downloaded: Handle = field(default_factory=Done)
+    uploaded: Handle = field(default_factory=Done)
 
 
 class PipelinedTransport(OverHost):
@@ -284,7 +316,7 @@ class _Steps:
         return True
 
 
-def _until(event: Event) -> Iterator[None]:
+def _until(event: Handle) -> Iterator[None]:
     while not event.test():
         yield
 

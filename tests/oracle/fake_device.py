@@ -51,7 +51,7 @@ class _Event:
 
 
 class DelayedStreams:
-    """Copy streams of a device that is really host memory; implements `sp_core.transport.device.Streams`.
+    """Copy streams of a device that is really host memory; implements `sp_core.transport.staged.Streams`.
 
     The destination of a copy is poisoned when the copy is asked for. What `compute` was given is seen by copies only after `begin`.
 

@@ -14,7 +14,6 @@ from oracle.fake_device import DelayedMemory
 from oracle.schedule_cases import pieces
 from sp_core.schedules import HALF, OWN, SLOTS, Buffer, Combine, Op, Operation, Program, Region, in_window
 from sp_core.transport import Window
-from sp_core.transport.device_window import DeviceWindow
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift")
 
@@ -156,5 +155,5 @@ def inputs_of(problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: 
 
 def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:
     """Give a communicator shared memory, or that of a device which is late, full of what no test expects; every rank calls this."""
-    comm.window = DeviceWindow(comm._comm, DelayedMemory(), slot_bytes) if on_device else Window(comm._comm, slot_bytes)
+    comm.window = Window(comm._comm, slot_bytes, DelayedMemory() if on_device else None)
     comm.window.slots[comm.rank].fill_(0xFF)
