@@ -12,7 +12,7 @@ from oracle.strategies import LAYOUTS, seeds
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
-from sp_core.nn import dropout as counter_dropout
+from sp_core.nn.dropout import _mixed
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, spmd
 
@@ -65,7 +65,7 @@ def test_the_hash_is_that_of_the_source(number: int) -> None:
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     z ^= z >> 31
     signed = torch.tensor(number - 2**64 if number >= 2**63 else number)
-    assert counter_dropout._mixed(signed).item() % 2**64 == z
+    assert _mixed(signed).item() % 2**64 == z
 
 
 def test_gradients_are_dropped_alike() -> None:

@@ -6,40 +6,37 @@ from typing import Any
 
 import pytest
 import torch
+from domains.models import Expected, with_gradients
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
 from oracle import reference
-from oracle.once import contents, once
+from oracle.once import contents
 from oracle.strategies import LAYOUTS
 from oracle.ways import Way, taken, ways
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Grid, Llama
-from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import event, features, given, record_ratio, spmd
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing import event, features, given, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 BATCH = 4
 
 
-def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Logits, loss and the gradient of each weight on one device in float64, and how far rounding may move each."""
-    weights = case.weights()
+def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> Expected:
+    """Logits, loss and the gradient of each weight on one device."""
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        leaves = [value.detach().requires_grad_() for value in values]
-        logits = reference.llama(tokens, dict(zip(weights, leaves, strict=True)), rounding=rounding, **case.options())
-        loss = reference.next_token_loss(logits, tokens, ignored)
-        return logits.detach(), loss.detach().reshape(1), *torch.autograd.grad(loss, leaves)
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            logits = reference.llama(tokens, leaves, rounding=rounding, **case.options())
+            loss = reference.next_token_loss(logits, tokens, ignored)
+            return loss, {"logits": logits, "loss": loss.reshape(1)}
 
-    key = ("llama", case, contents(tokens), repr(ignored))
-    values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values())))
-    names = ("logits", "loss", *weights)
-    return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
+        return with_gradients(outputs, weights)
+
+    return Expected("llama", case, run, (contents(tokens), repr(ignored)), samples=8)
 
 
 @pytest.mark.explore
@@ -69,7 +66,7 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
     """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
-    values, scales = expected(case, tokens, left_out)
+    wanted = expected(case, tokens, left_out)
     features({}, taken("llama", way))
     with mesh_of(comm, mesh, **way) as made:
         event(f"{made.axes}{', tp_sp' if tp_sp else ''}")
@@ -80,11 +77,6 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
         def own(x: Tensor) -> Tensor:
             rows = x.tensor_split(grid.replicas.size)[grid.replicas.rank]
             return sharding.shard(rows, grid.sequence.rank, 1)
-
-        def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
-            allowed = bound(cut(scales[name]), getattr(torch, case.dtype))
-            kind = "llama " + (name if name in ("logits", "loss") else "gradients")
-            record_ratio(kind, check_close(name, got.detach().cpu(), cut(values[name]), allowed))
 
         counts = torch.ones_like(tokens)
         for place in left_out:
@@ -98,20 +90,10 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
         reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
 
         first = sum(len(part) for rank in range(grid.tensor.rank) for part in split(model)[rank])
-        check("logits", logits, lambda x: own(x)[..., first : first + logits.shape[-1]])
-        check("loss", loss.reshape(1))
-        for name, parameter in model.named_parameters():
-            placement = placement_of(parameter)
-            assert parameter.grad is not None
-            check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
-        check_norm(clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor), values, scales, getattr(torch, case.dtype))
-
-
-def check_norm(norm: float, values: dict[str, Tensor], scales: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The norm of all gradients before they were clipped."""
-    names = [name for name in values if name not in ("logits", "loss")]
-    want, scale = (torch.cat([x[name].flatten() for name in names]).norm().reshape(1) for x in (values, scales))
-    record_ratio("llama norm", check_close("norm", torch.tensor([norm], dtype=torch.float64), want, bound(scale, dtype)))
+        wanted.check("logits", logits, lambda x: own(x)[..., first : first + logits.shape[-1]])
+        wanted.check("loss", loss.reshape(1))
+        wanted.check_gradients(model)
+        wanted.check_norm(clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor))
 
 
 def split(model: Llama) -> tuple[tuple[range, ...], ...]:

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from domains.models import Expected
 from hypothesis import strategies as st
 from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
 from oracle import reference
-from oracle.once import contents, once
+from oracle.once import contents
 from oracle.ways import Way, ways
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, generate
-from sp_core.testing import event, given, record_ratio, spmd, tier
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing import event, given, spmd, tier
+from sp_core.testing.tolerance import check_close
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 Step = tuple[bool, list[int]]
@@ -57,13 +58,11 @@ def test_any_split_into_prefill_and_decode_gives_the_same_logits(
     batch = len(steps[0][1])
     totals = [sum(counts[i] for _, counts in steps) for i in range(batch)]
     texts = case.tokens(batch, max(totals))
-    weights = case.weights()
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor]:
-        return (reference.llama(texts, dict(zip(weights, values, strict=True)), rounding=rounding, **case.options()),)
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"logits": reference.llama(texts, weights, rounding=rounding, **case.options())}
 
-    key = ("decode", case, contents(texts))
-    (values,), (scales,) = once(key, lambda: reference.sensitivity(run, list(weights.values()), samples=4))
+    wanted = Expected("llama decode", case, run, contents(texts), samples=4)
     with mesh_of(comm, mesh, stages=case.layers, **way) as made:
         model = case.model(made, scheme, tp_sp=tp_sp)
         decoder, lengths = Decoder(model, totals), [0] * batch
@@ -73,9 +72,8 @@ def test_any_split_into_prefill_and_decode_gives_the_same_logits(
             logits = (decoder.prefill if whole else decoder.decode)(new)
             lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
             last = [(i, lengths[i] - 1) for i, n in enumerate(counts) if n]
-            want, scale = (torch.stack([x[place] for place in last]) for x in (values, scales))
-            allowed = bound(scale, getattr(torch, case.dtype))
-            record_ratio("llama decode", check_close("logits", logits.cpu(), want, allowed))
+            wanted.check("logits", logits, lambda x, last=last: torch.stack([x[place] for place in last]))
+            allowed = torch.stack([wanted.allowed("logits")[place] for place in last])
             fresh = Decoder(model, lengths).prefill([texts[i, :length].tolist() for i, length in enumerate(lengths)])
             filled = [i for i, length in enumerate(lengths) if length]
             again = fresh[[filled.index(i) for i, _ in last]].cpu()

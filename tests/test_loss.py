@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from domains.collectives import MEMORIES, in_memory
+from domains.losses import expected
 from hypothesis import strategies as st
 from oracle.strategies import LAYOUTS, seeds
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import sp_core as sp
 from sp_core.attention import accumulation_dtype
@@ -20,7 +20,7 @@ from sp_core.nn.gradients import Placement, clip_gradient_norm, place, placement
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.segments import split_sizes
 from sp_core.testing import given, record_ratio, spmd
-from sp_core.testing.tolerance import bound, check_close, unit_roundoff
+from sp_core.testing.tolerance import bound, check_close
 
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
 """Sequence ranks and tensor ranks, by the number of all."""
@@ -81,28 +81,6 @@ def mesh_of(comm: Any, grid: int) -> sp.Mesh:
     shapes = GRIDS[comm.size]
     ring, tp = shapes[grid % len(shapes)]
     return sp.Mesh(comm, ring=ring, tp=tp)
-
-
-class Expected(NamedTuple):
-    """Loss and gradient in float64, and the sums of the absolute terms behind each."""
-
-    loss: Tensor
-    loss_scale: Tensor
-    grad: Tensor
-    grad_scale: Tensor
-
-
-def expected(logits: Tensor, labels: Tensor) -> Expected:
-    """Written from the definition, over the whole sequence."""
-    x, valid = logits.double(), labels != IGNORED
-    target = F.one_hot(labels.where(valid, 0), x.shape[-1]).double()
-    weight = valid.double() / valid.sum()
-    shifted = x - x.amax(-1, keepdim=True)
-    total, picked = shifted.exp().sum(-1), (shifted * target).sum(-1)
-    p, w = x.softmax(-1), weight.unsqueeze(-1)
-    loss, loss_scale = ((total.log() - picked) * weight).sum(), ((1 + total.log() + picked.abs()) * weight).sum()
-    floor = torch.finfo(logits.dtype).tiny / unit_roundoff(logits.dtype)  # below tiny a p has no relative precision
-    return Expected(loss, loss_scale, (p - target) * w, (p + target + floor) * w)
 
 
 @given(max_ranks=4, max_examples=40, problem=loss_problems())

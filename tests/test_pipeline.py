@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from domains.models import Expected, with_gradients
 from hypothesis import strategies as st
 from llama_cases import PIPELINES, Case, cases
 from oracle import reference
-from oracle.once import contents, once
+from oracle.once import contents
 from oracle.strategies import LAYOUTS
 from torch import Tensor
 
@@ -20,11 +21,10 @@ from sp_core.llama import Decoder, Grid, Llama, generate, load
 from sp_core.llama import model as llama_model
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
-from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
+from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels
 from sp_core.scheduling import gpipe, one_forward_one_backward
-from sp_core.testing import device, event, given, record_ratio, spmd
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing import device, event, given, spmd
 
 CASE = Case((4, 2), layers=4, vocab=31, seed=5)
 Shapes = list[tuple[int, int]]
@@ -38,25 +38,23 @@ def pipelined(comm: Any, number: int, stages: int) -> sp.Mesh:
     return sp.Mesh(comm, device=device(), **dict(reversed(axes.items()) if number % 2 else axes.items()))
 
 
-def expected(case: Case, texts: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The mean loss over all texts (B, S) and its gradients on one device, and how far rounding may move each."""
-    weights = case.weights()
+def expected(case: Case, texts: list[Tensor]) -> Expected:
+    """The mean loss over all texts (B, S) and its gradients on one device."""
+    counts = [x.shape[0] * (x.shape[1] - 1) for x in texts]
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        leaves = [value.detach().requires_grad_() for value in values]
-        named = dict(zip(weights, leaves, strict=True))
-        counts = [x.shape[0] * (x.shape[1] - 1) for x in texts]
-        losses = [
-            reference.next_token_loss(reference.llama(x, named, rounding=rounding, **case.options()), x, []) * count
-            for x, count in zip(texts, counts, strict=True)
-            if count
-        ]
-        loss = torch.stack(losses).sum() / sum(counts)
-        return loss.detach().reshape(1), *torch.autograd.grad(loss, leaves)
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            losses = [
+                reference.next_token_loss(reference.llama(x, leaves, rounding=rounding, **case.options()), x, []) * count
+                for x, count in zip(texts, counts, strict=True)
+                if count
+            ]
+            loss = torch.stack(losses).sum() / sum(counts)
+            return loss, {"loss": loss.reshape(1)}
 
-    key = ("pipeline", case, contents(*texts))
-    values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values()), samples=2))
-    return dict(zip(("loss", *weights), values, strict=True)), dict(zip(("loss", *weights), scales, strict=True))
+        return with_gradients(outputs, weights)
+
+    return Expected("pipeline", case, run, contents(*texts))
 
 
 @given(
@@ -88,7 +86,7 @@ def test_unequal_micro_batches_pass_stages_that_are_rings(comm: Any, ordering: A
 def check_step(mesh: sp.Mesh, case: Case, shapes: Shapes, layout: str, ordering: Any, *, tp_sp: bool) -> None:
     """Compare the loss, the gradients and their norm with those of one device."""
     texts = [case.tokens(2 * b, s) for b, s in shapes]
-    values, scales = expected(case, texts)
+    wanted = expected(case, texts)
     model = case.model(mesh, tp_sp=tp_sp)
     grid = model.grid
     batches = [micro_batch(text, layout, grid) for text in texts]
@@ -96,20 +94,9 @@ def check_step(mesh: sp.Mesh, case: Case, shapes: Shapes, layout: str, ordering:
     sum_tied_gradients(model)
     reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
 
-    def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
-        allowed = bound(cut(scales[name]), getattr(torch, case.dtype))
-        kind = "pipeline " + (name if name == "loss" else "gradients")
-        record_ratio(kind, check_close(name, got.detach().cpu(), cut(values[name]), allowed))
-
-    check("loss", loss.reshape(1))
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        placement = placement_of(parameter)
-        check(checkpoint_name(name), parameter.grad, lambda x, p=placement: p.take(x, grid.tensor.rank))
-    norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
-    want, scale = (torch.cat([x[n].flatten() for n in case.weights()]).norm().reshape(1) for x in (values, scales))
-    allowed = bound(scale, getattr(torch, case.dtype))
-    record_ratio("pipeline norm", check_close("norm", torch.tensor([norm], dtype=torch.float64), want, allowed))
+    wanted.check("loss", loss.reshape(1))
+    wanted.check_gradients(model)
+    wanted.check_norm(clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages))
 
 
 def micro_batch(text: Tensor, layout: str, grid: Grid) -> MicroBatch:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from domains.models import Expected, with_gradients
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
 from oracle import reference
-from oracle.once import once
 from oracle.strategies import LAYOUTS
 from torch import Tensor
 
@@ -23,41 +23,35 @@ from benchmarks.training.alone import CURVE, run_alone
 from benchmarks.training.judging import allowed, complaints, divergence, yardstick
 from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
 from benchmarks.training.worker import attempt
-from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import backward, train_step
-from sp_core.nn.gradients import placement_of
-from sp_core.testing import given, record_ratio, run_threads, spmd
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing import given, run_threads, spmd
 
 STEPS = 2
 RATE, MAX_NORM = 0.5, 0.3
 
 
-def expected(case: Case, sequences: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The losses and norms of some steps of plain gradient descent in float64, and the weights after them; and their scales."""
-    weights = case.weights()
+def expected(case: Case, sequences: list[list[int]]) -> Expected:
+    """The losses and norms of some steps of plain gradient descent, and the weights after them."""
     rows = [torch.tensor([sequence]) for sequence in sequences if len(sequence) > 1]
     count = sum(row.shape[1] - 1 for row in rows)
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        seen: list[Tensor] = []
-        for _ in range(STEPS):
-            leaves = [value.detach().requires_grad_() for value in values]
-            named = dict(zip(weights, leaves, strict=True))
-            logits = [reference.llama(row, named, rounding=rounding, **case.options()) for row in rows]
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            logits = [reference.llama(row, leaves, rounding=rounding, **case.options()) for row in rows]
             losses = [reference.next_token_loss(x, row) * (row.shape[1] - 1) for x, row in zip(logits, rows, strict=True)]
             loss = torch.stack(losses).sum() / count
-            grads = torch.autograd.grad(loss, leaves)
-            norm = rounding(torch.cat([x.flatten() for x in grads]).norm())
-            factor = min(1.0, MAX_NORM / float(norm))
-            values = tuple(rounding(x - RATE * rounding(factor * grad)) for x, grad in zip(values, grads, strict=True))
-            seen += [loss.detach().reshape(1), norm.detach().reshape(1)]
-        return *seen, *(value.detach() for value in values)
+            return loss, {"loss": loss.reshape(1)}
 
-    key = ("training", case, repr(sequences))
-    values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values())))
-    names = [*(f"{what} {step}" for step in range(STEPS) for what in ("loss", "norm")), *weights]
-    return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
+        seen = {}
+        for step in range(STEPS):
+            found = with_gradients(outputs, weights)
+            seen[f"loss {step}"] = found["loss"]
+            seen[f"norm {step}"] = norm = rounding(torch.cat([found[name].flatten() for name in weights]).norm()).reshape(1)
+            factor = min(1.0, MAX_NORM / float(norm))
+            weights = {name: rounding(x - RATE * rounding(factor * found[name])) for name, x in weights.items()}
+        return {**seen, **weights}
+
+    return Expected("training", case, run, repr(sequences), samples=8)
 
 
 @given(
@@ -76,24 +70,16 @@ def test_steps_are_those_of_one_device(
     line = case.tokens(sum(lengths)).tolist()
     ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     sequences = [line[start:stop] for start, stop in pairwise(ends)]
-    values, scales = expected(case, sequences)
-    dtype = getattr(torch, case.dtype)
+    wanted = expected(case, sequences)
     with mesh_of(comm, mesh) as made:
         model = case.model(made, scheme)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
-        def check(name: str, got: Tensor, cut: Any = lambda x: x) -> None:
-            kind = "training " + (name.split()[0] if name[-1].isdigit() else "weights")
-            ratio = check_close(name, got.detach().cpu(), cut(values[name]), bound(cut(scales[name]), dtype))
-            record_ratio(kind, ratio)
-
         for number in range(STEPS):
             step = train_step(model, optimizer, sequences, max_norm=MAX_NORM, layout=LAYOUTS[layout])
-            check(f"loss {number}", torch.tensor([step.loss], dtype=torch.float64))
-            check(f"norm {number}", torch.tensor([step.norm], dtype=torch.float64))
-        for name, parameter in model.named_parameters():
-            rank, placement = model.grid.tensor.rank, placement_of(parameter)
-            check(checkpoint_name(name), parameter, lambda x, p=placement, r=rank: p.take(x, r))
+            wanted.check(f"loss {number}", torch.tensor([step.loss], dtype=torch.float64))
+            wanted.check(f"norm {number}", torch.tensor([step.norm], dtype=torch.float64))
+        wanted.check_weights(model)
 
 
 @spmd(1, 3)

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from domains.models import Expected
 from hypothesis import strategies as st
 from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
 from oracle import reference
-from oracle.once import once
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import prefill_unequal
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan, Work, balanced
-from sp_core.testing import event, given, record_ratio, spmd
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing import event, given, spmd
 
 
 def texts_of(case: Case, lengths: list[int]) -> list[list[int]]:
@@ -49,7 +48,7 @@ def test_each_sequence_is_as_it_would_be_alone(
     tolerance: float,
 ) -> None:
     single = [number for number, axes in enumerate(MESHES[comm.size]) if axes["dp"] == 1]
-    texts, weights = texts_of(case, lengths), case.weights()
+    texts = texts_of(case, lengths)
     with mesh_of(comm, single[mesh % len(single)]) as made:
         model = case.model(made, scheme)
         size, extra = model.grid.sequence.size, {"tolerance": tolerance} if policy in ("balanced", "dynamic") else {}
@@ -58,14 +57,13 @@ def test_each_sequence_is_as_it_would_be_alone(
         logits = prefill_unequal(model, texts, plan, pass_tokens=pass_tokens).cpu()
     assert logits.shape == (len(lengths), case.vocab)
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip(weights, values, strict=True))
-        return tuple(reference.llama(torch.tensor([x]), named, rounding=rounding, **case.options())[0, -1] for x in texts)
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = [reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1] for x in texts]
+        return {str(number): row for number, row in enumerate(found)}
 
-    key = ("unequal", case, repr(texts))
-    values, scales = once(key, lambda: reference.sensitivity(run, list(weights.values()), samples=2))
-    for row, value, scale in zip(logits, values, scales, strict=True):
-        record_ratio("llama unequal", check_close("logits", row, value, bound(scale, getattr(torch, case.dtype))))
+    wanted = Expected("llama unequal", case, run, repr(texts))
+    for number, row in enumerate(logits):
+        wanted.check(str(number), row)
 
 
 class Slow:

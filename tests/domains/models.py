@@ -129,9 +129,10 @@ class Expected:
         case: the model.
         run: of (rounding, weights by name) to tensors by name; without communication.
         key: everything that `run` depends on besides.
-        tokens: the longest sequence.
+        tokens: the longest sequence; without it the errors of long sums are not allowed for.
         positions: one more than the greatest position: an angle of p radians has an error of its round-off times p.
         dtype: in which the result is computed; that of the case if not given.
+        samples: how often the function is perturbed to find how far rounding moves its results.
     """
 
     def __init__(
@@ -141,13 +142,16 @@ class Expected:
         run: Callable[..., dict[str, Tensor]],
         key: object,
         *,
-        tokens: int,
+        tokens: int | None = None,
         positions: int = 1,
         dtype: str = "",
+        samples: int = 2,
     ) -> None:
         self.what, self._dtype, self._positions = what, getattr(torch, dtype or case.dtype), positions
-        self._longest_sum = max(case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab, tokens)
-        weights, names = weights_of(case), list[str]()
+        widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
+        self._longest_sum = None if tokens is None else max(*widths, tokens)
+        self._weights = weights = weights_of(case)
+        names = list[str]()
 
         def results(rounding: Rounding, *given: Tensor) -> tuple[Tensor, ...]:
             found = run(rounding, dict(zip(weights, given, strict=True)))
@@ -155,7 +159,7 @@ class Expected:
             return tuple(found.values())
 
         def made() -> tuple[dict[str, Tensor], ...]:
-            found = reference.sensitivity(results, list(weights.values()), samples=2)
+            found = reference.sensitivity(results, list(weights.values()), samples=samples)
             return tuple(dict(zip(names, tensors, strict=True)) for tensors in found)
 
         self.values, self._scales = once((what, case, key), made)
@@ -168,6 +172,8 @@ class Expected:
     def allowed(self, name: str) -> Tensor:
         """Return how far a result may be off."""
         scale = self._scales[name]
+        if self._longest_sum is None:
+            return bound(scale, self._dtype)
         return bound(scale, self._dtype, self._longest_sum) + bound(scale, torch.float64, self._positions)
 
     def check_gradients(self, model: Llama) -> None:
@@ -180,6 +186,12 @@ class Expected:
         """Compare every parameter of this rank."""
         for name, parameter in model.named_parameters():
             self._check_part(model, name, parameter, parameter)
+
+    def check_norm(self, norm: float) -> None:
+        """Compare the norm of the gradients of all weights together."""
+        want, scale = (torch.cat([x[n].flatten() for n in self._weights]).norm().reshape(1) for x in (self.values, self._scales))
+        found = torch.tensor([norm], dtype=torch.float64)
+        record_ratio(f"{self.what} norm", check_close("norm", found, want, bound(scale, self._dtype)))
 
     def _check_part(self, model: Llama, name: str, parameter: Tensor, result: Tensor) -> None:
         placement = placement_of(parameter)
