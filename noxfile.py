@@ -145,7 +145,7 @@ def peers(session: nox.Session) -> None:
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench]", *PEERS_NEED)
     _install_others(session, "deepspeed")
-    session.run("python", "-m", "benchmarks.peers", *arguments, env=_environment(mpi))
+    session.run("python", "-m", "benchmarks.contests.peers", *arguments, env=_environment(mpi))
 
 
 @nox.session
@@ -160,7 +160,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def balance(session: nox.Session) -> None:
     """Unequal sequences by policy, and a pipeline's bubble. Arguments go to it; `--mpi mpich` is read here."""
-    _program(session, "benchmarks.balance", ".[bench]")
+    _program(session, "benchmarks.contests.balance", ".[bench]")
 
 
 @nox.session
@@ -182,7 +182,7 @@ def collectives(session: nox.Session) -> None:
         session.notify("netlab")
     for mpi in MPIS:
         _install(session, mpi, "-e", ".[bench]")
-        session.run("python", "-m", "benchmarks.collectives_table", *session.posargs, env=_environment(mpi))
+        session.run("python", "-m", "benchmarks.contests.collectives", *session.posargs, env=_environment(mpi))
 
 
 @nox.session
@@ -210,7 +210,7 @@ def netlab(session: nox.Session) -> None:
     mpi, arguments = _choose_mpi(session)
     for chosen in (mpi,) if "--mpi" in session.posargs else MPIS[::-1]:
         _install(session, chosen, "-e", ".[test,bench]")
-        session.run("python", "-m", "benchmarks.netlab", *arguments, env=_environment(chosen))
+        session.run("python", "-m", "benchmarks.contests.netlab", *arguments, env=_environment(chosen))
 
 
 @nox.session
@@ -256,7 +256,7 @@ def workflows(session: nox.Session) -> None:
 @nox.session
 def append_history(session: nox.Session) -> None:
     """Put the records of one commit on the branch bench-history: `-- COMMIT RECORDS.jsonl`. Only a workflow on main does that."""
-    session.install("-c", str(CONSTRAINTS), "jsonschema")
+    session.install("-c", str(CONSTRAINTS), "msgspec")
     session.run("python", "-m", "ci.append_history", *session.posargs)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
+@cache
 def source_bytes(count: int) -> bytes:
     """The first `count` bytes of the standard library's .py files, in the order of their names.
 

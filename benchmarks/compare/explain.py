@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from benchmarks.compare.pairs import Row
 from benchmarks.compare.rule import JUDGED, Verdict
@@ -60,13 +61,15 @@ def _growth(base: Times, head: Times) -> Times:
 
 def _phases(records: Sequence[Record]) -> Times:
     """Median seconds by phase, of the rank that took longest."""
-    names = dict.fromkeys(name for record in records for name in record["phases"])
-    return {name: statistics.median(r["phases"].get(name, {"max_s": 0.0})["max_s"] for r in records) for name in names}
+    return _medians([{name: phase.max_s for name, phase in (record.phases or {}).items()} for record in records])
 
 
 def _collectives(records: Sequence[Record]) -> Times:
-    names = dict.fromkeys(name for record in records for name in record["comm"])
-    return {name: statistics.median(r["comm"].get(name, {"seconds": 0.0})["seconds"] for r in records) for name in names}
+    return _medians([{name: traffic.seconds for name, traffic in (record.comm or {}).items()} for record in records])
+
+
+def _medians(times: Sequence[Times]) -> Times:
+    return {name: statistics.median(one.get(name, 0.0) for one in times) for name in dict.fromkeys(chain(*times))}
 
 
 def _traffic(base: Sequence[Record], head: Sequence[Record]) -> str:
@@ -76,8 +79,9 @@ def _traffic(base: Sequence[Record], head: Sequence[Record]) -> str:
 
 
 def _changes(base: Record, head: Record) -> Iterator[str]:
-    for name in dict.fromkeys([*base["comm"], *head["comm"]]):
+    sides = [record.comm or {} for record in (base, head)]
+    for name in dict.fromkeys(chain(*sides)):
         for what, field in (("calls", "calls"), ("messages", "messages"), ("bytes", "bytes_sent")):
-            before, after = (record["comm"].get(name, {field: 0})[field] for record in (base, head))
+            before, after = (getattr(side.get(name), field, 0) for side in sides)
             if before != after:
                 yield f"{what} of {name} {before:,} -> {after:,}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from benchmarks.compare import rule
 from benchmarks.compare.explain import explain
 from benchmarks.compare.pairs import SIDES, Group, Key, Row, assess, grouped
 from benchmarks.compare.rule import Verdict
+from benchmarks.files import write_json
 from benchmarks.records import Record, read
 
 FORMAT = 1
@@ -79,7 +79,7 @@ def build(folder: Path, compared: Compared, *, strict: bool) -> dict[str, Any]:
         "strict": strict,
         "exit_code": rule.exit_code(verdicts, strict=strict),
     }
-    (folder / RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_json(folder / RESULT, result)
     return result
 
 
@@ -87,5 +87,5 @@ def _explained(row: Row, found: list[Row], groups: dict[Key, Group]) -> str | No
     if row.stage is None:
         return None
     records = groups[(row.case, row.ranks)].stage(row.stage)
-    sides = ([record for record in records if record["pair"]["side"] == side] for side in SIDES)
+    sides = ([record for record in records if record.pair and record.pair.side == side] for side in SIDES)
     return explain(row, found, *sides)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from benchmarks.compare.pairs import SIDES, STAGES, Key, coin, suspects
 from benchmarks.compare.sides import Side
-from benchmarks.records import key, read
+from benchmarks.records import read
 
 Told = Callable[[str, int, int, float | None], None]
 """Told after every launch: what was launched, how many are done, of how many in this stage, and seconds that the rest will take."""
@@ -80,8 +80,8 @@ class Session:
 
     def _hopeless(self, ranks: int) -> bool:
         """Whether a side has no time for any case: more pairs would not change that."""
-        records = [r for r in read(self.out).records if key(r)[1] == ranks] if self.out.exists() else []
-        timed = {record["pair"]["side"] for record in records if record["timing"] is not None}
+        records = [r for r in read(self.out).records if r.case.ranks == ranks] if self.out.exists() else []
+        timed = {record.pair.side for record in records if record.timing and record.pair}
         return timed != set(SIDES)
 
 

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.records.check import MAX_LINE, Record, RecordError, parse, text
+from benchmarks.records.check import MAX_LINE, RecordError, parse, text
+from benchmarks.records.types import Record
 
 MAX_FILE = 256 << 20  # bytes
 MAX_PROBLEMS = 20  # of one file that are told; a foreign file has one in every line
@@ -26,7 +28,7 @@ class Reading:
     problems: list[str] = field(default_factory=list)
 
 
-def append(path: Path | str, record: Record) -> None:
+def append(path: Path | str, record: Record | dict[str, Any]) -> None:
     """Add a record to a file, which is created if need be, and bring it to the disk.
 
     Args:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.records import Record, key
+from benchmarks.records import Record
 from benchmarks.reporting.changes import Change, changes
-from benchmarks.reporting.derive import CAVEATS, FLAGS, measured, setting_of
+from benchmarks.reporting.derive import CAVEATS, flags, setting_of
 from benchmarks.reporting.plots import LINES
 from benchmarks.reporting.style import INK, Picture, blank, hollow, legend, line, log_axis, plain_ticks
 from benchmarks.reporting.tables import Table, make, ratio
@@ -63,13 +63,13 @@ def collect(records: Iterable[Record]) -> list[Series]:
     The launches of a comparison, which belong to pairs, are no history; nor are those of a case that has since been given another
     size or another way to do it under the same name.
     """
-    records = [record for record in records if record["pair"] is None and measured(record)]
-    newest = {key(record): record["case"] for record in records}
+    records = [record for record in records if record.pair is None and record.seconds]
+    newest = {record.key: record.case for record in records}
     found: dict[tuple[str, int, str], dict[tuple[str, str], list[Record]]] = {}
     for record in records:
-        if record["case"] == newest[key(record)]:
-            place = (*key(record), setting_of(record).fingerprint)
-            run = (record["run_id"], setting_of(record).commit)
+        if record.case == newest[record.key]:
+            place = (*record.key, setting_of(record).fingerprint)
+            run = (record.run_id, setting_of(record).commit)
             found.setdefault(place, {}).setdefault(run, []).append(record)
     return [_series(place, runs) for place, runs in sorted(found.items()) if len(runs) >= FEWEST]
 
@@ -80,8 +80,8 @@ def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record
 
 
 def _point(commit: str, group: list[Record]) -> Point:
-    seconds = statistics.median(record["timing"]["median_s"] for record in group)
-    return Point(commit, seconds, any(FLAGS[name](record) for name in CAVEATS for record in group))
+    seconds = statistics.median(record.seconds for record in group)
+    return Point(commit, seconds, any(set(CAVEATS) & set(flags(record)) for record in group))
 
 
 def alerts(series: Iterable[Series]) -> list[Table]:

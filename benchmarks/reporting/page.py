@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "page.html"
 MAX_PROBLEMS = 50
+PLOTS, ROWS = 4, 12  # of a section and of a table that are seen without a click, so that a page fits a phone
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _table(table: Table) -> list[str]:
 
 def html(page: Page) -> str:
     """The page as HTML: style and plots inside, no script, and nothing is fetched."""
-    return _template().render(page=page)
+    return _template().render(page=page, shown=PLOTS, rows=ROWS)
 
 
 @cache

@@ -1,14 +1,15 @@
-"""What is trained, on what, and on which meshes."""
+"""The meshes and sizes of the training runs."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from benchmarks.corpus import source_bytes
+from benchmarks.launching import UsageError
 from sp_core.llama import LlamaConfig
 from sp_core.llama.train import Layout
 from sp_core.sharding import Sharding
@@ -22,12 +23,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-class SettingError(ValueError):
-    """Options that cannot be run."""
-
-
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A mesh, the attention scheme over the ranks that share a sequence, which of them owns which tokens, and whether by TP-SP."""
 
     axes: dict[str, Any]
@@ -79,8 +75,7 @@ MODEL: dict[str, Any] = {
 """A million parameters; 3 and 4 tensor ranks share key/value heads, and 4 do not divide the heads."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True):
     """A training run.
 
     Args:
@@ -105,16 +100,16 @@ class Setting:
     max_norm: float = 1.0
     perturbed: int = 3
     seed: int = 1
-    model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
+    model: dict[str, Any] = msgspec.field(default_factory=lambda: dict(MODEL))
 
     def __post_init__(self) -> None:
         """Refuse what makes no run."""
         least = {"steps": 1, "every": 1, "sequences": 1, "shortest": 2, "perturbed": 1, "warmup": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
-                raise SettingError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
+                raise UsageError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
         if self.longest < self.shortest:
-            raise SettingError(f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much.")
+            raise UsageError(f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much.")
 
     @property
     def config(self) -> LlamaConfig:
@@ -130,26 +125,19 @@ class Setting:
         """Pieces of the standard library's source, of unequal lengths, as bytes."""
         chance = random.Random(f"{self.seed} {step}")
         lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.sequences)]
-        starts = [chance.randrange(len(self._text) - length) for length in lengths]
-        return [list(self._text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a file."""
-        return asdict(self)
-
-    @cached_property
-    def _text(self) -> bytes:
-        return source_bytes(CORPUS_BYTES)
+        text = source_bytes(CORPUS_BYTES)
+        starts = [chance.randrange(len(text) - length) for length in lengths]
+        return [list(text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
 def chosen(ranks: Iterable[int], only: str) -> dict[int, list[Place]]:
     """The meshes of these numbers of ranks whose names contain a text.
 
     Raises:
-        SettingError: there is none.
+        UsageError: there is none.
     """
     found = {size: [place for place in places(size) if only in place.name] for size in ranks}
     found = {size: some for size, some in found.items() if some}
     if not found:
-        raise SettingError(f"no mesh of the ranks asked for has a name with {only!r} in it.")
+        raise UsageError(f"no mesh of the ranks asked for has a name with {only!r} in it.")
     return found

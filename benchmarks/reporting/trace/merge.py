@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.reporting.text import size
-from benchmarks.reporting.trace.clock import ANCHOR
-from benchmarks.reporting.trace.naming import PREFIX
 
 Event = dict[str, Any]
 COMMUNICATION = "communication"
+ANCHOR = "clock anchor"
+PREFIX = "communication #"
 KEPT = ("ph", "cat", "name", "tid", "dur")
 
 
