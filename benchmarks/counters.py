@@ -17,8 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
-from benchmarks.cases.case import Build, meshes
-from benchmarks.cases.ledger import CONTROL, Watched, counts_of
+from benchmarks.cases.case import CONTROL, Build, Watched, counts_of, meshes
 from benchmarks.records import Case
 from benchmarks.sample import peak_memory
 

@@ -21,13 +21,13 @@ import msgspec
 from benchmarks import launching, records
 from benchmarks.cases.setting import BlockSetting as Setting
 from benchmarks.cases.setting import Setting as Run
-from benchmarks.cases.verdict import Verdict
+from benchmarks.cases.setting import Verdict
 from benchmarks.files import write_json
 from benchmarks.launching import ROOT, Launch, UsageError, add_launching, commit, numbers_of_ranks, writable
 from benchmarks.record import NOTHING, follow, warn_of_load
 from benchmarks.records import AXIS, Case, Record, make_case
 from benchmarks.reporting import derive, plots, style, tables, terminal
-from benchmarks.reporting.text import DASH, count, milliseconds, percent, size
+from benchmarks.reporting.tables import DASH, count, milliseconds, percent, size
 
 if TYPE_CHECKING:
     from rich.console import Console

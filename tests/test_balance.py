@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sp_core as sp
 from benchmarks import launching
 from benchmarks.contests.balance import __main__ as command
-from benchmarks.contests.balance.policies import ATTENTION, attention_operations
-from benchmarks.contests.balance.workload import Setting, plans, predicted
+from benchmarks.contests.balance.policies import ATTENTION, Setting, attention_operations, plans, predicted
 from sp_core.llama.unequal import compute, work_of
 from sp_core.scheduling.plan import imbalance
 from sp_core.testing import run_threads

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import sp_core as sp
 from benchmarks.contests.collectives import __main__ as program
-from benchmarks.contests.collectives import heats as timed
+from benchmarks.contests.collectives import contestants as timed
 from benchmarks.contests.collectives import regret, rows
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
 from benchmarks.contests.collectives.rows import KIB, MIB, ROWS, Row, heat_of, heats

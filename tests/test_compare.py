@@ -13,9 +13,9 @@ from kit.comparison import CASES, LAYER, RING, ULYSSES, Machine, compared, pair_
 from benchmarks import records
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import recompute
+from benchmarks.compare.__main__ import CODES, cells, summary
 from benchmarks.compare.pairs import coin
 from benchmarks.compare.result import RECORDS, RESULT
-from benchmarks.compare.tables import CODES, cells, summary
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 

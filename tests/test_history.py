@@ -12,7 +12,7 @@ from kit import records as made
 
 from benchmarks.reporting import history
 from benchmarks.reporting.__main__ import main
-from benchmarks.reporting.changes import SIDE, changes
+from benchmarks.reporting.history import SIDE, changes
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 import sp_core as sp
 from benchmarks.contests.netlab import __main__ as netlab
 from benchmarks.contests.netlab import hosts, starting
+from benchmarks.contests.netlab.hosts import Link, Plan
 from benchmarks.contests.netlab.measure import check_all
-from benchmarks.contests.netlab.plan import Link, Plan
-from benchmarks.contests.netlab.rows import rows
-from benchmarks.contests.netlab.setting import SETTINGS, Setting
+from benchmarks.contests.netlab.setting import SETTINGS, Setting, rows
 from benchmarks.contests.netlab.switch import Wires
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import run_threads

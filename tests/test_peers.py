@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import launching
 from benchmarks.contests.peers import __main__ as peers
 from benchmarks.contests.peers import heat, lines, memory, problem
-from benchmarks.contests.peers.problem import NAMES, Part
+from benchmarks.contests.peers.contestants import NAMES, Part
 from benchmarks.contests.peers.setting import BALANCED, Setting
 from benchmarks.launching import UsageError
 from benchmarks.statistics import Requirement, exact_interval

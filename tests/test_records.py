@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import records
-from benchmarks.records import Record, RecordError, check, files
+from benchmarks.records import Record, RecordError, check
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -203,14 +203,14 @@ def test_a_foreign_file_is_told_once_and_not_line_by_line(tmp_path: Path) -> Non
     path.write_bytes(b"name,seconds\n" * 1000)
     found = records.read(path)
     assert found.records == []
-    assert len(found.problems) == files.MAX_PROBLEMS + 1
-    assert found.problems[-1].endswith(f"{1000 - files.MAX_PROBLEMS} more lines cannot be used.")
+    assert len(found.problems) == check.MAX_PROBLEMS + 1
+    assert found.problems[-1].endswith(f"{1000 - check.MAX_PROBLEMS} more lines cannot be used.")
 
 
 def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(line(GOOD) * 3)
-    monkeypatch.setattr(files, "MAX_FILE", 100)
+    monkeypatch.setattr(check, "MAX_FILE", 100)
     for name, complaint in (
         ("absent", "No such file"),
         (".", "no ordinary file"),

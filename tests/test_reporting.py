@@ -22,7 +22,8 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from benchmarks.records import Record, append, parse, reason
-from benchmarks.reporting import comparison, derive, foreign, plots, tables, terminal, text
+from benchmarks.reporting import comparison, derive, foreign, plots, tables, terminal
+from benchmarks.reporting import tables as text
 from benchmarks.reporting.__main__ import main, numbered
 from benchmarks.reporting.page import Page, Section, code, html, markdown
 from benchmarks.reporting.style import styled

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import inputs, single
+from benchmarks import corpus
+from benchmarks.cases import single
 from benchmarks.corpus import source_bytes
 from benchmarks.records import Case, make_case
 from benchmarks.sample import Samples
@@ -24,7 +25,7 @@ def weights() -> dict[str, Tensor]:
     block.norm1, block.norm2 = torch.nn.LayerNorm(64), torch.nn.LayerNorm(64)
     block.attention = torch.nn.ModuleDict({name: torch.nn.Linear(64, width) for name, width in widths.items()})
     block.feed_forward = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 256), "down": torch.nn.Linear(256, 64)})
-    inputs.fill(block, 0)
+    corpus.fill(block, 0)
     return {name: weight.detach() for name, weight in block.state_dict().items()}
 
 
@@ -32,7 +33,7 @@ def outputs(
     weights: dict[str, Tensor], dtype: torch.dtype, case: Case = TINY
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Input, single-device output and float64 output in a dtype."""
-    x = inputs.tokens(case, torch.arange(case.shape["seq"])).to(dtype)
+    x = corpus.tokens(case, torch.arange(case.shape["seq"])).to(dtype)
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     return x, single.block(x, cast, case), single.exact(x, cast, case)
 

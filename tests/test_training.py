@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sp_core as sp
 from benchmarks.launching import UsageError
-from benchmarks.training import faults
+from benchmarks.training import setting as faults
 from benchmarks.training.__main__ import main
 from benchmarks.training.judging import allowed, complaints, divergence, yardstick
 from benchmarks.training.runs import CURVE, attempt, run_alone

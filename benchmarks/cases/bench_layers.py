@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.cases import bench_schemes
 from benchmarks.cases.bench_schemes import DIRECTIONS, HYBRID, MASKS
-from benchmarks.cases.case import Training, Work, dtype_of
-from benchmarks.cases.phases import Phases
+from benchmarks.cases.case import Phases, Training, Work, dtype_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
 from sp_core.communicator import Communicator

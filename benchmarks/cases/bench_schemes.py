@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases.case import Training, Work, dtype_of
-from benchmarks.cases.phases import Phases
+from benchmarks.cases.case import Phases, Training, Work, dtype_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
 from sp_core.communicator import Communicator

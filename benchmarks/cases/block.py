@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cases import bench_layers, inputs, single
+from benchmarks import corpus
+from benchmarks.cases import bench_layers, single
 from benchmarks.cases.bench_layers import Named
 from benchmarks.cases.bench_schemes import communicators, sharding_of
-from benchmarks.cases.case import Work, dtype_of
+from benchmarks.cases.case import Phases, Work, dtype_of
 from benchmarks.cases.measured import measure as measure_case
 from benchmarks.cases.measured import problem
-from benchmarks.cases.phases import Phases
-from benchmarks.cases.setting import BlockSetting
-from benchmarks.cases.verdict import Verdict
+from benchmarks.cases.setting import BlockSetting, Verdict
 from benchmarks.machine import device as device_of
 from benchmarks.machine import facts
 from benchmarks.records import AXIS, Case, fingerprint
@@ -79,8 +78,8 @@ def block(setting: BlockSetting, mesh: Mesh, phases: Named) -> tuple[bench_layer
     """Return the block with its weights, and this rank's tokens (B, S/P, E)."""
     case = setting.case
     made = bench_layers.block(case, mesh, phases)
-    inputs.fill(made[0], setting.seed)
-    x = inputs.tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
+    corpus.fill(made[0], setting.seed)
+    x = corpus.tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
     return made, x.to(mesh.device, dtype_of(case))
 
 
@@ -94,7 +93,7 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
             y = torch.empty(case.shape["batch"], case.shape["seq"], case.shape["hidden"])
             for rank, part in enumerate(shards):
                 y[:, sharding_of(case).positions(rank)] = torch.from_numpy(np.asarray(part))
-            whole = inputs.tokens(case, torch.arange(case.shape["seq"]), setting.seed).to(x)
+            whole = corpus.tokens(case, torch.arange(case.shape["seq"]), setting.seed).to(x)
             weights = layer.state_dict()
             verdict = single.judge(y.to(x), single.block(whole, weights, case), single.exact(whole, weights, case), case)
     meet_asleep(world)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.cases.case import Build, Work, meshes
-from benchmarks.cases.ledger import CONTROL, counts_of
-from benchmarks.cases.phases import operation_key, operations, phase_names
+from benchmarks.cases.case import CONTROL, Build, Work, counts_of, meshes, operation_key, operations, phase_names
 from benchmarks.records import Case
 from benchmarks.sample import Budget, Counts, Loop, Sampler, Samples, highest_and_mean, peak_memory, undisturbed
 from sp_core.communicator import Communicator

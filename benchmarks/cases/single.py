@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.cases.bench_layers import flops
-from benchmarks.cases.verdict import Verdict
+from benchmarks.cases.setting import Verdict
 from benchmarks.records import Case
 
 QUERY_CHUNK = 512  # keeps the score matrix of one chunk small: H * 512 * S elements

@@ -4,8 +4,7 @@ A file of records is data from elsewhere (another machine, another commit, a pul
 Written records are checked in the same way: nothing is written that cannot be read.
 """
 
-from benchmarks.records.check import RecordError, parse, reason
-from benchmarks.records.files import Reading, append, read
+from benchmarks.records.check import Reading, RecordError, append, parse, read, reason
 from benchmarks.records.types import AXIS, MEASURED, SCHEMA_VERSION, Case, Record, fingerprint, make_case
 
 __all__ = [

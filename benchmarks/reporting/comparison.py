@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.reporting import foreign
 from benchmarks.reporting.page import Section
 from benchmarks.reporting.style import COLOURS, GRID, INK, Picture, blank, legend, plain_ticks, short
-from benchmarks.reporting.tables import make, ratio
-from benchmarks.reporting.text import DASH, plain
+from benchmarks.reporting.tables import DASH, make, plain, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ from benchmarks.reporting.style import (
     ranks_axis,
     short,
 )
-from benchmarks.reporting.text import plain, size
+from benchmarks.reporting.tables import plain, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

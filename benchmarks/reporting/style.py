@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.reporting.text import plain, significant
+from benchmarks.reporting.tables import plain, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.reporting import foreign
 from benchmarks.reporting.page import Section
 from benchmarks.reporting.style import COLOURS, GRID, Picture, blank, legend, plain_ticks, short
-from benchmarks.reporting.tables import make
-from benchmarks.reporting.text import count, milliseconds, percent, plain, size
+from benchmarks.reporting.tables import count, make, milliseconds, percent, plain, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

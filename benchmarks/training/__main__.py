@@ -21,10 +21,9 @@ from benchmarks import launching
 from benchmarks.contests.contest import INTERRUPTED, RESULTS, refused
 from benchmarks.launching import ROOT, Launch, UsageError, commit, numbers_of_ranks, writable
 from benchmarks.reporting import terminal
-from benchmarks.training.faults import FAULTS
 from benchmarks.training.judging import complaints, draw, table, yardstick
 from benchmarks.training.runs import CURVE, MODEL, keep
-from benchmarks.training.setting import DTYPES, Place, Setting, chosen
+from benchmarks.training.setting import DTYPES, FAULTS, Place, Setting, chosen
 
 PROMPT = "def "
 SECONDS = 120  # for the text that the trained model writes

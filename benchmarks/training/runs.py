@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.files import write_json
-from benchmarks.training.faults import planted
-from benchmarks.training.setting import LAYOUTS, Place, Setting
+from benchmarks.training.setting import LAYOUTS, Place, Setting, planted
 from benchmarks.worker import Rank
 from sp_core.agreement import ERRORS
 from sp_core.autograd import all_reduce

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.contests.balance.workload import Setting, plans, predicted
+from benchmarks.contests.balance.policies import Setting, plans, predicted
 from benchmarks.contests.contest import RESULTS, Entry, compete, new_document, refused
 from benchmarks.launching import Launch, Record, UsageError, main, numbers_of_ranks, writable
 from benchmarks.reporting import terminal

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.reporting.tables import Table, make
-from benchmarks.reporting.text import size
+from benchmarks.reporting.tables import Table, make, size
 from sp_core import measuring
 from sp_core.communicator import Communicator
 from sp_core.measuring import Samples

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.reporting.text import size
+from benchmarks.reporting.tables import size
 from benchmarks.statistics import Requirement, exact_interval
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -20,8 +20,7 @@ import msgspec
 from benchmarks.contests.contest import RESULTS, compete, new_document, refused
 from benchmarks.contests.netlab import starting
 from benchmarks.contests.netlab.hosts import NetlabError, check_system
-from benchmarks.contests.netlab.rows import rows
-from benchmarks.contests.netlab.setting import SETTINGS, Setting
+from benchmarks.contests.netlab.setting import SETTINGS, Setting, rows
 from benchmarks.files import write_json
 from benchmarks.launching import Launch, Record, UsageError, main, writable
 from benchmarks.records import fingerprint

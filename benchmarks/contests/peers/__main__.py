@@ -17,8 +17,7 @@ import msgspec
 
 from benchmarks.contests.contest import RESULTS, Entry, compete, new_document, refused
 from benchmarks.contests.peers import memory
-from benchmarks.contests.peers.lines import LAUNCHES, best, lines, ratio, typical
-from benchmarks.contests.peers.setting import RANKS, REFERENCE_SEQ, Setting
+from benchmarks.contests.peers.setting import LAUNCHES, RANKS, REFERENCE_SEQ, Setting, best, lines, ratio, typical
 from benchmarks.files import write_json
 from benchmarks.launching import Launch, Record, UsageError, main, writable
 from benchmarks.reporting import terminal

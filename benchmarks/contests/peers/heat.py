@@ -13,9 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from benchmarks.contests.peers import problem
-from benchmarks.contests.peers.contestants import Contestant, Field
-from benchmarks.contests.peers.problem import LIMIT, Part
+from benchmarks.contests.peers import contestants as problem
+from benchmarks.contests.peers.contestants import LIMIT, Contestant, Field, Part
 from benchmarks.contests.peers.setting import Setting
 from benchmarks.launching import Record
 from benchmarks.machine import facts

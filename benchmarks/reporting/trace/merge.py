@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.reporting.text import size
+from benchmarks.reporting.tables import size
 
 Event = dict[str, Any]
 COMMUNICATION = "communication"
