@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ KEEP_MEMORY = "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.mallo
 """Make the C library keep the memory that a process frees. Otherwise the kernel clears the same pages again."""
 
 Record = dict[str, Any]
+Options = dict[str, Record]
 Progress = Callable[[Record], None]
 
 
@@ -75,6 +76,19 @@ class Launch:
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
         launcher = [self.python, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]
         return [*launcher, *more, "--", *program]
+
+
+def about(**keywords: Any) -> Record:
+    """Describe an option by the keywords of `ArgumentParser.add_argument`."""
+    return keywords
+
+
+def parse(name: str, text: str | None, options: Options, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line of a program whose options are described by `about`."""
+    made = argparse.ArgumentParser(prog=name, description=text)
+    for flag, keywords in options.items():
+        made.add_argument(flag, **keywords)
+    return made.parse_args(arguments)
 
 
 def add_launching(parser: argparse.ArgumentParser, *, ranks: str, timeout: float) -> None:

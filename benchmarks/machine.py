@@ -9,11 +9,11 @@ import subprocess
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.worker import Intracomm
 from sp_core.machine import cores, cpu_model
 
 if TYPE_CHECKING:
     import torch
-    from mpi4py.MPI import Intracomm
 
 ASKED = ("driver_version", "clocks.sm", "temperature.gpu", "power.limit")  # of nvidia-smi; MHz, degrees Celsius, W
 READINGS = ("driver", "clocks", "temperature", "power_cap")

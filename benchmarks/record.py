@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -33,10 +33,8 @@ from benchmarks.launching import (
 )
 from benchmarks.records import MEASURED, Case, Record
 from benchmarks.reporting import derive, tables, terminal
+from benchmarks.reporting.terminal import Console
 from sp_core.machine import busy_share, cores
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RESULTS = ROOT / "benchmarks" / "results"
 BRANCHES = ("origin/main", "main")

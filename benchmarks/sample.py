@@ -14,13 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from benchmarks.worker import Intracomm
 
 OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
 PILOT_STEPS = 3

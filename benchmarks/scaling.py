@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -28,9 +28,7 @@ from benchmarks.record import NOTHING, follow, warn_of_load
 from benchmarks.records import AXIS, Case, Record, make_case
 from benchmarks.reporting import derive, plots, style, tables, terminal
 from benchmarks.reporting.tables import DASH, count, milliseconds, percent, size
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from benchmarks.reporting.terminal import Console
 
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpi4py.MPI import Intracomm as Intracomm
+else:
+    Intracomm = object  # mpi4py starts MPI when it is imported, which programs that only start ranks must not do
 
 THREADS = 1  # per rank: a P = 1 that used every core would leave more ranks nothing to gain
 

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from benchmarks import launching
 from benchmarks.contests.peers import __main__ as peers
-from benchmarks.contests.peers import heat, lines, memory, problem
+from benchmarks.contests.peers import contestants as problem
+from benchmarks.contests.peers import heat, memory
+from benchmarks.contests.peers import setting as lines
 from benchmarks.contests.peers.contestants import NAMES, Part
 from benchmarks.contests.peers.setting import BALANCED, Setting
 from benchmarks.launching import UsageError

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,12 +26,9 @@ from benchmarks.machine import device as device_of
 from benchmarks.machine import facts
 from benchmarks.records import AXIS, Case, fingerprint
 from benchmarks.sample import Counts, Sampler, meet_asleep
-from benchmarks.worker import Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.autograd import all_gather
 from sp_core.mesh import Mesh
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.cases.case import CONTROL, Build, Work, counts_of, meshes, operation_key, operations, phase_names
 from benchmarks.records import Case
 from benchmarks.sample import Budget, Counts, Loop, Sampler, Samples, highest_and_mean, peak_memory, undisturbed
+from benchmarks.worker import Intracomm
 from sp_core.communicator import Communicator
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 Parts = dict[str, Any]
 Notes = list[list[dict[str, float]]]

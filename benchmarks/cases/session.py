@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,10 +22,7 @@ from benchmarks.launching import NO_MEMORY, Record
 from benchmarks.machine import device, facts
 from benchmarks.records import Case, fingerprint
 from benchmarks.sample import QUICK, Budget
-from benchmarks.worker import Rank
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from benchmarks.worker import Intracomm, Rank
 
 SAVED_BY_RANK_0 = {"benchmark_json": None, "benchmark_save": None, "benchmark_autosave": False, "benchmark_histogram": None}
 PATIENCE_SECONDS = 10.0

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import launching
 from benchmarks.cases.setting import Setting
@@ -24,10 +24,7 @@ from benchmarks.compare.sides import Side, commits, sides, uncommitted
 from benchmarks.launching import ROOT, Launch, UsageError, add_launching, numbers_of_ranks, writable
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import DASH, Table, make
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
+from benchmarks.reporting.terminal import Console
 
 COLUMNS = ("case", "P", "verdict", "head / base", "interval", "slower", "counts from", "base (ms)", "head (ms)", "remarks")
 CODES = {

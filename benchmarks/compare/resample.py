@@ -8,7 +8,6 @@ Exit code: 0 no false alarm, and the delay is found in 95 of 100; 1 otherwise; 2
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -22,13 +21,20 @@ from pathlib import Path
 from benchmarks.compare.pairs import SIDES, Group, Key, Row, assess, floor, grouped
 from benchmarks.compare.result import RECORDS, RESULT
 from benchmarks.compare.rule import CONFIRM_PAIRS, JUDGED, SCREEN_PAIRS, Verdict, judge, raised_delta
-from benchmarks.launching import UsageError
+from benchmarks.launching import Options, UsageError, about, parse
 from benchmarks.records import read
 
 COMPARISONS, DELAYED = 1000, 100
 FOUND_SHARE = 0.95
 Pairs = list[tuple[float, float]]
 """Seconds of both launches of each pair of a screen."""
+OPTIONS: Options = {
+    "folders": about(nargs="+", type=Path, metavar="FOLDER", help="of a comparison of a commit with itself"),
+    "--comparisons": about(type=int, default=COMPARISONS, help="without a delay (default: %(default)s)"),
+    "--extra": about(type=float, default=0.2, help="delay as a share of a case's time (default: %(default)s)"),
+    "--case": about(default="", metavar="TEXT", help="the delay must be found in cases with this in their name"),
+    "--seed": about(type=int, default=0),
+}
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,7 @@ def delays(stored: Mapping[Key, Stored], extra: float, seed: int) -> dict[Key, C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="resample", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a comparison of a commit with itself")
-    parser.add_argument("--comparisons", type=int, default=COMPARISONS, help="without a delay (default: %(default)s)")
-    parser.add_argument("--extra", type=float, default=0.2, help="delay as a share of a case's time (default: %(default)s)")
-    parser.add_argument("--case", default="", metavar="TEXT", help="the delay must be found in cases with this in their name")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    options = parse("resample", (__doc__ or "").partition("\n")[0], OPTIONS, arguments)
     try:
         stored = load(options.folders)
     except UsageError as error:

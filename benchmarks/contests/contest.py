@@ -6,16 +6,14 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import launching
 from benchmarks.files import write_json
 from benchmarks.launching import ROOT, Launch, Record, UsageError, commit
 from benchmarks.reporting import terminal
+from benchmarks.reporting.terminal import Console
 from sp_core.machine import busy_share
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SCHEMA_VERSION = 2
 RESULTS = ROOT / "benchmarks" / "results"

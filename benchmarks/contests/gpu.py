@@ -7,13 +7,12 @@ a result was wrong or a launch failed, 2 for options that cannot be run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,23 +20,28 @@ from torch import Tensor
 
 import sp_core as sp
 from benchmarks.contests.contest import Entry, compete, new_document, refused
-from benchmarks.launching import ROOT, Launch, Record, UsageError, main, numbers_of_ranks, writable
+from benchmarks.launching import ROOT, Launch, Options, Record, UsageError, about, main, numbers_of_ranks, parse, writable
 from benchmarks.machine import device as device_of
 from benchmarks.machine import facts
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import make
+from benchmarks.reporting.terminal import Console
 from benchmarks.statistics import Requirement, exact_interval
-from benchmarks.worker import Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-    from rich.console import Console
 
 TRANSPORTS = {"cuda": ("staged", "pipelined", "ipc", "device"), "cpu": ("host", "window")}
 SECONDS, LEAST_ROUNDS = 3.0, 15
 SIDE = 2048  # of the matrices of a computation
 Call = Callable[[], object]
+OPTIONS: Options = {
+    "--device": about(choices=("cuda", "cpu"), default="cuda", help="cpu tries the program (default: %(default)s)"),
+    "--ranks": about(default="2,4", metavar="P,...", help="default: %(default)s"),
+    "--mib": about(type=float, default=16.0, help="size of the gathered vector (default: %(default)g)"),
+    "--out": about(type=Path, default=ROOT / "reports" / "gpu_table.json", metavar="FILE"),
+    "--timeout": about(type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)"),
+    "--show": about(type=Path, metavar="FILE", help="show a record that is there, and measure nothing"),
+}
 
 
 class WrongResult(RuntimeError):
@@ -191,14 +195,7 @@ def show(screen: Console, document: Record) -> Iterator[str]:
 
 def gpu(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the record, show the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the program (default: %(default)s)")
-    parser.add_argument("--ranks", default="2,4", metavar="P,...", help="default: %(default)s")
-    parser.add_argument("--mib", type=float, default=16.0, help="size of the gathered vector (default: %(default)g)")
-    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "gpu_table.json", metavar="FILE")
-    parser.add_argument("--timeout", type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show a record that is there, and measure nothing")
-    options = parser.parse_args(arguments)
+    options = parse("gpu", __doc__, OPTIONS, arguments)
     if options.show:
         list(show(terminal.console(), json.loads(options.show.read_text())))
         return 0

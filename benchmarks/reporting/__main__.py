@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import launching
-from benchmarks.launching import UsageError, writable
+from benchmarks.launching import Options, UsageError, about, parse, writable
 from benchmarks.records import Record, read
 from benchmarks.reporting import comparison, derive, history, plots, tables, terminal, timeline
 from benchmarks.reporting.foreign import ForeignError
@@ -23,17 +23,18 @@ from benchmarks.reporting.style import Picture, styled
 
 NOTHING, USAGE = 1, 2
 NO_HISTORY = "no case was measured in two runs or more on the same machine. A history needs the records of several runs."
+OPTIONS: Options = {
+    "records": about(type=Path, nargs="*", metavar="RECORDS", help="files of JSON lines"),
+    "--compare": about(type=Path, metavar="RESULT", help="result.json of a comparison"),
+    "--trace": about(type=Path, help="trace.json of nox -s trace"),
+    "--history": about(action="store_true", help="only times over commits, and where they changed"),
+    "--out": about(type=Path, default=Path("reports"), help="folder (default: %(default)s)"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write a report; the exit code is 0, 1 if nothing could be used, 2 for arguments that make no sense."""
-    made = argparse.ArgumentParser(prog="report", description="Tables and plots of benchmark records.")
-    made.add_argument("records", type=Path, nargs="*", metavar="RECORDS", help="files of JSON lines")
-    made.add_argument("--compare", type=Path, metavar="RESULT", help="result.json of a comparison")
-    made.add_argument("--trace", type=Path, help="trace.json of nox -s trace")
-    made.add_argument("--history", action="store_true", help="only times over commits, and where they changed")
-    made.add_argument("--out", type=Path, default=Path("reports"), help="folder (default: %(default)s)")
-    options = made.parse_args(arguments)
+    options = parse("report", "Tables and plots of benchmark records.", OPTIONS, arguments)
     name, problems = "history" if options.history else "report", list[str]()
     try:
         writable(options.out / f"{name}.html")

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +14,8 @@ from numpy.typing import NDArray
 from benchmarks.records import Record
 from benchmarks.reporting.derive import CAVEATS, flags, setting_of
 from benchmarks.reporting.plots import LINES
-from benchmarks.reporting.style import INK, Picture, blank, hollow, legend, line, log_axis, plain_ticks
+from benchmarks.reporting.style import INK, Axes, Picture, blank, hollow, legend, line, log_axis, plain_ticks
 from benchmarks.reporting.tables import Table, make, milliseconds, plain, ratio
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 LABELS = 8  # commits that are named on an axis
 FEWEST = 2  # runs that make a history

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.reporting.derive import CAVEATS, Row, doubtful
 from benchmarks.reporting.style import (
     COLOURS,
     GRID,
+    Axes,
+    Figure,
     Picture,
     blank,
     hollow,
@@ -22,10 +24,6 @@ from benchmarks.reporting.style import (
     short,
 )
 from benchmarks.reporting.tables import plain, size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LINES = 6  # in one plot; more cannot be told apart
 BARS = 12

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.reporting.tables import Table
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console as Console
     from rich.progress import Progress
+else:
+    Console = Progress = object  # rich is slow to import
 
 WIDTH = 170  # of output that goes into a file
 GAP = 3  # characters between columns
@@ -38,7 +40,7 @@ STYLES = {
 
 def console() -> Console:
     """Return a console as wide as the terminal, or wide enough for all tables if the output goes into a file."""
-    from rich.console import Console
+    from rich.console import Console as Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 

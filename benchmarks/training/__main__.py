@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks import launching
 from benchmarks.contests.contest import INTERRUPTED, RESULTS, refused
-from benchmarks.launching import ROOT, Launch, UsageError, commit, numbers_of_ranks, writable
+from benchmarks.launching import ROOT, Launch, Options, UsageError, about, commit, numbers_of_ranks, parse, writable
 from benchmarks.reporting import terminal
 from benchmarks.training.judging import complaints, draw, table, yardstick
 from benchmarks.training.runs import CURVE, MODEL, keep
@@ -27,29 +27,25 @@ from benchmarks.training.setting import DTYPES, FAULTS, Place, Setting, chosen
 
 PROMPT = "def "
 SECONDS = 120  # for the text that the trained model writes
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    usual = Setting()
-    made = argparse.ArgumentParser(prog="train", description=__doc__)
-    made.add_argument("--ranks", default="2,3,4", metavar="P,P,...", help="beside one, which always runs (default: %(default)s)")
-    made.add_argument("--only", default="", metavar="TEXT", help="meshes with this in their names, such as ring, dp2_tp2")
-    made.add_argument("--dtype", choices=DTYPES, help="default: both")
-    made.add_argument("--steps", type=int, default=usual.steps, metavar="N", help="default: %(default)s")
-    made.add_argument("--every", type=int, default=usual.every, metavar="N", help="steps between comparisons (%(default)s)")
-    made.add_argument("--seed", type=int, default=usual.seed, metavar="N", help="default: %(default)s")
-    made.add_argument("--plant", choices=tuple(FAULTS), help="train with this fault on all meshes: then the exit code must be 1")
-    made.add_argument("--resume", action="store_true", help="do the rest of --out, from a run of the same setting")
-    made.add_argument("--out", type=Path, default=ROOT / "reports" / "train", metavar="FOLDER", help="default: reports/train")
-    made.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="for train.json and train.png")
-    made.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="limit of one launch (default: %(default)g)")
-    return made.parse_args(arguments)
+USUAL = Setting()
+OPTIONS: Options = {
+    "--ranks": about(default="2,3,4", metavar="P,P,...", help="beside one, which always runs (default: %(default)s)"),
+    "--only": about(default="", metavar="TEXT", help="meshes with this in their names, such as ring, dp2_tp2"),
+    "--dtype": about(choices=DTYPES, help="default: both"),
+    "--steps": about(type=int, default=USUAL.steps, metavar="N", help="default: %(default)s"),
+    "--every": about(type=int, default=USUAL.every, metavar="N", help="steps between comparisons (%(default)s)"),
+    "--seed": about(type=int, default=USUAL.seed, metavar="N", help="default: %(default)s"),
+    "--plant": about(choices=tuple(FAULTS), help="train with this fault on all meshes: then the exit code must be 1"),
+    "--resume": about(action="store_true", help="do the rest of --out, from a run of the same setting"),
+    "--out": about(type=Path, default=ROOT / "reports" / "train", metavar="FOLDER", help="default: reports/train"),
+    "--results": about(type=Path, default=RESULTS, metavar="FOLDER", help="for train.json and train.png"),
+    "--timeout": about(type=float, default=1800.0, metavar="S", help="limit of one launch (default: %(default)g)"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the session; return the exit code."""
-    options = parse(arguments)
+    options = parse("train", __doc__, OPTIONS, arguments)
     try:
         setting = Setting(steps=options.steps, every=options.every, seed=options.seed)
         places = chosen(numbers_of_ranks(options.ranks, least=2), options.only)

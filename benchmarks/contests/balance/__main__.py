@@ -10,24 +10,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from benchmarks.contests.balance.policies import Setting, plans, predicted
 from benchmarks.contests.contest import RESULTS, Entry, compete, new_document, refused
-from benchmarks.launching import Launch, Record, UsageError, main, numbers_of_ranks, writable
+from benchmarks.launching import Launch, Options, Record, UsageError, about, main, numbers_of_ranks, parse, writable
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import Table, make
+from benchmarks.reporting.terminal import Console
 from benchmarks.sample import makespans
 from benchmarks.statistics import Interval, Requirement, exact_interval
 from sp_core.llama.unequal import work_of
 from sp_core.machine import cores
 from sp_core.scheduling import one_forward_one_backward, picture, timeline
 from sp_core.scheduling.plan import imbalance
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 BALANCED = ("balanced", "dynamic")
 BOUND = 1.05
@@ -39,6 +36,15 @@ LEGEND = (
     "on the caller's tokens, over ranks x the most loaded rank. balanced is faster by: time of this policy over that of the "
     "balanced one, median over the rounds with its exact interval; time is the last rank's end minus the first one's start."
 )
+USUAL = Setting()
+OPTIONS: Options = {
+    "--ranks": about(default="2,4", metavar="P,P,...", help="numbers of ranks (default: %(default)s)"),
+    "--rounds": about(type=int, default=USUAL.rounds, metavar="N", help="timed rounds (default: %(default)s)"),
+    "--most": about(type=int, default=0, metavar="N", help="take only so many sequences; all if 0 (default)"),
+    "--seed": about(type=int, default=0, metavar="N", help="of weights and order (default: %(default)s)"),
+    "--out": about(type=Path, default=RESULTS / "balance.json", metavar="FILE", help="default: %(default)s"),
+    "--timeout": about(type=float, default=600.0, metavar="S", help="limit of a launch (default: %(default)g)"),
+}
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
@@ -119,15 +125,7 @@ def show(screen: Console, document: Record) -> Iterator[str]:
 
 def balance(arguments: Sequence[str] | None = None) -> int:
     """Plan, count and time; return the exit code."""
-    usual = Setting()
-    made = argparse.ArgumentParser(prog="balance", description=__doc__)
-    made.add_argument("--ranks", default="2,4", metavar="P,P,...", help="numbers of ranks (default: %(default)s)")
-    made.add_argument("--rounds", type=int, default=usual.rounds, metavar="N", help="timed rounds (default: %(default)s)")
-    made.add_argument("--most", type=int, default=0, metavar="N", help="take only so many sequences; all if 0 (default)")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default: %(default)s)")
-    made.add_argument("--out", type=Path, default=RESULTS / "balance.json", metavar="FILE", help="default: %(default)s")
-    made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="limit of a launch (default: %(default)g)")
-    options = made.parse_args(arguments)
+    options = parse("balance", __doc__, OPTIONS, arguments)
     try:
         chosen = settings(options)
         launch, out = Launch(timeout=options.timeout), writable(options.out)

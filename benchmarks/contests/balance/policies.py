@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -18,17 +18,13 @@ from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.records import fingerprint
 from benchmarks.sample import Span, race
-from benchmarks.worker import Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.communicator import Communicator
 from sp_core.gradients import Placement
 from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
 from sp_core.llama.unequal import collect, compute, work_of
 from sp_core.mesh import Mesh
 from sp_core.scheduling import POLICIES, Plan, Work, bubble_share, prefill_only, timeline
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 
 WHOLE = "round_robin"
 """The policy whose logits the others are compared with: it shards nothing."""

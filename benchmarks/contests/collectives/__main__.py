@@ -6,23 +6,19 @@ exact interval. Exit code: 0 whatever the ratios, 1 if a result was wrong or a l
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.contests.collectives import regret
 from benchmarks.contests.collectives.rows import COLUMNS, lines
 from benchmarks.contests.contest import RESULTS, Entry, compete, new_document, refused
-from benchmarks.launching import KEEP_MEMORY, Launch, Record, UsageError, main, writable
+from benchmarks.launching import KEEP_MEMORY, Launch, Options, Record, UsageError, about, main, parse, writable
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import make
+from benchmarks.reporting.terminal import Console
 from sp_core.machine import cores
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RANKS = 2
 KINDS = ("default", "tuned", "huge", "regret")
@@ -33,6 +29,13 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Lets torch ask for huge pages, as NumPy does. A copy out of another process goes through its memory page by page."""
 
 MEMORY = {"tuned": KEEP_MEMORY, "huge": f"{HUGE_PAGES}=1"}
+OPTIONS: Options = {
+    "--launches": about(type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)"),
+    "--only": about(choices=KINDS, help="one kind of launch"),
+    "--out": about(type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"),
+    "--timeout": about(type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)"),
+    "--show": about(type=Path, nargs="+", metavar="FILE", help="show records that are there, and measure nothing"),
+}
 
 
 def variables(kind: str) -> tuple[str, ...]:
@@ -65,13 +68,7 @@ def show(screen: Console, document: Record) -> Iterator[str]:
 
 def collectives(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the record, show the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="collectives", description=__doc__)
-    parser.add_argument("--launches", type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)")
-    parser.add_argument("--only", choices=KINDS, help="one kind of launch")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results")
-    parser.add_argument("--timeout", type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)")
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="show records that are there, and measure nothing")
-    options = parser.parse_args(arguments)
+    options = parse("collectives", __doc__, OPTIONS, arguments)
     if options.show:
         for path in options.show:
             list(show(terminal.console(), json.loads(path.read_text())))

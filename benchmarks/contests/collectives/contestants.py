@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +23,9 @@ from benchmarks.contests.collectives import regret
 from benchmarks.contests.collectives.rows import heats
 from benchmarks.contests.peers.contestants import start_gloo
 from benchmarks.machine import facts
-from benchmarks.worker import Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 from sp_core.schedules import ALGORITHMS
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,14 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.reporting.tables import Table, make, size
+from benchmarks.worker import Intracomm
 from sp_core import measuring
 from sp_core.communicator import Communicator
 from sp_core.measuring import Samples
 from sp_core.tuning import Tuning, decide, modelled, predict
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 FITTED = (*measuring.SIZES, 4**14)  # 64 bytes to 256 MiB, each four times the one before
 JUDGED = (*(2**place for place in range(6, 25)), 4**13, 4**14)  # and those between up to 16 MiB, at which nothing was fitted

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,16 +21,21 @@ from benchmarks.contests.netlab import starting
 from benchmarks.contests.netlab.hosts import NetlabError, check_system
 from benchmarks.contests.netlab.setting import SETTINGS, Setting, rows
 from benchmarks.files import write_json
-from benchmarks.launching import Launch, Record, UsageError, main, writable
+from benchmarks.launching import Launch, Options, Record, UsageError, about, main, parse, writable
 from benchmarks.records import fingerprint
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import make
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from benchmarks.reporting.terminal import Console
 
 MODEL = "link model inside the transport, on this machine, because there is no root; the library's own collectives are not measured"
 NAMESPACES = "network namespaces"
+OPTIONS: Options = {
+    "--only": about(default="", metavar="TEXT", help="launches with this in their name"),
+    "--list": about(action="store_true", help="names of the launches"),
+    "--rounds": about(type=int, metavar="N", help="samples of each contestant"),
+    "--link-model": about(action="store_true", help="the model of the link, as without root"),
+    "--out": about(type=Path, metavar="FILE", help="default: benchmarks/results/netlab-MPI.json"),
+}
 
 
 def chosen(options: argparse.Namespace, *, modelled: bool) -> list[Setting]:
@@ -42,13 +46,7 @@ def chosen(options: argparse.Namespace, *, modelled: bool) -> list[Setting]:
 
 def netlab(arguments: Sequence[str] | None = None) -> int:
     """Check and measure; return the exit code."""
-    made = argparse.ArgumentParser(prog="netlab", description=__doc__)
-    made.add_argument("--only", default="", metavar="TEXT", help="launches with this in their name")
-    made.add_argument("--list", action="store_true", help="names of the launches")
-    made.add_argument("--rounds", type=int, metavar="N", help="samples of each contestant")
-    made.add_argument("--link-model", action="store_true", help="the model of the link, as without root")
-    made.add_argument("--out", type=Path, metavar="FILE", help="default: benchmarks/results/netlab-MPI.json")
-    options = made.parse_args(arguments)
+    options = parse("netlab", __doc__, OPTIONS, arguments)
     modelled = options.link_model or os.geteuid() != 0
     settings = chosen(options, modelled=modelled)
     if options.list or not settings or (options.rounds or 1) < 1:

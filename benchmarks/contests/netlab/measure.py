@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -17,16 +17,13 @@ from benchmarks.contests.netlab.setting import BY_AXES, LIBRARY, STREAM, STREAM_
 from benchmarks.launching import Record
 from benchmarks.machine import environment
 from benchmarks.sample import undisturbed
-from benchmarks.worker import Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.collectives.plans import plan
 from sp_core.schedules import ALGORITHMS
 from sp_core.schemes.blocks import circulate
 from sp_core.schemes.problem import Problem
 from sp_core.testing.collective_cases import Case
 from sp_core.transport import Done, Handle, HostTransport, LinkModel, Messages
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 Step = Callable[[], object]
 PORT = 7077

@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,36 +19,30 @@ from benchmarks.contests.contest import RESULTS, Entry, compete, new_document, r
 from benchmarks.contests.peers import memory
 from benchmarks.contests.peers.setting import LAUNCHES, RANKS, REFERENCE_SEQ, Setting, best, lines, ratio, typical
 from benchmarks.files import write_json
-from benchmarks.launching import Launch, Record, UsageError, main, writable
+from benchmarks.launching import Launch, Options, Record, UsageError, about, main, parse, writable
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import Table, make
+from benchmarks.reporting.terminal import Console
 from sp_core.machine import cores
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LEGEND = (
     "One launch gives one number per contestant, the median of its samples; a ratio is the median over the launches, in brackets "
     "its exact interval (order statistics; 95 %, or the widest with fewer than 6 launches). open: the interval crosses the bound. "
     "Times: forward and backward, last rank's end minus first rank's start."
 )
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    usual = Setting()
-    made = argparse.ArgumentParser(prog="peers", description=__doc__)
-    made.add_argument("--launches", type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)")
-    made.add_argument("--seq", default=",".join(map(str, usual.seqs)), metavar="S,S,...", help="lengths (default: %(default)s)")
-    made.add_argument("--rounds", type=int, default=usual.rounds, metavar="N", help="samples per launch at 4096 (%(default)s)")
-    made.add_argument("--heads", type=int, default=usual.heads, metavar="H", help="default: %(default)s")
-    made.add_argument("--head-dim", type=int, default=usual.head_dim, metavar="D", help="default: %(default)s")
-    made.add_argument("--seed", type=int, default=usual.seed, metavar="N", help="of inputs and order (default: %(default)s)")
-    made.add_argument("--check", action="store_true", help="compare results with one process, time nothing, write no file")
-    made.add_argument("--out", type=Path, default=RESULTS / "peers.json", metavar="FILE", help="default: %(default)s")
-    made.add_argument("--resume", action="store_true", help="go on with the launches of --out, up to --launches in all")
-    made.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="limit of a launch (default: %(default)g)")
-    return made.parse_args(arguments)
+USUAL = Setting()
+OPTIONS: Options = {
+    "--launches": about(type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"),
+    "--seq": about(default=",".join(map(str, USUAL.seqs)), metavar="S,S,...", help="lengths (default: %(default)s)"),
+    "--rounds": about(type=int, default=USUAL.rounds, metavar="N", help="samples per launch at 4096 (%(default)s)"),
+    "--heads": about(type=int, default=USUAL.heads, metavar="H", help="default: %(default)s"),
+    "--head-dim": about(type=int, default=USUAL.head_dim, metavar="D", help="default: %(default)s"),
+    "--seed": about(type=int, default=USUAL.seed, metavar="N", help="of inputs and order (default: %(default)s)"),
+    "--check": about(action="store_true", help="compare results with one process, time nothing, write no file"),
+    "--out": about(type=Path, default=RESULTS / "peers.json", metavar="FILE", help="default: %(default)s"),
+    "--resume": about(action="store_true", help="go on with the launches of --out, up to --launches in all"),
+    "--timeout": about(type=float, default=1800.0, metavar="S", help="limit of a launch (default: %(default)g)"),
+}
 
 
 def chosen(options: argparse.Namespace) -> Setting:
@@ -87,7 +81,7 @@ def begun(path: Path, fresh: Record) -> Record:
 
 def peers(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; return the exit code."""
-    options = parse(arguments)
+    options = parse("peers", __doc__, OPTIONS, arguments)
     try:
         setting, launch = chosen(options), Launch(timeout=options.timeout)
         document = new_document(setting=json.loads(msgspec.json.encode(setting)))

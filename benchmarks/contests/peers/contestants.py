@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,12 @@ from torch import Tensor
 
 from benchmarks.contests.peers.setting import BALANCED, LAYOUTS, Setting
 from benchmarks.sample import meet_asleep
+from benchmarks.worker import Intracomm
 from sp_core.communicator import Check
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES
 from sp_core.sharding import Sharding
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 
 CHECKS: tuple[Check, ...] = ("off", "agree")
 MISSING = (ImportError, AttributeError, RuntimeError, OSError)

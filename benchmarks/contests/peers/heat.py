@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -19,10 +19,7 @@ from benchmarks.contests.peers.setting import Setting
 from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.sample import ABSENT, Span, makespans, meet_asleep, race
-from benchmarks.worker import THREADS, Rank
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from benchmarks.worker import THREADS, Intracomm, Rank
 
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,36 +9,32 @@ from pathlib import Path
 from benchmarks import launching
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.contests.contest import refused
-from benchmarks.launching import Launch, UsageError, writable
+from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
 from benchmarks.records import AXIS, make_case
 from benchmarks.scaling import DTYPES, LAYOUTS, shape_of
 
 SCHEMES = ("allgather_kv", "ring", "ulysses")
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    made = argparse.ArgumentParser(prog="trace", description="One step of a transformer block, all ranks side by side.")
-    made.add_argument("--ranks", type=int, default=4)
-    made.add_argument("--scheme", choices=SCHEMES, default="ring", help="of the attention (default: %(default)s)")
-    made.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="who owns which tokens (default: %(default)s)")
-    made.add_argument("--hidden", type=int, default=256, help="default: %(default)s")
-    made.add_argument("--heads", type=int, default=8, help="default: %(default)s")
-    made.add_argument("--seq", type=int, default=2048, help="tokens (default: %(default)s)")
-    made.add_argument("--dtype", choices=DTYPES, default="float32")
-    made.add_argument("--not-causal", action="store_true")
-    made.add_argument("--forward-only", action="store_true", help="leave the backward pass out")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    made.add_argument("--transport", default="auto")
-    made.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU")
-    made.add_argument("--timeout", type=float, default=300.0, help="seconds (default: %(default)s)")
-    made.add_argument("--out", type=Path, default=Path("reports/trace.json"), help="default: %(default)s")
-    return made.parse_args(arguments)
+OPTIONS: Options = {
+    "--ranks": about(type=int, default=4),
+    "--scheme": about(choices=SCHEMES, default="ring", help="of the attention (default: %(default)s)"),
+    "--layout": about(choices=LAYOUTS, default="zigzag", help="who owns which tokens (default: %(default)s)"),
+    "--hidden": about(type=int, default=256, help="default: %(default)s"),
+    "--heads": about(type=int, default=8, help="default: %(default)s"),
+    "--seq": about(type=int, default=2048, help="tokens (default: %(default)s)"),
+    "--dtype": about(choices=DTYPES, default="float32"),
+    "--not-causal": about(action="store_true"),
+    "--forward-only": about(action="store_true", help="leave the backward pass out"),
+    "--device": about(choices=("cpu", "cuda"), default="cpu"),
+    "--transport": about(default="auto"),
+    "--share-gpu": about(action="store_true", help="let several ranks use one GPU"),
+    "--timeout": about(type=float, default=300.0, help="seconds (default: %(default)s)"),
+    "--out": about(type=Path, default=Path("reports/trace.json"), help="default: %(default)s"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks and write the trace; the exit code is 0, 1 for a failed run, 2 for options that cannot be run."""
-    options = parse(arguments)
+    options = parse("trace", "One step of a transformer block, all ranks side by side.", OPTIONS, arguments)
     try:
         out, launch = writable(options.out.resolve()), Launch(timeout=options.timeout)
         sizes = {"batch": 1, **{name: getattr(options, name) for name in ("hidden", "heads", "seq")}}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -19,13 +19,10 @@ from benchmarks.cases.setting import BlockSetting
 from benchmarks.machine import device
 from benchmarks.records import AXIS
 from benchmarks.reporting.trace.merge import ANCHOR, PREFIX, Profile, merge
-from benchmarks.worker import Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh
 from sp_core.transport import Done, Handle, Messages, Transfer
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 WARMUP = 2
 T = TypeVar("T")
