@@ -1,4 +1,14 @@
-"""Times over commits: a line for each case and number of ranks, with the places where its level changed."""
+"""Times over commits: a line for each case and number of ranks, with the places where its level changed.
+
+The series of logarithms is split where the means before and after differ most, in units of the spread on both sides (the
+statistic of the two-sample t test, with three values or more on each side). How large that maximum is by chance is found by
+shuffling the series, so that nothing is assumed about its distribution. A split that chance matches in at most one of a hundred
+shuffles, and that moves the median by 5 % or more, is a change; then each side is searched in the same way (binary segmentation).
+A run counts once, however many launches it has: what was measured in one hour on one machine is not independent.
+
+A change is seen once three runs stand behind it and some ten before it; with fewer, shuffling finds as much too often. Of a hundred
+series in which nothing changed about one is marked: an alert to look at, never a gate.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,14 @@
 
 A cluster has a folder that is locked as long as its maker lives. The next start takes a folder that nobody holds any more for what
 a killed run has left, and removes its namespaces; those of others it does not touch, because it does not know them.
+
+Every host is a network namespace. Without delay all hosts hang on one bridge, by pairs of virtual interfaces shaped on both ends:
+
+    host h0  eth0 ==shaped== p0  |
+    host h1  eth0 ==shaped== p1  |  bridge br0, in a namespace of its own
+    host h2  eth0 ==shaped== p2  |
+
+With a delay each eth0 is a TUN device, and a process outside (`switch`) carries the packets from one to the other.
 """
 
 from __future__ import annotations
