@@ -14,9 +14,10 @@ from kit.carriers import CARRIERS as TRANSPORTS
 
 import sp_core as sp
 from sp_core.collectives import execution
-from sp_core.schedules import ALGORITHMS, HALF, cost, replay
+from sp_core.schedules import ALGORITHMS, HALF, cost
 from sp_core.testing import device, features, given, spmd
 from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
+from sp_core.testing.proof import replay
 from sp_core.testing.schedule_cases import SUMS, Vectors, pieces, vectors
 from sp_core.testing.ways import CALLS, CARRIERS, called, refuses
 from sp_core.testing.window_cases import OPS as WINDOW_OPS

@@ -17,16 +17,13 @@ from sp_core.schedules import (
     Message,
     Program,
     Region,
-    Schedule,
-    ScheduleError,
     Step,
     cost,
     defaults,
-    replay,
     segment_length,
-    verify,
 )
 from sp_core.schedules.program import AHEAD
+from sp_core.testing.proof import Schedule, ScheduleError, replay, verify
 from sp_core.testing.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 import sp_core as sp
 from sp_core.collectives.execution import BoundWindow
-from sp_core.schedules import SLOTS, WIDE_BLOCK, Schedule, ScheduleError, Step, cost, program_of, replay, verify
+from sp_core.schedules import SLOTS, WIDE_BLOCK, Step, cost, program_of
 from sp_core.schedules import window as programs
 from sp_core.testing import given, run_threads, spmd, window_cases
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
+from sp_core.testing.proof import Schedule, ScheduleError, replay, verify
 from sp_core.testing.window_cases import OPS, Node, Problem, inputs_of, use_window
 from sp_core.transport import shared
 

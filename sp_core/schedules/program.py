@@ -16,15 +16,18 @@ equally many steps there, and step t may read what the others have written in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 """Types whose sums are made in float32 and rounded once."""
+
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 WIDE_BLOCK = 1 << 15
 """Elements that are summed in float32 at a time where a half type has more than two addends."""

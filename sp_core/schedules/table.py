@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
 
 from sp_core.schedules import binomial, bruck, hierarchical, pairwise, recursive, ring
-from sp_core.schedules.operation import Op, Operation
+from sp_core.schedules.operation import Operation
 from sp_core.schedules.program import Program, Step, copy, inp, out, program
-from sp_core.schedules.proof import Schedule
 from sp_core.schedules.window import in_window
 
 _BUILDERS: dict[str, dict[str, Callable[[Operation], Program]]] = {
@@ -66,25 +64,6 @@ def program_of(operation: Operation, algorithm: str) -> Program:
     if operation.size == 1 and operation.reduces:
         return program([Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))])
     return _BUILDERS[operation.op][algorithm](operation)
-
-
-def schedule_of(
-    op: str,
-    algorithm: str,
-    send: tuple[tuple[int, ...], ...],
-    recv: tuple[tuple[int, ...], ...],
-    root: int = 0,
-    segment: int | None = None,
-    nodes: tuple[int, ...] = (),
-    **more: Any,
-) -> Schedule:
-    """Return what all ranks do, given the sizes of the pieces of each; `more` are other fields of their operations."""
-    size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
-    operations = [
-        Operation(Op(op), rank, size, send[rank], recv[rank], longest, root, segment=segment, nodes=nodes, **more)
-        for rank in range(size)
-    ]
-    return Schedule(op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations))
 
 
 def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:

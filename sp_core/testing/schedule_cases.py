@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.schedules import ALGORITHMS, LIBRARY, Schedule, schedule_of
+from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.segments import split_sizes
+from sp_core.testing.proof import Schedule, schedule_of
 
 NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
 """Every collective with each of its algorithms."""
