@@ -17,7 +17,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sp_core.collectives import choice
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
     HALF,
@@ -46,9 +45,8 @@ Work = Callable[[], object]
 
 def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> Handle:
     """Begin a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
-    name = choice.chosen(comm, operation.op.value, algorithm, operation.nbytes)
-    if name != "mpi":
-        return comm.track(Once(bind(comm, operation, send, recv, name, comm.scratch)))
+    if algorithm != "mpi":
+        return comm.track(Once(bind(comm, operation, send, recv, algorithm, comm.scratch)))
     if operation.op != Op.SHIFT:
         return comm.start(operation, send, recv)
     assert send is not None
@@ -62,11 +60,10 @@ def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: T
 
 def run(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
     """Carry out a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
-    name = choice.chosen(comm, operation.op.value, algorithm, operation.nbytes)
-    if operation.op != Op.SHIFT and name == "mpi":
+    if operation.op != Op.SHIFT and algorithm == "mpi":
         comm.run(operation, send, recv)
     else:
-        comm.wait(start(comm, operation, send, recv, name), operation.op.value)
+        comm.wait(start(comm, operation, send, recv, algorithm), operation.op.value)
 
 
 def bind(

@@ -19,10 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_core.collectives import choice, execution
+from sp_core.collectives import execution
 from sp_core.communicator import Communicator
-from sp_core.schedules import Op, Operation, operation
+from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
+from sp_core.tuning import decide
 
 Refresh = Callable[[], object] | None
 """How to bring an input into a flat vector again; None where the vector is the memory of the input."""
@@ -96,14 +97,45 @@ class Map(ABC):
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        execution.run(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
+        execution.run(self.comm, prepared.operation, prepared.send, prepared.recv, self.chosen(prepared.operation.nbytes))
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
+        name = self.chosen(prepared.operation.nbytes)
+        handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, name)
         return Started(self, handle, prepared.out, prepared.finish)
+
+    @property
+    def named(self) -> str:
+        """The algorithm that the call, or else the mesh, asks for; "auto" if they leave it open.
+
+        A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are. So
+        does "window" if a communicator has none.
+        """
+        for name in (self.algorithm, self.comm.algorithms[self.name]):
+            if name != "auto" and name in ALGORITHMS[self.name] and not (name == "window" and self.comm.window is None):
+                return name
+        return "auto"
+
+    def chosen(self, nbytes: int = 0, *, planned: bool = False) -> str:
+        """Return the algorithm that carries it out: the one that is `named`.
+
+        If nothing but "auto" is said, constants decide for tensors in host memory, if there are any. Else it is the window, or the
+        library if there is none.
+
+        Args:
+            nbytes: of the whole vector, the same on every rank.
+            planned: whether it is prepared once for many runs.
+        """
+        comm, name = self.comm, self.named
+        if name != "auto":
+            return name
+        if comm.tuning is None or comm.device.type != "cpu" or self.name not in comm.tuning.times:
+            return "mpi" if comm.window is None else "window"
+        among = usable(comm.nodes, self.name, window=comm.window is not None)
+        return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
 
     def operation(self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum") -> Operation:
         """This rank's view of it, as in `sp_core.schedules.operation`."""
@@ -191,7 +223,7 @@ class AllReduce(Map):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        library = choice.chosen(self.comm, self.name, self.algorithm) == "mpi"
+        library = self.chosen() == "mpi"
         if library and self.op != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -218,7 +250,7 @@ class InPlace(AllReduce):
     """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
 
     def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
+        if x.is_contiguous() and self.chosen() != "mpi":
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x.detach())

@@ -26,6 +26,7 @@ from sp_core.schedules.table import (
     defaults,
     program_of,
     segment_length,
+    usable,
 )
 from sp_core.schedules.window import SLOTS, in_window
 
@@ -56,5 +57,6 @@ __all__ = [
     "operation",
     "program_of",
     "segment_length",
+    "usable",
     "wide_length",
 ]

@@ -66,6 +66,19 @@ def program_of(operation: Operation, algorithm: str) -> Program:
     return _BUILDERS[operation.op][algorithm](operation)
 
 
+@lru_cache(maxsize=256)
+def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
+    """Return what "auto" may take: a hierarchy only if there are several nodes, one of them with several ranks.
+
+    Args:
+        nodes: by rank, the node that it is on.
+        op: the collective.
+        window: whether the ranks share memory.
+    """
+    possible = {"hierarchical": 1 < len(set(nodes)) < len(nodes), "window": window, "auto": False}
+    return tuple(name for name in ALGORITHMS[op] if possible.get(name, True))
+
+
 def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:
     """Elements per segment of a vector of `count` that `size` ranks share out."""
     shortest, longest = limits
