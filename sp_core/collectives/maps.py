@@ -92,7 +92,7 @@ class Map(ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
-        """Bring `x` into flat form."""
+        """Copy `x` into flat form, unless it is flat already."""
 
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
@@ -138,7 +138,7 @@ class Map(ABC):
         return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
 
     def operation(self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum") -> Operation:
-        """This rank's view of it, as in `sp_core.schedules.operation`."""
+        """Return this rank's view of it, as in `sp_core.schedules.operation`."""
         return operation(self.name, self.comm.rank, self.comm.size, counts, root, reduction=reduction, itemsize=x.itemsize)
 
 
@@ -231,7 +231,7 @@ class AllReduce(Map):
         return Prepared(self.operation(x, (x.numel(),), reduction=self.op), send, out.view(-1), out, refresh)
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
+        """Send marks for NaN beside the numbers, because MPI libraries differ in how they compare it."""
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
@@ -239,7 +239,7 @@ class AllReduce(Map):
         return Prepared(moves, send.view(-1), recv.view(-1), out, lambda: send.copy_(self._marked(x)), unmark)
 
     def _marked(self, x: Tensor) -> Tensor:
-        """The numbers, and where there are none."""
+        """Stack the numbers, with NaN replaced, and marks where NaN was."""
         least = -torch.inf if self.op == "max" else torch.inf
         marks = x.isnan().to(x.dtype) * (1 if self.op == "max" else -1)
         return torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
@@ -329,14 +329,14 @@ class Reduce(Map):
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Refresh]:
-    """The elements in logical order, as a contiguous vector outside autograd, and how to bring them there again if it is a copy."""
+    """Return the elements in logical order as a contiguous vector outside autograd, and how to refresh it if it is a copy."""
     vector = x.detach().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, None if shared else partial(vector.view(x.shape).copy_, x.detach())
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Refresh]:
-    """The elements of some tensors one after the other, and how to bring them there again."""
+    """Return the elements of some tensors one after the other, and how to refresh them."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
     places = vector.split(lengths)

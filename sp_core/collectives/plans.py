@@ -85,7 +85,7 @@ class Plan:
 
 
 def _resident(comm: Communicator, prepared: Prepared, asked: str) -> bool:
-    """Whether the others read this rank's tensor where it is: every rank has it in the same place of shared memory."""
+    """Return whether every rank has its tensor in the same place of shared memory, so that others read it there."""
     if comm.window is None or asked not in ("auto", "window") or prepared.operation.op is Op.ALL_TO_ALL:
         return False  # the pieces of an all-to-all are packed first
     if asked == "auto" and prepared.operation.nbytes < RESIDENT_BYTES:

@@ -80,19 +80,19 @@ def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
 
 
 def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:
-    """Elements per segment of a vector of `count` that `size` ranks share out."""
+    """Return the elements per segment of a vector of `count` elements that `size` ranks share out."""
     shortest, longest = limits
     return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
 
 
 def check_algorithm(op: str, algorithm: str) -> None:
-    """Raise `ValueError` where a collective does not have that algorithm."""
+    """Raise `ValueError` if a collective does not have that algorithm."""
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. Pass one of them.")
 
 
 def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
-    """The algorithm of each collective where a call names none.
+    """Return the algorithm of each collective for calls that name none.
 
     Args:
         choice: a name, for every collective that has it (the others stay with "auto"); or names by collective, as a mapping or as

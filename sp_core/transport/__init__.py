@@ -49,7 +49,7 @@ MAY_BE_REFUSED = ("device", "distributed")
 def make_transport(
     name: str | LinkModel, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
 ) -> Transport:
-    """The transport of that name for tensors on a device; every rank calls this.
+    """Make the transport of that name for tensors on a device; every rank calls this.
 
     Args:
         name: "auto", one of `NAMES[device.type]`, or on a CPU a model of a link.
@@ -107,7 +107,7 @@ def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
 
 
 def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:
-    """The memory that the ranks share, for a transport that is made for it, or why there is none; the same on every rank."""
+    """Make the memory that the ranks share, if the transport has one. Return it, or None and the reason, on every rank alike."""
     try:
         if transport == "window":
             return Window(comm), ""

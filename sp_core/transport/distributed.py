@@ -183,7 +183,7 @@ def _unpack(room: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _add(into: Tensor, parts: Tensor) -> None:
-    """The sum of all rows in their order; half types in float32, rounded once."""
+    """Add all rows in their order; half types in float32, rounded once."""
     total = parts[0].to(WIDER.get(into.dtype, into.dtype))
     for part in parts[1:]:
         total = total + part
@@ -204,7 +204,7 @@ Offer = tuple[str, int, str]
 
 
 def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
-    """A process group: gloo for a CPU, NCCL for CUDA. Every rank calls this.
+    """Make a process group: gloo for a CPU, NCCL for CUDA. Every rank calls this.
 
     Args:
         comm: an mpi4py communicator.
@@ -256,7 +256,7 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 
 
 def _offered(near: bool) -> tuple[Any, Offer]:
-    """A store, which listens to this machine only if all ranks are on it; and where it is."""
+    """Make a store, which listens to this machine only if all ranks are on it. Return it and its address."""
     try:
         listener = socket.create_server((LOOPBACK if near else "", 0))
         host, port = LOOPBACK if near else platform.node(), listener.getsockname()[1]
@@ -266,7 +266,7 @@ def _offered(near: bool) -> tuple[Any, Offer]:
 
 
 def _store(host: str, port: int, listening: int | None = None) -> Any:
-    """The store at an address; the one that is there, or one that listens on a socket."""
+    """Connect to the store at an address, or make one that listens on a socket."""
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=CONNECT_SECONDS)
