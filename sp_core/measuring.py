@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_core.collectives import choice, execution
+from sp_core.collectives import execution
 from sp_core.collectives.plans import plan
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh, fingerprint
-from sp_core.schedules import SCHEDULED, operation
+from sp_core.schedules import SCHEDULED, operation, usable
 from sp_core.scratch import Scratch
 from sp_core.transport import wait
 from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, on_grid, save
@@ -81,7 +81,7 @@ def collectives(
     world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES, least: int = LEAST_ROUNDS
 ) -> Samples:
     """Measure every algorithm of every collective, for `share` seconds at each size, but at least `least` rounds."""
-    found: Samples = {op: {name: {} for name in choice.usable(group, op)} for op in OPS}
+    found: Samples = {op: {name: {} for name in usable(group.nodes, op, window=group.window is not None)} for op in OPS}
     for size in sizes:
         for op in OPS:
             x = vector(op, size, group)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS as TRANSPORTS
 from oracle.collective_cases import DTYPES, Case, cases, part_of
+from oracle.proof import replay
 from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
 from oracle.ways import CALLS, CARRIERS, called, refuses
 from oracle.window_cases import OPS as WINDOW_OPS
@@ -19,7 +20,7 @@ from oracle.window_cases import use_window
 
 import sp_core as sp
 from sp_core.collectives import execution
-from sp_core.schedules import ALGORITHMS, HALF, cost, replay
+from sp_core.schedules import ALGORITHMS, HALF, cost
 from sp_core.testing import device, features, given, spmd
 
 SEGMENT_BYTES = 24

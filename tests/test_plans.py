@@ -20,7 +20,7 @@ from oracle.schedule_cases import vectors
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.collectives import choice, execution
+from sp_core.collectives import execution, maps
 from sp_core.collectives.execution import BoundProgram
 from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.testing import given, run_threads, spmd
@@ -128,7 +128,7 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
         shared, values = sp.shared_empty(shape, comm=group), torch.arange(float(length * comm.size)) + comm.rank
         shared.copy_(values)
         mixed = shared if comm.rank == 0 else values
-        monkeypatch.setattr(choice, "chosen", lambda *_, **__: "mpi")
+        monkeypatch.setattr(maps.Map, "chosen", lambda *_, **__: "mpi")
         plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
         assert [made.algorithm for made in plans] == ["window" if length > 16 else "mpi", "mpi", "mpi"]
         usual, *others = [made.run().clone() for made in plans]
@@ -183,17 +183,17 @@ def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> N
 def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends nothing, or receives nothing: by other bytes it would take another algorithm."""
     seen: list[set[int]] = [set() for _ in range(3)]
-    real = choice.chosen
+    real = maps.Map.chosen
 
-    def chosen(comm: Any, name: str, algorithm: str, nbytes: int = 0, **rest: Any) -> str:
-        seen[comm.rank].add(nbytes)
-        return real(comm, name, algorithm, nbytes, **rest)
+    def chosen(mapping: maps.Map, nbytes: int = 0, **rest: Any) -> str:
+        seen[mapping.comm.rank].add(nbytes)
+        return real(mapping, nbytes, **rest)
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
             getattr(sp, op)(torch.ones(6, 3), comm=mesh["sp"])
 
-    monkeypatch.setattr(choice, "chosen", chosen)
+    monkeypatch.setattr(maps.Map, "chosen", chosen)
     run_threads(3, body)
     assert [sizes - {0} for sizes in seen] == [{72 * (3 if op == "all_gather" else 1)}] * 3
 

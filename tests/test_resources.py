@@ -22,7 +22,7 @@ from resources.held import MEMORY, caches, communicators, counting, counts, left
 from resources.models import EVERY_CALL
 
 import sp_core as sp
-from sp_core.collectives import choice
+from sp_core.collectives import maps
 from sp_core.communicator import MAX_TAG
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import NAMES
@@ -149,7 +149,7 @@ class Endless:
 @pytest.fixture
 def a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache without a bound in a module of the product."""
-    monkeypatch.setattr(choice, "seen", {}, raising=False)
+    monkeypatch.setattr(maps, "seen", {}, raising=False)
 
 
 def start_thread(place: Place) -> None:
@@ -170,7 +170,7 @@ def keep_memory(place: Place) -> None:
 
 
 def fill_cache(place: Place) -> None:
-    seen = vars(choice)["seen"]
+    seen = vars(maps)["seen"]
     seen[len(seen)] = place
 
 
@@ -186,7 +186,7 @@ LEAKS: dict[str, Callable[[Place], object]] = {
     "threads": start_thread,
     "torch.Tensor objects": keep(lambda place: torch.ones(1), "size"),
     "sp_core.mask.definition.Mask objects": keep(lambda place: sp.Mask(), "difference_range"),
-    "sp_core.collectives.choice.seen entries": fill_cache,
+    "sp_core.collectives.maps.seen entries": fill_cache,
     "Communicator._pending entries": keep_handle,
     MEMORY: keep_memory,
     "any dict objects": keep(lambda place: {"one": []}, "clear"),

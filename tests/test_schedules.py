@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.proof import Schedule, ScheduleError, replay, verify
 from oracle.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 from sp_core.schedules import (
@@ -18,14 +19,10 @@ from sp_core.schedules import (
     Message,
     Program,
     Region,
-    Schedule,
-    ScheduleError,
     Step,
     cost,
     defaults,
-    replay,
     segment_length,
-    verify,
 )
 from sp_core.schedules.program import AHEAD
 

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d
 import sp_core as sp
 from sp_core import transport
 from sp_core.testing import given, run_threads, session, spmd
-from sp_core.transport import HostTransport, cuda_aware, distributed
+from sp_core.transport import HostTransport, cuda, cuda_aware, distributed
 from sp_core.transport.cuda_aware import DeviceTransport, no_device_memory, outside_of_job, refuse_host_only
 from sp_core.transport.distributed import DistributedTransport, _Work
 from sp_core.transport.node_memory import Offer
@@ -124,7 +124,7 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(mon
         with sp.Mesh(comm, a=2, b=2) as mesh:
             assert sp.all_reduce(torch.ones(2), comm=mesh["a", "b"])[0] == comm.size
 
-    monkeypatch.setattr(transport, "make_group", made)
+    monkeypatch.setattr(distributed, "make_group", made)
     run_threads(4, body)
 
 
@@ -155,7 +155,7 @@ def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(monkeypatch: pytest
     ],
 )
 def test_a_gpu_gets_the_transport_that_is_named(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "CudaStreams", lambda device: DelayedStreams())
+    monkeypatch.setattr(cuda, "CudaStreams", lambda device: DelayedStreams())
     device = torch.device("cuda")
     assert run_threads(2, lambda comm: type(transport.make_transport(name, comm, device))) == [kind, kind]
 

@@ -18,10 +18,10 @@ from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
 from sp_core import measuring
-from sp_core.collectives import choice, execution
+from sp_core.collectives import execution
 from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.mesh import fingerprint
-from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of
+from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of, usable
 from sp_core.testing import given, run_threads, spmd
 from sp_core.tuning import Curve, FileError, Tuning, decide, default_path, find, latest, load, modelled, predict, save
 from sp_core.tuning.constants import straight
@@ -199,8 +199,8 @@ def test_an_argument_is_stronger_than_constants(comm: Any) -> None:
 
 def test_a_hierarchy_is_offered_only_where_there_are_nodes() -> None:
     for nodes, there in (((0, 0), False), ((0, 1), False), ((0, 0, 1), True)):
-        assert ("hierarchical" in choice._usable(nodes, "all_reduce", False)) == there
-    assert choice._usable((0, 0), "all_gather", True) == tuple(name for name in ALGORITHMS["all_gather"] if name != "auto")
+        assert ("hierarchical" in usable(nodes, "all_reduce", window=False)) == there
+    assert usable((0, 0), "all_gather", window=True) == tuple(name for name in ALGORITHMS["all_gather"] if name != "auto")
 
 
 def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

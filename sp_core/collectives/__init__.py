@@ -1,5 +1,5 @@
 """Collectives over a transport.
 
 `api` holds what programs call, `differentiable` its backward, `build` checks arguments and makes a map, `maps` brings tensors into
-flat buffers, `choice` takes an algorithm, `execution` carries it out, `plans` prepares a collective for many runs.
+flat buffers, `execution` carries it out, `plans` prepares a collective for many runs.
 """

@@ -19,7 +19,7 @@ Sizes = Sequence[int] | None
 
 
 def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
-    """Every rank receives the shards of all ranks, put together along `dim` in rank order.
+    """Give every rank the shards of all ranks, put together along `dim` in rank order.
 
     Args:
         x: this rank's shard, any shape; shards differ at most along `dim`.
@@ -69,7 +69,7 @@ def reduce_scatter(
 
 
 def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
-    """The sum of the tensors of all ranks, on every rank. Half types are summed as in `reduce_scatter`.
+    """Sum the tensors of all ranks, on every rank. Half types are summed as in `reduce_scatter`.
 
     Args:
         x: the same shape on every rank.
@@ -151,7 +151,7 @@ def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes
 
 
 def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
-    """The root's tensor, on every rank. The others pass a tensor of the same shape and dtype, whose values are not read.
+    """Give every rank the root's tensor. The others pass a tensor of the same shape and dtype, whose values are not read.
 
     Communication:
         One broadcast forward; one reduction to the root backward.
@@ -163,7 +163,7 @@ def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = 
 
 
 def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
-    """The sum of the tensors of all ranks on the root, zeros on the others.
+    """Sum the tensors of all ranks on the root. The others get zeros.
 
     Communication:
         One reduction forward; one broadcast backward.

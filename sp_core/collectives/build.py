@@ -110,12 +110,12 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
 
 
 def _normal(x: Tensor, dim: int) -> int:
-    """`dim` counted from the front, where that makes sense; `_checked` refuses the rest on every rank."""
+    """Count `dim` from the front if that makes sense. `_checked` refuses the rest on every rank."""
     return dim + x.dim() if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0 else dim
 
 
 def _call(name: str, x: Tensor, comm: Communicator, free_dims: tuple[int | None], given: dict[str, Any]) -> str:
-    """What all ranks must be about to do; along `free_dims` their tensors may differ."""
+    """Describe the call that all ranks must make. Along `free_dims` their tensors may differ."""
     shown = ", ".join(f"{n}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for n, v in given.items())
     shape = ", ".join("any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape))
     grad = x.requires_grad and torch.is_grad_enabled()
@@ -123,7 +123,7 @@ def _call(name: str, x: Tensor, comm: Communicator, free_dims: tuple[int | None]
 
 
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
-    """Refuse what cannot be done; return how much this rank has along the dim in which ranks may differ."""
+    """Raise if the arguments are wrong. Return the length along the dim in which the ranks may differ, or 0."""
     arguments.check(**given)
     check_tensor(x, comm)
     _check_dtype(x, kind.dtypes)
@@ -153,7 +153,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
 
 
 def check_device(x: Tensor, comm: Communicator) -> None:
-    """Refuse a tensor that lives elsewhere than the communicator's tensors do."""
+    """Raise if a tensor is on another device than the communicator."""
     want = comm.device
     if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
         raise DeviceError(
@@ -163,7 +163,7 @@ def check_device(x: Tensor, comm: Communicator) -> None:
 
 
 def check_tensor(x: Tensor, comm: Communicator) -> None:
-    """Refuse what is no dense tensor on the device of the communicator."""
+    """Raise unless x is a dense tensor on the device of the communicator."""
     if not isinstance(x, Tensor):
         raise DtypeError(f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
     check_device(x, comm)
@@ -172,7 +172,7 @@ def check_tensor(x: Tensor, comm: Communicator) -> None:
 
 
 def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> int:
-    """Refuse tensors that an all-reduce could not take."""
+    """Raise if an all-reduce cannot take one of the tensors. Return 0."""
     arguments.check(tensors=tensors)
     for x in tensors:
         check_tensor(x, comm)
@@ -201,7 +201,7 @@ def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, determinist
 
 
 def _check_sizes(name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None) -> None:
-    """Refuse sizes that do not describe this rank's tensor: `own` on this rank, `total` over all."""
+    """Raise if sizes do not describe this rank's tensor, of length `own` on this rank or `total` over all."""
     if sizes is None:
         return
     if len(sizes) != comm.size or min(sizes) < 0:

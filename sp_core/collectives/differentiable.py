@@ -63,7 +63,7 @@ _apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]
 
 
 def apply(x: Tensor, mapping: Map) -> Tensor:
-    """Run a map; the result is a differentiable function of x."""
+    """Run a map and make its result a differentiable function of x."""
     return _apply(x, mapping, mapping.transpose, mapping.run)
 
 
@@ -83,7 +83,7 @@ class Pending:
         return self._started.out.detach()  # the same memory; writing into a view of it would change the graph
 
     def wait(self) -> Tensor:
-        """The result, a differentiable function of the input; a second call returns the same tensor."""
+        """Return the result, a differentiable function of the input. A second call returns the same tensor."""
         if self._started is not None:
             self._started.wait()
             self._started = None
@@ -194,7 +194,7 @@ class _CopyAllToGroup(torch.autograd.Function):
 
 
 def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple[Tensor, ...]:
-    """`copy_to_group` for many tensors at once, such as the parameters of a layer.
+    """Apply `copy_to_group` to many tensors at once, such as the parameters of a layer.
 
     Args:
         tensors: the same shapes, dtypes and `requires_grad` on every rank.
@@ -215,13 +215,13 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 
 
 def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
-    """What ranks that copy these tensors must have in common."""
+    """Describe what ranks that copy these tensors must have in common."""
     shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
     return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
 
 
 def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """`copy_all_to_group` once its arguments have been agreed on."""
+    """Do as `copy_all_to_group` once its arguments have been agreed on."""
     apply_all: Any = _CopyAllToGroup.apply
     copies = iter(apply_all(comm, *(x for x in tensors if x.requires_grad)))
     return tuple(next(copies) if x.requires_grad else x for x in tensors)

@@ -17,7 +17,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sp_core.collectives import choice
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
     HALF,
@@ -46,9 +45,8 @@ Work = Callable[[], object]
 
 def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> Handle:
     """Begin a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
-    name = choice.chosen(comm, operation.op.value, algorithm, operation.nbytes)
-    if name != "mpi":
-        return comm.track(Once(bind(comm, operation, send, recv, name, comm.scratch)))
+    if algorithm != "mpi":
+        return comm.track(Once(bind(comm, operation, send, recv, algorithm, comm.scratch)))
     if operation.op != Op.SHIFT:
         return comm.start(operation, send, recv)
     assert send is not None
@@ -62,11 +60,10 @@ def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: T
 
 def run(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
     """Carry out a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
-    name = choice.chosen(comm, operation.op.value, algorithm, operation.nbytes)
-    if operation.op != Op.SHIFT and name == "mpi":
+    if operation.op != Op.SHIFT and algorithm == "mpi":
         comm.run(operation, send, recv)
     else:
-        comm.wait(start(comm, operation, send, recv, name), operation.op.value)
+        comm.wait(start(comm, operation, send, recv, algorithm), operation.op.value)
 
 
 def bind(
@@ -129,7 +126,7 @@ class Ready(ABC):
         return self._memory[region.rank, region.buffer][region.start : region.stop]
 
     def _work(self, program: Program, copying: Callable[[Tensor, Tensor], Work]) -> list[tuple[Work, ...]]:
-        """Take scratch: room for sums in float32, and TMP where it is no shared memory. Return the calls of each step."""
+        """Take scratch memory for sums in float32, and for TMP unless it is shared. Return the calls of each step."""
         length = wide_length(program, self.dtype)
         nbytes = 8 * length + (0 if program.shared else program.scratch * self.dtype.itemsize)
         if self._block.numel() < nbytes:
@@ -203,7 +200,7 @@ class Running:
         self._post()
 
     def test(self) -> bool:
-        """Combine what has come and post what is next; True once all is done."""
+        """Combine what has arrived and post the next steps. Return True once all is done."""
         if self._stream is None:
             return self._advance()
         with torch.cuda.stream(self._stream):
@@ -226,7 +223,7 @@ class Running:
         return self._posted == len(self._bound.steps) and self._have_left(self._posted)
 
     def _post(self) -> None:
-        """Post steps until as many are under way as may be, or the next one writes to what is still being sent."""
+        """Post steps until `depth` are under way, or the next one writes to memory that is still being sent."""
         bound = self._bound
         while len(self._under_way) < bound.depth and self._posted < len(bound.steps) and self._have_left(self._posted):
             step = bound.steps[self._posted]
@@ -235,7 +232,7 @@ class Running:
             self._under_way.append((handle, step.work))
 
     def _begin(self, step: BoundStep) -> Handle:
-        """Post the messages of a step; its sends apart, where what it receives can be worked on before they have left."""
+        """Post the messages of a step. Its sends get a handle of their own if later steps need not wait for them."""
         transport = self._bound.comm.transport
         if not step.sends or step.rewritten == self._posted:
             return transport.post(step.sends, step.recvs, self._tag)
@@ -244,7 +241,7 @@ class Running:
         return handle
 
     def _have_left(self, step: int) -> bool:
-        """Whether everything has left that has to before a step."""
+        """Return whether all sends have completed that must do so before a step."""
         if self._leaving:
             self._leaving = [(first, handle) for first, handle in self._leaving if not handle.test()]
         return all(first > step for first, _ in self._leaving)
@@ -284,7 +281,7 @@ class BoundWindow(Ready):
         self._window.make(self._next(), self._what, self.comm.poll)
 
     def _next(self) -> list[tuple[Work, ...]]:
-        """The steps of a run that begins now; it is counted."""
+        """Count a run that begins now, and return its steps."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")
@@ -303,7 +300,7 @@ class Once:
         self._running = bound.start()
 
     def test(self) -> bool:
-        """As `Running.test`."""
+        """Make progress; return True once the run is complete."""
         complete = self._running.test()
         if complete and self._bound is not None:
             self._bound.release()
@@ -315,7 +312,10 @@ _DONE = Done()
 
 
 def _rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
-    """By step, the first one before which its sends must have left; the step itself where IN and OUT overlap in part."""
+    """For each step, find the first one before which its sends must have completed.
+
+    If IN and OUT overlap in part, that is the step itself.
+    """
     if send is None or recv is None or not _overlap(send, recv):
         return program.rewritten
     return program.rewritten_in_place if send.data_ptr() == recv.data_ptr() else range(len(program.steps))
@@ -328,7 +328,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def combination(
     into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], reduction: str, copying: Callable[[Tensor, Tensor], Work]
 ) -> Iterator[Work]:
-    """The calls that bring the sum (or max, min) of some vectors into another one; `wide` is room for sums of half types."""
+    """Yield the calls that write the sum (or max, min) of some vectors into another one. Half types are added in `wide`."""
     together = REDUCTIONS[reduction]
     if len(parts) == 1:
         if not _same(into, parts[0]):
@@ -347,7 +347,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _add_wide(into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]) -> None:
-    """Add half types in float32 and round once, block by block, in room that is there already."""
+    """Add half types in float32 and round once, block by block, in existing memory."""
     for start in range(0, into.numel(), WIDE_BLOCK):
         first, *rest = (part[start : start + WIDE_BLOCK] for part in parts)
         total, addend = (room[: first.numel()] for room in wide)

@@ -19,10 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_core.collectives import choice, execution
+from sp_core.collectives import execution
 from sp_core.communicator import Communicator
-from sp_core.schedules import Op, Operation, operation
+from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
+from sp_core.tuning import decide
 
 Refresh = Callable[[], object] | None
 """How to bring an input into a flat vector again; None where the vector is the memory of the input."""
@@ -91,22 +92,53 @@ class Map(ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
-        """Bring `x` into flat form."""
+        """Copy `x` into flat form, unless it is flat already."""
 
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        execution.run(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
+        execution.run(self.comm, prepared.operation, prepared.send, prepared.recv, self.chosen(prepared.operation.nbytes))
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
+        name = self.chosen(prepared.operation.nbytes)
+        handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, name)
         return Started(self, handle, prepared.out, prepared.finish)
 
+    @property
+    def named(self) -> str:
+        """The algorithm that the call, or else the mesh, asks for; "auto" if they leave it open.
+
+        A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are. So
+        does "window" if a communicator has none.
+        """
+        for name in (self.algorithm, self.comm.algorithms[self.name]):
+            if name != "auto" and name in ALGORITHMS[self.name] and not (name == "window" and self.comm.window is None):
+                return name
+        return "auto"
+
+    def chosen(self, nbytes: int = 0, *, planned: bool = False) -> str:
+        """Return the algorithm that carries it out: the one that is `named`.
+
+        If nothing but "auto" is said, constants decide for tensors in host memory, if there are any. Else it is the window, or the
+        library if there is none.
+
+        Args:
+            nbytes: of the whole vector, the same on every rank.
+            planned: whether it is prepared once for many runs.
+        """
+        comm, name = self.comm, self.named
+        if name != "auto":
+            return name
+        if comm.tuning is None or comm.device.type != "cpu" or self.name not in comm.tuning.times:
+            return "mpi" if comm.window is None else "window"
+        among = usable(comm.nodes, self.name, window=comm.window is not None)
+        return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
+
     def operation(self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum") -> Operation:
-        """This rank's view of it, as in `sp_core.schedules.operation`."""
+        """Return this rank's view of it, as in `sp_core.schedules.operation`."""
         return operation(self.name, self.comm.rank, self.comm.size, counts, root, reduction=reduction, itemsize=x.itemsize)
 
 
@@ -191,7 +223,7 @@ class AllReduce(Map):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        library = choice.chosen(self.comm, self.name, self.algorithm) == "mpi"
+        library = self.chosen() == "mpi"
         if library and self.op != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -199,7 +231,7 @@ class AllReduce(Map):
         return Prepared(self.operation(x, (x.numel(),), reduction=self.op), send, out.view(-1), out, refresh)
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
+        """Send marks for NaN beside the numbers, because MPI libraries differ in how they compare it."""
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
@@ -207,7 +239,7 @@ class AllReduce(Map):
         return Prepared(moves, send.view(-1), recv.view(-1), out, lambda: send.copy_(self._marked(x)), unmark)
 
     def _marked(self, x: Tensor) -> Tensor:
-        """The numbers, and where there are none."""
+        """Stack the numbers, with NaN replaced, and marks where NaN was."""
         least = -torch.inf if self.op == "max" else torch.inf
         marks = x.isnan().to(x.dtype) * (1 if self.op == "max" else -1)
         return torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
@@ -218,7 +250,7 @@ class InPlace(AllReduce):
     """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
 
     def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
+        if x.is_contiguous() and self.chosen() != "mpi":
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x.detach())
@@ -297,14 +329,14 @@ class Reduce(Map):
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Refresh]:
-    """The elements in logical order, as a contiguous vector outside autograd, and how to bring them there again if it is a copy."""
+    """Return the elements in logical order as a contiguous vector outside autograd, and how to refresh it if it is a copy."""
     vector = x.detach().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, None if shared else partial(vector.view(x.shape).copy_, x.detach())
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Refresh]:
-    """The elements of some tensors one after the other, and how to bring them there again."""
+    """Return the elements of some tensors one after the other, and how to refresh them."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
     places = vector.split(lengths)

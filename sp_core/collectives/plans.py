@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from sp_core.arguments import check_communicator
-from sp_core.collectives import choice, execution
+from sp_core.collectives import execution
 from sp_core.collectives.build import KINDS, NEEDED, build
 from sp_core.collectives.maps import Map, Prepared
 from sp_core.communicator import Communicator
 from sp_core.schedules import Op
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle
+
+RESIDENT_BYTES = 1 << 14
+"""From so many bytes on, a vector that lives in shared memory is read there: below, a message is there before two flags are."""
 
 
 class Plan:
@@ -31,10 +34,10 @@ class Plan:
     def __init__(self, mapping: Map, x: Tensor, prepared: Prepared) -> None:
         comm, moves, send, recv = mapping.comm, prepared.operation, prepared.send, prepared.recv
         self.input = x
-        resident = _resident(comm, prepared, choice.named(comm, mapping.name, mapping.algorithm))
+        resident = _resident(comm, prepared, mapping.named)
         self.algorithm = "window"
         if not resident:
-            self.algorithm = choice.chosen(comm, mapping.name, mapping.algorithm, moves.nbytes, planned=True)
+            self.algorithm = mapping.chosen(moves.nbytes, planned=True)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._agree = comm.numbered()
         self._bound: execution.Ready | None = None
@@ -82,10 +85,10 @@ class Plan:
 
 
 def _resident(comm: Communicator, prepared: Prepared, asked: str) -> bool:
-    """Whether the others read this rank's tensor where it is: every rank has it in the same place of shared memory."""
+    """Return whether every rank has its tensor in the same place of shared memory, so that others read it there."""
     if comm.window is None or asked not in ("auto", "window") or prepared.operation.op is Op.ALL_TO_ALL:
         return False  # the pieces of an all-to-all are packed first
-    if asked == "auto" and prepared.operation.nbytes < choice.RESIDENT_BYTES:
+    if asked == "auto" and prepared.operation.nbytes < RESIDENT_BYTES:
         return False
     mine = comm.window.place(prepared.send) if prepared.refresh is None else -1
     places = comm.agree_on(lambda: "where the input of a plan lives", lambda: mine)
@@ -145,8 +148,7 @@ def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: st
 
 def _in_place(name: str, x: Tensor, comm: Communicator, *, planned: bool, **given: Any) -> Map:
     mapping = build(name, "all_reduce_", x, comm, **given)
-    chosen = choice.chosen(comm, mapping.name, mapping.algorithm, x.numel() * x.itemsize, planned=planned)
-    return replace(mapping, algorithm=chosen)  # it says where the result is made
+    return replace(mapping, algorithm=mapping.chosen(x.numel() * x.itemsize, planned=planned))  # it says where the result is made
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from sp_core.schedules.operation import Op, Operation, operation
 from sp_core.schedules.program import (
     HALF,
     OWN,
+    REDUCTIONS,
     WIDE_BLOCK,
     Buffer,
     Combine,
@@ -15,7 +16,6 @@ from sp_core.schedules.program import (
     cost,
     wide_length,
 )
-from sp_core.schedules.proof import REDUCTIONS, Schedule, ScheduleError, replay, verify
 from sp_core.schedules.table import (
     ALGORITHMS,
     IN_RANK_ORDER,
@@ -25,8 +25,8 @@ from sp_core.schedules.table import (
     check_algorithm,
     defaults,
     program_of,
-    schedule_of,
     segment_length,
+    usable,
 )
 from sp_core.schedules.window import SLOTS, in_window
 
@@ -49,8 +49,6 @@ __all__ = [
     "Operation",
     "Program",
     "Region",
-    "Schedule",
-    "ScheduleError",
     "Step",
     "check_algorithm",
     "cost",
@@ -58,9 +56,7 @@ __all__ = [
     "in_window",
     "operation",
     "program_of",
-    "replay",
-    "schedule_of",
     "segment_length",
-    "verify",
+    "usable",
     "wide_length",
 ]

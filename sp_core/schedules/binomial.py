@@ -49,12 +49,12 @@ def _rank(number: int, size: int, root: int) -> int:
 
 
 def _parent(number: int) -> int:
-    """The number without its lowest bit."""
+    """Return the number without its lowest bit."""
     return number & (number - 1)
 
 
 def _children(number: int, size: int) -> list[int]:
-    """Numbers with one more bit, below the lowest one; the smallest family first."""
+    """Return the numbers with one more bit, below the lowest one, the smallest family first."""
     lowest = number & -number if number else 1 << size.bit_length()
     bits = (1 << place for place in range(lowest.bit_length() - 1))
     return [number + bit for bit in bits if number + bit < size]

@@ -22,7 +22,7 @@ from sp_core.schedules.program import Message, Program, Step, copy, inp, joined,
 
 
 def all_gather(rank: int, counts: Sequence[int]) -> Program:
-    """Place i of scratch holds the piece of rank + i."""
+    """Collect pieces in scratch, where place i holds the piece of rank + i."""
     size, pieces = len(counts), spans(counts)
     places = spans([*counts[rank:], *counts[:rank]])
     steps = [Step(then=(copy(inp(range(counts[rank])), tmp(0, counts[rank])),))]

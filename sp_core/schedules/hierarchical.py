@@ -45,17 +45,17 @@ class _Place:
         return self.groups[self.home]
 
     def carrier(self, lane: int, node: int) -> int:
-        """The rank that carries a lane in a node, counted from this one."""
+        """Return the rank that carries a lane in a node; nodes are counted from this one."""
         group = self.groups[(self.home + node) % len(self.groups)]
         return group[lane % len(group)]
 
     def carried_by(self, rank: int) -> range:
-        """The lanes of a rank of this node."""
+        """Return the lanes of a rank of this node."""
         return range(self.mates.index(rank), len(self.lanes), len(self.mates))
 
 
 def all_reduce(rank: int, size: int, count: int, nodes: Sequence[int] = ()) -> Program:
-    """Sums inside the node, a ring of nodes for each lane, copies inside the node."""
+    """Sum inside the node, pass each lane round a ring of nodes, copy inside the node."""
     nodes = nodes or (0,) * size
     groups = tuple(tuple(r for r in range(size) if nodes[r] == node) for node in dict.fromkeys(nodes))
     home = next(number for number, group in enumerate(groups) if rank in group)
@@ -69,7 +69,7 @@ def all_reduce(rank: int, size: int, count: int, nodes: Sequence[int] = ()) -> P
 
 
 def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
-    """The node's sum of each lane that this rank carries, into OUT."""
+    """Sum each lane that this rank carries over its node, into OUT."""
     steps, have = [], inp
     for k in range(1, len(place.mates)):
         dest, source = (place.mates[(place.mates.index(place.rank) + way * k) % len(place.mates)] for way in (1, -1))
@@ -82,7 +82,7 @@ def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
 
 
 def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
-    """The all-reduce of each lane over the nodes, all lanes of this rank side by side."""
+    """All-reduce each lane over the nodes, all lanes of this rank side by side."""
     number, home = len(place.groups), place.home
     have = out if len(place.mates) > 1 else inp
     parts = {lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start) for lane in slots}
@@ -100,13 +100,13 @@ def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
 
 
 def _passed_on(place: _Place, going: dict[int, Region], coming: dict[int, Region], then: tuple[Combine, ...] = ()) -> Step:
-    """A region of each lane to its carrier in the next node, and one from that in the node before."""
+    """Send a region of each lane to its carrier in the next node, and receive one from the node before."""
     sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
     return Step(sends, tuple(Message(place.carrier(lane, -1), region) for lane, region in coming.items()), then)
 
 
 def _copies(place: _Place, slots: dict[int, int]) -> Step:
-    """Every lane from who carries it to the whole node."""
+    """Copy every lane from the rank that carries it to the whole node."""
     others = [mate for mate in place.mates if mate != place.rank]
     sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in slots)
     receives = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried_by(mate))

@@ -30,21 +30,21 @@ WINDOW = 4
 
 
 def reduce_scatter(rank: int, counts: Sequence[int], segment: int | None = None) -> Program:
-    """All addends of a segment, then the next segment."""
+    """Exchange and add all addends of a segment, then those of the next one."""
     parts = cut(counts, segment)
     steps = _sums(rank, parts, -parts.parts[rank][0].start)
     return program(steps, parts.depth * (len(counts) - 1) * parts.longest, parts.depth)
 
 
 def all_reduce(rank: int, size: int, count: int, segment: int | None = None) -> Program:
-    """Sums of all segments, then a ring."""
+    """Add all segments, then pass the sums round a ring."""
     parts = cut(split_sizes(count, size), segment)
     steps = [*_sums(rank, parts, 0), *gathered(rank, parts)]
     return program(steps, parts.depth * (size - 1) * parts.longest, parts.depth)
 
 
 def all_to_all(rank: int, send: Sequence[int], recv: Sequence[int]) -> Program:
-    """Everything goes where it belongs in one message."""
+    """Send every piece to its rank in one message."""
     size, going, coming = len(send), spans(send), spans(recv)
     steps = [Step(then=(copy(inp(going[rank]), out(coming[rank])),))]
     for k in range(1, size):
@@ -54,7 +54,7 @@ def all_to_all(rank: int, send: Sequence[int], recv: Sequence[int]) -> Program:
 
 
 def _sums(rank: int, parts: Cut, shift: int) -> list[Step]:
-    """The sum of each segment of this rank's piece, into OUT at its place in IN moved by `shift`."""
+    """Add each segment of this rank's piece, into OUT at its place in IN moved by `shift`."""
     size = len(parts.parts)
     steps: list[Step] = []
     for g, mine in enumerate(parts.parts[rank]):

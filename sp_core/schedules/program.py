@@ -16,15 +16,18 @@ equally many steps there, and step t may read what the others have written in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 """Types whose sums are made in float32 and rounded once."""
+
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 WIDE_BLOCK = 1 << 15
 """Elements that are summed in float32 at a time where a half type has more than two addends."""
@@ -159,12 +162,12 @@ def cost(program: Program, dtype: torch.dtype) -> Cost:
 
 
 def wide_length(program: Program, dtype: torch.dtype) -> int:
-    """Elements of each of the two float32 buffers that sums of more than two parts need in a half type."""
+    """Return the length of each of the two float32 buffers in which three or more parts of a half type are added."""
     return min(program.figures[-1], WIDE_BLOCK) if dtype in HALF else 0
 
 
 def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
-    """For each step the first one, itself or later, before which its sends must have left; for the last step itself.
+    """For each step, find the first one, itself or later, before which its sends must have completed.
 
     On a slow link a library calls a send complete only when the receiver has answered, so waiting for sends costs a round trip:
 
@@ -201,27 +204,27 @@ def _full(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def inp(span: range) -> Region:
-    """A region of IN."""
+    """Return a region of IN."""
     return Region(Buffer.IN, span.start, span.stop)
 
 
 def out(span: range) -> Region:
-    """A region of OUT."""
+    """Return a region of OUT."""
     return Region(Buffer.OUT, span.start, span.stop)
 
 
 def tmp(start: int, length: int) -> Region:
-    """A region of TMP."""
+    """Return a region of TMP."""
     return Region(Buffer.TMP, start, start + length)
 
 
 def copy(source: Region, into: Region) -> Combine:
-    """A combination of one part."""
+    """Return a combination of one part."""
     return Combine(into, (source,))
 
 
 def spans(counts: Iterable[int], start: int = 0) -> tuple[range, ...]:
-    """Consecutive ranges of these lengths."""
+    """Return consecutive ranges of these lengths."""
     found = []
     for count in counts:
         found.append(range(start, start + count))
@@ -230,5 +233,5 @@ def spans(counts: Iterable[int], start: int = 0) -> tuple[range, ...]:
 
 
 def joined(first: range, last: range) -> range:
-    """From the beginning of one range to the end of another."""
+    """Return the range from the beginning of one to the end of another."""
     return range(first.start, last.stop)

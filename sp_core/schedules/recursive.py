@@ -65,36 +65,36 @@ class Fold:
         return self.size - self.core
 
     def place(self, rank: int) -> int | None:
-        """The place of a rank; None for one that is taken along."""
+        """Return the place of a rank; None for one that is taken along."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return rank // 2 if rank % 2 else None
 
     def rank(self, place: int) -> int:
-        """The rank at a place."""
+        """Return the rank at a place."""
         return 2 * place + 1 if place < self.extra else place + self.extra
 
     def carries(self, rank: int) -> bool:
-        """Whether this rank takes the one before it along."""
+        """Return whether this rank takes the one before it along."""
         return rank < 2 * self.extra and rank % 2 == 1
 
     def pieces(self, pieces: Sequence[range], first: int, count: int) -> range:
-        """The consecutive pieces of all ranks that `count` places from `first` on stand for."""
+        """Join the pieces of all ranks that `count` places from `first` on stand for."""
         begin, end = (2 * place if place < self.extra else place + self.extra for place in (first, first + count))
         return joined(pieces[begin], pieces[end - 1])
 
     def served(self, rank: int, result: Region) -> list[Step]:
-        """The result for the rank that was taken along."""
+        """Send the result to the rank that was taken along, if there is one."""
         return [Step((Message(rank - 1, result),))] if self.carries(rank) else []
 
 
 def _folded(rank: int, own: Region, result: Region) -> Program:
-    """A rank that is taken along: it gives what it has and gets the result."""
+    """Return the program of a rank that is taken along: it sends its input and receives the result."""
     return program([Step((Message(rank + 1, own),)), Step((), (Message(rank + 1, result),))])
 
 
 def _joined_by(fold: Fold, rank: int, whole: range) -> tuple[list[Step], Callable[[range], Region]]:
-    """The sum with the rank that is taken along, if there is one, and the buffer in which this rank's sum is then."""
+    """Add the input of the rank that is taken along, if there is one. Return the steps and the buffer that holds the sum."""
     if not fold.carries(rank):
         return [], inp
     landed = tmp(0, len(whole))
@@ -137,7 +137,7 @@ def all_gather(rank: int, counts: Sequence[int]) -> Program:
 
 
 def rabenseifner(rank: int, size: int, count: int) -> Program:
-    """Recursive halving, then recursive doubling, over the ranks of the fold."""
+    """Halve the vector recursively, then double it, over the ranks of the fold."""
     fold, whole = Fold(size), range(count)
     place = fold.place(rank)
     if place is None:
@@ -155,7 +155,7 @@ def rabenseifner(rank: int, size: int, count: int) -> Program:
 
 
 def _halves(fold: Fold, place: int, pieces: Sequence[range]) -> Iterator[tuple[int, range, range]]:
-    """With whom each step exchanges, what this rank keeps and what it gives away."""
+    """Yield with whom each step exchanges, what this rank keeps and what it gives away."""
     first, stop = 0, fold.core
     while stop - first > 1:
         middle = (first + stop) // 2

@@ -63,7 +63,7 @@ class Cut:
         return tuple(tuple(range(piece[g].start, piece[g + count - 1].stop) for g in starts) for piece in self.parts)
 
     def sums(self, rank: int) -> Iterator[tuple[int, range, range]]:
-        """The messages of a reduce-scatter: how often the piece was sent before, what a rank sends, and what it receives.
+        """Yield the messages of a reduce-scatter: how often the piece was sent before, what a rank sends and what it receives.
 
         As many segments go round together as may be under way, one such group after the other.
         """
@@ -98,7 +98,7 @@ def all_reduce(rank: int, size: int, count: int, segment: int | None = None) -> 
 
 
 def gathered(rank: int, parts: Cut) -> Iterator[Step]:
-    """The all-gather of pieces in OUT, of which each rank has its own."""
+    """All-gather the pieces in OUT, of which each rank has its own."""
     size = len(parts.rounds)
     for k in range(size - 1):
         for going, coming in zip(parts.rounds[(rank - k) % size], parts.rounds[(rank - k - 1) % size], strict=True):
@@ -106,7 +106,7 @@ def gathered(rank: int, parts: Cut) -> Iterator[Step]:
 
 
 def reduce_scatter(rank: int, counts: Sequence[int], segment: int | None = None) -> Program:
-    """Partial sums stay in scratch: one segment is received while another is sent."""
+    """Keep partial sums in scratch, where one segment is received while another is sent."""
     size, parts = len(counts), cut(counts, segment)
     slots = parts.depth * (1 if size == 2 else 2)
     first = parts.parts[rank][0].start
@@ -121,7 +121,7 @@ def reduce_scatter(rank: int, counts: Sequence[int], segment: int | None = None)
 
 
 def all_gather(rank: int, counts: Sequence[int]) -> Program:
-    """Every message is received where it belongs."""
+    """Receive every message in its place of OUT."""
     size, pieces = len(counts), spans(counts)
     own = inp(range(counts[rank]))
     steps = [Step(then=(copy(own, out(pieces[rank])),))]

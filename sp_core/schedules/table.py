@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
 
 from sp_core.schedules import binomial, bruck, hierarchical, pairwise, recursive, ring
-from sp_core.schedules.operation import Op, Operation
+from sp_core.schedules.operation import Operation
 from sp_core.schedules.program import Program, Step, copy, inp, out, program
-from sp_core.schedules.proof import Schedule
 from sp_core.schedules.window import in_window
 
 _BUILDERS: dict[str, dict[str, Callable[[Operation], Program]]] = {
@@ -68,39 +66,33 @@ def program_of(operation: Operation, algorithm: str) -> Program:
     return _BUILDERS[operation.op][algorithm](operation)
 
 
-def schedule_of(
-    op: str,
-    algorithm: str,
-    send: tuple[tuple[int, ...], ...],
-    recv: tuple[tuple[int, ...], ...],
-    root: int = 0,
-    segment: int | None = None,
-    nodes: tuple[int, ...] = (),
-    **more: Any,
-) -> Schedule:
-    """Return what all ranks do, given the sizes of the pieces of each; `more` are other fields of their operations."""
-    size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
-    operations = [
-        Operation(Op(op), rank, size, send[rank], recv[rank], longest, root, segment=segment, nodes=nodes, **more)
-        for rank in range(size)
-    ]
-    return Schedule(op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations))
+@lru_cache(maxsize=256)
+def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
+    """Return what "auto" may take: a hierarchy only if there are several nodes, one of them with several ranks.
+
+    Args:
+        nodes: by rank, the node that it is on.
+        op: the collective.
+        window: whether the ranks share memory.
+    """
+    possible = {"hierarchical": 1 < len(set(nodes)) < len(nodes), "window": window, "auto": False}
+    return tuple(name for name in ALGORITHMS[op] if possible.get(name, True))
 
 
 def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:
-    """Elements per segment of a vector of `count` that `size` ranks share out."""
+    """Return the elements per segment of a vector of `count` elements that `size` ranks share out."""
     shortest, longest = limits
     return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
 
 
 def check_algorithm(op: str, algorithm: str) -> None:
-    """Raise `ValueError` where a collective does not have that algorithm."""
+    """Raise `ValueError` if a collective does not have that algorithm."""
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. Pass one of them.")
 
 
 def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
-    """The algorithm of each collective where a call names none.
+    """Return the algorithm of each collective for calls that name none.
 
     Args:
         choice: a name, for every collective that has it (the others stay with "auto"); or names by collective, as a mapping or as

@@ -70,18 +70,18 @@ def in_window(t: Operation) -> Program:
 
 
 def _others(t: Operation) -> list[int]:
-    """The other ranks, the next one first: not all begin with the same."""
+    """List the other ranks, the next one first, so that not all begin with the same."""
     return [(t.rank + k) % t.size for k in range(1, t.size)]
 
 
 def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
-    """Elements of every piece that go together, with the place of their slot. Of resident tensors one step goes before."""
+    """Yield for each chunk the place of its slot, and its elements in every piece. Resident tensors have one step before."""
     for number, start in enumerate(range(0, max(t.longest, 1), length)):
         yield (t.first + number + t.resident) % SLOTS * t.slot, range(start, start + length)
 
 
 def _cut(piece: range, chunk: range) -> range:
-    """The elements of a piece that are in a chunk."""
+    """Return the elements of a piece that are in a chunk."""
     return range(min(piece.start + chunk.start, piece.stop), min(piece.start + chunk.stop, piece.stop))
 
 
@@ -90,14 +90,14 @@ def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
 
 
 def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> Region:
-    """The elements that a rank offers: this one in IN, another where it has put them."""
+    """Return the elements that a rank offers: this one in IN, another one where it has put them."""
     if rank == t.rank:
         return inp(mine)
     return replace(inp(there) if t.resident else tmp(slot, len(there)), rank=rank)
 
 
 def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writes: bool) -> Stages:
-    """Ranks that offer one piece each; `sources` says where that of a rank lies there, and where it goes here."""
+    """Read one piece of each rank. `sources` says where it lies on that rank, and where it goes here."""
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
         mine = _cut(range(sum(t.send)), chunk)
         write = (copy(inp(mine), tmp(slot, len(mine))),) if writes else ()
@@ -125,7 +125,7 @@ def _shift(t: Operation) -> Stages:
 
 
 def _many_pieces(t: Operation, read: Callable[[range, list[Region]], Stage], there: Sequence[range]) -> Stages:
-    """Ranks that offer a piece to each other one.
+    """Offer a piece to each other rank, and read the pieces for this one.
 
     Args:
         t: the operation.

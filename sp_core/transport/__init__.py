@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sp_core.errors import DeviceError
-from sp_core.transport import cuda_aware
 from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
-from sp_core.transport.cuda import CudaMemory, CudaStreams, PinnedMemory
-from sp_core.transport.distributed import DistributedTransport, make_group
 from sp_core.transport.host import HostTransport
 from sp_core.transport.shared import NotShared, first_of_its_machine
-from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window, WindowTransport
 
 if TYPE_CHECKING:
@@ -33,7 +29,6 @@ __all__ = [
     "Messages",
     "Transport",
     "Window",
-    "WindowRun",
     "make_transport",
     "make_window",
     "wait",
@@ -53,7 +48,7 @@ MAY_BE_REFUSED = ("device", "distributed")
 def make_transport(
     name: str | HostWrapper, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
 ) -> Transport:
-    """The transport of that name for tensors on a device; every rank calls this.
+    """Make the transport of that name for tensors on a device; every rank calls this.
 
     Args:
         name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host tensors.
@@ -82,34 +77,47 @@ def make_transport(
             return host
         case "window":
             return WindowTransport(comm)
-        case "staged":
-            return StagedTransport(host)
         case "device":
             return _device_transport(comm, device)
         case "distributed":
+            from sp_core.transport.distributed import DistributedTransport, make_group
+
             group = make_group(comm, device)  # before buffers are made for nothing
-            messages = host if device.type == "cpu" else PipelinedTransport(host, CudaStreams(device), comm.size, poll=poll)
+            messages = host if device.type == "cpu" else _over_host("pipelined", host, device, comm.size, poll)
             return DistributedTransport(comm, group, messages, device, poll)
-    kinds = {"ipc": IpcTransport, "pinned": PinnedTransport}
-    return kinds.get(chosen, PipelinedTransport)(host, CudaStreams(device), comm.size, poll=poll)
+    return _over_host(chosen, host, device, comm.size, poll)
+
+
+def _over_host(
+    name: str | HostWrapper, host: HostTransport, device: torch.device, size: int, poll: Callable[[], None]
+) -> Transport:
+    from sp_core.transport import cuda, staged
+
+    if name == "staged":
+        return staged.StagedTransport(host)
+    kinds = {"ipc": staged.IpcTransport, "pinned": staged.PinnedTransport}
+    return kinds.get(str(name), staged.PipelinedTransport)(host, cuda.CudaStreams(device), size, poll=poll)
 
 
 def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
+    from sp_core.transport import cuda_aware
+
     first = first_of_its_machine(comm)  # one child per machine
     cuda_aware.refuse_host_only(comm, lambda: cuda_aware.no_device_memory(device.type) if first else "")
     return cuda_aware.DeviceTransport(comm, partial(cuda_aware.settle, device))
 
 
 def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:
-    """The memory that the ranks share, for a transport that is made for it, or why there is none; the same on every rank."""
+    """Make the memory that the ranks share, if the transport has one. Return it, or None and the reason, on every rank alike."""
     try:
-        match transport:
-            case "window":
-                return Window(comm), ""
-            case "ipc":
-                return Window(comm, DEVICE_SLOT_BYTES, CudaMemory(device)), ""
-            case "pinned":
-                return Window(comm, PINNED_SLOT_BYTES, PinnedMemory(device)), ""
+        if transport == "window":
+            return Window(comm), ""
+        if transport in ("ipc", "pinned"):
+            from sp_core.transport.cuda import CudaMemory, PinnedMemory
+
+            pinned = transport == "pinned"
+            memory = PinnedMemory(device) if pinned else CudaMemory(device)
+            return Window(comm, PINNED_SLOT_BYTES if pinned else DEVICE_SLOT_BYTES, memory), ""
     except NotShared as reason:
         return None, str(reason)
     return None, ""

@@ -46,7 +46,7 @@ class Transport(Protocol):
         ...
 
     def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """A collective on the same memory that can be carried out many times, by calling what is returned."""
+        """Prepare a collective on the same memory for many runs: each call of the returned function is one."""
         return partial(self.run, operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
@@ -86,7 +86,7 @@ class Done:
     """The handle of a transfer that was complete when it was started."""
 
     def test(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 

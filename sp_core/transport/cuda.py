@@ -72,11 +72,11 @@ class CudaStreams:
             device.copy_(host, non_blocking=True)
 
     def downloaded(self) -> CudaEvent:
-        """An event on the stream that goes down."""
+        """Return an event on the stream that goes down."""
         return CudaEvent(self._down)
 
     def uploaded(self) -> CudaEvent:
-        """An event on the stream that goes up."""
+        """Return an event on the stream that goes up."""
         return CudaEvent(self._up)
 
     def finish(self) -> None:
@@ -107,7 +107,7 @@ class CudaStream:
         return CudaEvent(self._stream)
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """A copy on the stream, wherever its two sides are."""
+        """Return a copy on the stream, wherever its two sides are."""
         sides = ctypes.c_void_p(into.data_ptr()), ctypes.c_void_p(part.data_ptr())
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         return partial(_call, "cudaMemcpyAsync", *sides, ctypes.c_size_t(into.nbytes), ctypes.c_int(ANY_DIRECTION), stream)
@@ -134,7 +134,7 @@ class CudaMemory(CudaStream):
         return tensor_at(address, nbytes, self._device).zero_(), Offer(os.getpid(), address, bytes(handle), nbytes)
 
     def open(self, offer: Offer) -> Tensor:
-        """What a handle leads to; memory of another thread is where it is, because a process cannot open its own handles."""
+        """Map the memory of a handle. Memory of this process is used as it is: a process cannot open its own handles."""
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
         pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(offer.handle)
@@ -164,12 +164,12 @@ class PinnedMemory(CudaStream):
     """Host memory of the node that the device reads and writes in place, registered once: inside a node nothing else is copied."""
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """New host memory."""
+        """Make new host memory."""
         host, offer = _FILES.allocate(nbytes)
         return self._registered(host), offer
 
     def open(self, offer: Offer) -> Tensor:
-        """That of another process."""
+        """Map the memory of another process."""
         return self._registered(_FILES.open(offer))
 
     def close(self, x: Tensor) -> None:
@@ -178,7 +178,7 @@ class PinnedMemory(CudaStream):
         _FILES.close(x)
 
     def free(self, x: Tensor) -> None:
-        """The same for own memory."""
+        """Let the device forget own memory, and give it back."""
         self._forget(x)
         _FILES.free(x)
 
@@ -193,14 +193,14 @@ class PinnedMemory(CudaStream):
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
-    """The bytes at an address, as a tensor on a device that can reach them; whoever made them frees them."""
+    """View the bytes at an address as a tensor on a device that can reach them. Their maker frees them."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime that torch has loaded."""
     path = loaded_library("libcudart")
     if path is None:
         raise OSError("torch has loaded no libcudart")
@@ -210,7 +210,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A call of the runtime. What went wrong is taken out of it again, or torch's next call would report it."""
+    """Call the runtime. An error is cleared in the runtime, or torch's next call would report it."""
     library = _runtime()
     code = int(getattr(library, name)(*arguments))
     if code:

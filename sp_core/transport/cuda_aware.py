@@ -73,7 +73,7 @@ class DeviceTransport(HostTransport):
         return Done()
 
     def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """The library's call, after the stream has been waited for."""
+        """Prepare the library's call, and a wait for the stream before it."""
         return partial(in_turn, self._settle, super().prepare(operation, send, recv))
 
     def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
@@ -84,7 +84,7 @@ class DeviceTransport(HostTransport):
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
-    """An array that says where the memory of a flat tensor is, on whatever device; only MPI may look into it."""
+    """Return an array that points to the memory of a flat tensor on any device; only MPI may look into it."""
     if x is None:
         return as_numpy(None)
     kind = as_numpy(torch.empty(0, dtype=x.dtype)).dtype
@@ -118,7 +118,7 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
 
 
 def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what says that this process is a rank, in which a child finds this package."""
+    """Return the environment without variables of an MPI job, in which a child finds this package."""
     kept = {name: value for name, value in environment.items() if not name.startswith(OF_A_JOB)}
     here = str(Path(__file__).resolve().parents[2])
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))}

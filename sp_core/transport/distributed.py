@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 _WIDER = {**WIDER, torch.int16: torch.int32}
 """What gloo or NCCL cannot add, or would round after each addition, and what it is added in."""
+
+
+Begun = tuple[Any, tuple[object, ...], Callable[[], object] | None]
+"""What the group returned, the buffers to keep, and what is done afterwards."""
 
 
 class DistributedTransport(Transport):
@@ -69,23 +74,22 @@ class DistributedTransport(Transport):
         self._say(what)
         if operation.longest == 0:
             return Done()
-        match operation.op:
-            case Op.ALL_REDUCE | Op.REDUCE:
-                return self._reduction(operation, send, recv, what)
-            case Op.BROADCAST:
-                return self._broadcast(operation, send if recv is None else recv, what)
-        assert send is not None
-        assert recv is not None
-        return self._pieces(operation, send, recv, what)
+        work, keep, after = self._begin(operation, send, recv)
+        return _Work(work, keep, what, after, self._watch)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages, as one all-to-all; what is alone is not copied."""
+        """Begin point-to-point messages, as one all-to-all; a single message is not copied."""
         what = "messages by torch.distributed"
         self._say(what)
-        outgoing, incoming = ([_bytes(x) for _, x in _sorted(messages)] for messages in (sends, recvs))
-        room = _room(incoming, self._nothing)
-        splits = (_lengths(recvs, self._comm.size), _lengths(sends, self._comm.size))
-        return self._all_to_all(room, _joined(outgoing, self._nothing), *splits, what, partial(_unpack, room, incoming))
+        outgoing, incoming = ([_bytes(x) for _, x in sorted(messages, key=itemgetter(0))] for messages in (sends, recvs))
+        room = incoming[0] if len(incoming) == 1 else self._nothing.new_empty(sum(part.numel() for part in incoming))
+        packed = outgoing[0] if len(outgoing) == 1 else torch.cat([self._nothing, *outgoing])
+        received, sent = (
+            [sum(x.nbytes for peer, x in messages if peer == rank) for rank in range(self._comm.size)]
+            for messages in (recvs, sends)
+        )
+        work = self._group.alltoall_base(room, packed, received, sent)
+        return _Work(work, (room, packed), what, partial(_unpack, room, incoming), self._watch)
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Say which messages will be posted over MPI."""
@@ -106,58 +110,41 @@ class DistributedTransport(Transport):
         if not together:  # its end waits for what is under way, until the others have gone or its time is up
             threading.Thread(target=held.clear, daemon=True).start()
 
-    def _reduction(self, operation: Operation, send: Tensor | None, recv: Tensor | None, what: str) -> Handle:
-        """A sum (or max, min), on every rank in memory that may be overwritten."""
-        from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions
+    def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
+        from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceOptions
 
+        given = send if recv is None else recv
+        assert given is not None
+        if operation.op is Op.BROADCAST:
+            options: Any = BroadcastOptions()
+            options.rootRank = operation.root
+            return self._group.broadcast([_bytes(given)], options), (given,), None
+        if operation.op not in (Op.ALL_REDUCE, Op.REDUCE):
+            assert send is not None
+            return self._pieces(operation, send, given)
         wide, total, after = widened(send, recv, _WIDER)
         assert wide is not None
-        total = wide.clone() if total is None else total
+        total = wide.clone() if total is None else total  # on every rank memory that may be overwritten
         total.copy_(wide)
-        reduction: Any = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[operation.reduction]
-        if operation.op is Op.REDUCE:
-            to_root = ReduceOptions()
-            to_root.reduceOp, to_root.rootRank = reduction, operation.root
-            return self._handle(self._group.reduce([total], to_root), (total, recv), what, after)
-        to_all = AllreduceOptions()
-        to_all.reduceOp = reduction
-        return self._handle(self._group.allreduce([total], to_all), (total, recv), what, after)
-
-    def _broadcast(self, operation: Operation, x: Tensor | None, what: str) -> Handle:
-        from torch.distributed import BroadcastOptions
-
-        assert x is not None
-        options = BroadcastOptions()
+        options = ReduceOptions() if operation.op is Op.REDUCE else AllreduceOptions()
+        options.reduceOp = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[operation.reduction]
+        if operation.op is Op.ALL_REDUCE:
+            return self._group.allreduce([total], options), (total, recv), after
         options.rootRank = operation.root
-        return self._handle(self._group.broadcast([_bytes(x)], options), (x,), what)
+        return self._group.reduce([total], options), (total, recv), after
 
-    def _pieces(self, operation: Operation, send: Tensor, recv: Tensor, what: str) -> Handle:
-        """What goes from every rank to every rank."""
+    def _pieces(self, operation: Operation, send: Tensor, recv: Tensor) -> Begun:
+        """Begin what goes from every rank to every rank."""
         size, gathers = self._comm.size, operation.op is Op.ALL_GATHER
         if gathers and len(set(operation.recv)) == 1:
-            work = self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)])
-            return self._handle(work, (send, recv), what)
-        packed = _bytes(send).repeat(size) if gathers else _bytes(send)
+            return self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)]), (send, recv), None
+        packed, room, after = _bytes(send).repeat(size) if gathers else _bytes(send), _bytes(recv), None
         sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in operation.send]
+        received = [count * recv.itemsize for count in operation.recv]
         if operation.op is Op.REDUCE_SCATTER:
             parts = recv.new_empty((size, recv.numel()))
-            return self._all_to_all(_bytes(parts.view(-1)), packed, [recv.nbytes] * size, sent, what, partial(_add, recv, parts))
-        return self._all_to_all(_bytes(recv), packed, [count * recv.itemsize for count in operation.recv], sent, what)
-
-    def _all_to_all(
-        self,
-        room: Tensor,
-        packed: Tensor,
-        received: list[int],
-        sent: list[int],
-        what: str,
-        after: Callable[[], object] = lambda: None,
-    ) -> Handle:
-        """So many bytes from and for every rank."""
-        return self._handle(self._group.alltoall_base(room, packed, received, sent), (room, packed), what, after)
-
-    def _handle(self, work: Any, keep: tuple[object, ...], what: str, after: Callable[[], object] | None = None) -> Handle:
-        return _Work(work, keep, what, after, self._watch)
+            room, received, after = _bytes(parts.view(-1)), [recv.nbytes] * size, partial(_add, recv, parts)
+        return self._group.alltoall_base(room, packed, received, sent), (room, packed), after
 
 
 class _Work:
@@ -189,25 +176,6 @@ def _bytes(x: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _sorted(messages: Messages) -> list[tuple[int, Tensor]]:
-    """By rank; those of one rank stay in their order."""
-    return sorted(messages, key=lambda message: message[0])
-
-
-def _lengths(messages: Messages, size: int) -> list[int]:
-    """Bytes for or from each rank."""
-    return [sum(x.nbytes for peer, x in messages if peer == rank) for rank in range(size)]
-
-
-def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([nothing, *parts])
-
-
-def _room(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
-    """Where all parts arrive one after the other."""
-    return parts[0] if len(parts) == 1 else nothing.new_empty(sum(part.numel() for part in parts))
-
-
 def _unpack(room: Tensor, parts: Sequence[Tensor]) -> None:
     if len(parts) > 1:
         for x, part in zip(parts, room.split([part.numel() for part in parts]), strict=True):
@@ -215,7 +183,7 @@ def _unpack(room: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _add(into: Tensor, parts: Tensor) -> None:
-    """The sum of all rows in their order; half types in float32, rounded once."""
+    """Add all rows in their order; half types in float32, rounded once."""
     total = parts[0].to(WIDER.get(into.dtype, into.dtype))
     for part in parts[1:]:
         total = total + part
@@ -232,7 +200,7 @@ Offer = tuple[str, int, str]
 
 
 def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
-    """A process group: gloo for a CPU, NCCL for CUDA. Every rank calls this.
+    """Make a process group: gloo for a CPU, NCCL for CUDA. Every rank calls this.
 
     Args:
         comm: an mpi4py communicator.
@@ -284,7 +252,7 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 
 
 def _offered(near: bool) -> tuple[Any, Offer]:
-    """A store, which listens to this machine only if all ranks are on it; and where it is."""
+    """Make a store, which listens to this machine only if all ranks are on it. Return it and its address."""
     try:
         listener = socket.create_server((LOOPBACK if near else "", 0))
         host, port = LOOPBACK if near else platform.node(), listener.getsockname()[1]
@@ -294,7 +262,7 @@ def _offered(near: bool) -> tuple[Any, Offer]:
 
 
 def _store(host: str, port: int, listening: int | None = None) -> Any:
-    """The store at an address; the one that is there, or one that listens on a socket."""
+    """Connect to the store at an address, or make one that listens on a socket."""
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=CONNECT_SECONDS)

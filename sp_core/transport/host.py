@@ -33,7 +33,7 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_numpy(x: Tensor | None) -> Array:
-    """The memory of a flat tensor as an array; types that MPI or NumPy lacks as integers of the same width."""
+    """View a flat tensor as an array; types that MPI or NumPy lacks become integers of the same width."""
     if x is None:
         return _EMPTY
     x = x.detach()
@@ -90,7 +90,7 @@ class HostTransport(Transport):
         return Done()
 
     def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """The library's call with its arguments, unless its vectors are too long for one; half types are added in wider memory."""
+        """Prepare the library's call with its arguments. Half types are added in wider memory."""
         if not self._fits(operation):
             return partial(self.run, operation, send, recv)
         wide_send, wide_recv, after = widened(send, recv) if operation.reduces else (send, recv, None)
@@ -109,7 +109,7 @@ class HostTransport(Transport):
         self._say(sends, recvs, later=True)
 
     def bind(self, messages: Messages) -> Bound:
-        """The memory of the tensors, in parts that one call can move."""
+        """View the tensors as memory, in parts that one call can move."""
         return [(peer, self._memory(part)) for peer, part in self._parts(messages)]
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
@@ -120,7 +120,7 @@ class HostTransport(Transport):
         return Request(requests, (sends, recvs))
 
     def _memory(self, x: Tensor | None) -> Array:
-        """What MPI gets in place of a flat tensor."""
+        """Return what MPI gets in place of a flat tensor."""
         return as_numpy(x)
 
     def _settle(self) -> None:
@@ -135,7 +135,7 @@ class HostTransport(Transport):
         self._observer.announce_exchange(sent, received, later=later)
 
     def _fits(self, operation: Operation) -> bool:
-        """Whether one call will do; the answer is the same on all ranks, because `steps` is."""
+        """Return whether one call will do. The answer is the same on all ranks, because `longest` is."""
         return self._comm.size * operation.longest <= self._max_count
 
     def _run_in_chunks(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
@@ -223,7 +223,7 @@ _METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...
 
 
 def _bound(comm: Intracomm, operation: Operation, send: Array, recv: Array, *, blocking: bool) -> Callable[[], Any]:
-    """The call of a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
+    """Return the call of a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
     name, arguments = _METHODS[operation.op]
     keywords: dict[str, Any] = {"root": operation.root} if operation.op in (Op.BROADCAST, Op.REDUCE) else {}
     if operation.reduction != "sum":  # a sum is what every library does by default

@@ -38,7 +38,7 @@ class NodeMemory(Protocol):
         ...
 
     def open(self, offer: Offer) -> Tensor:
-        """The memory of another rank, as if on the own device."""
+        """Map the memory of another rank, as if on the own device."""
         ...
 
     def close(self, x: Tensor) -> None:
@@ -58,7 +58,7 @@ class NodeMemory(Protocol):
         ...
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """A copy, to be launched."""
+        """Return a copy, to be launched."""
         ...
 
 
@@ -114,7 +114,7 @@ def _allocated(memory: NodeMemory, nbytes: int) -> tuple[Tensor | None, Offer | 
 
 
 def _opened(memory: NodeMemory, offers: Sequence[Offer], mine: Tensor | None, own: int) -> tuple[list[Tensor], str]:
-    """The parts of all ranks, or those before the first that cannot be mapped, and why it cannot."""
+    """Map the parts of all ranks. Return those before the first that cannot be mapped, and the reason."""
     parts: list[Tensor] = []
     assert mine is not None
     for rank, offer in enumerate(offers):
@@ -159,7 +159,7 @@ class FileMemory:
         self._files: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """New memory."""
+        """Make new memory."""
         file = os.memfd_create("sp_core")
         try:
             os.posix_fallocate(file, 0, nbytes)
@@ -171,7 +171,7 @@ class FileMemory:
         return x, Offer(os.getpid(), x.data_ptr(), str(file).encode(), nbytes)
 
     def open(self, offer: Offer) -> Tensor:
-        """The memory of another process, or of another thread."""
+        """Map the memory of another process, or of another thread."""
         file = os.open(f"/proc/{offer.process}/fd/{offer.handle.decode()}", os.O_RDWR)
         try:
             return self._map(file, offer.nbytes)

@@ -97,25 +97,25 @@ def demand(comm: Intracomm, nbytes: int) -> list[Tensor]:
 
 
 def together(comm: Intracomm) -> bool:
-    """Whether all ranks are on one machine; every rank calls this."""
+    """Return whether all ranks are on one machine; every rank calls this."""
     return len(set(everybodys(comm, [_machine()])[:, 0].tolist())) == 1
 
 
 def first_of_its_machine(comm: Intracomm) -> bool:
-    """Whether no rank before the caller is on the same machine; every rank calls this."""
+    """Return whether no rank before the caller is on the same machine; every rank calls this."""
     machines = everybodys(comm, [_machine()])[:, 0].tolist()
     return bool(machines.index(machines[comm.rank]) == comm.rank)
 
 
 def everybodys(comm: Intracomm, numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Everybody's numbers, by rank."""
+    """Gather the numbers of all ranks, by rank."""
     found = np.empty((comm.size, len(numbers)), np.int64)
     comm.Allgather(np.array(numbers, np.int64), found.reshape(-1))
     return found
 
 
 def _machine() -> int:
-    """A number for the machine, the host name and the process namespace of this rank."""
+    """Hash the machine, the host name and the process namespace of this rank."""
     parts = [platform.node()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -138,7 +138,7 @@ def _made(comm: Intracomm, sizes: Sequence[int]) -> int:
 
 
 def _opened(comm: Intracomm, fd: int, sizes: Sequence[int]) -> tuple[mmap.mmap | None, int]:
-    """The memory that rank 0 has made, or the number of what went wrong."""
+    """Map the memory that rank 0 has made. Return it, or the number of the error."""
     offer = np.array([os.getpid(), fd, secrets.randbits(62)], np.int64)
     memory = mmap.mmap(fd, 0) if fd >= 0 else None
     if memory is not None:

@@ -50,11 +50,11 @@ class Streams(Protocol):
         ...
 
     def downloaded(self) -> Handle:
-        """The point after the downloads begun so far."""
+        """Return the point after the downloads begun so far."""
         ...
 
     def uploaded(self) -> Handle:
-        """The point after the uploads begun so far."""
+        """Return the point after the uploads begun so far."""
         ...
 
     def finish(self) -> None:
@@ -218,7 +218,7 @@ class PipelinedTransport(OverHost):
         recv: Tensor | None,
         on_host: Callable[[Operation, Tensor | None, Tensor | None], Handle],
     ) -> Iterator[None]:
-        """The pipeline; it yields where it waits."""
+        """Move all chunks of a collective; yield while waiting."""
         chunks = list(operation.chunks(self._chunk_len(send, recv)))
         self._download(0, chunks[0], operation, send)
         for index, (offset, chunk) in enumerate(chunks):
@@ -232,7 +232,7 @@ class PipelinedTransport(OverHost):
             self._upload(slot, offset, chunk, operation, recv, host_recv)
 
     def _chunk_len(self, send: Tensor | None, recv: Tensor | None) -> int:
-        """Elements of each piece per chunk: the same on all ranks, so that all make the same number of chunks."""
+        """Return the elements of each piece per chunk, the same on all ranks, so that all make as many chunks."""
         given = send if send is not None else recv
         itemsize = 1 if given is None else given.itemsize
         return self._chunk_bytes // itemsize // self._size
@@ -322,7 +322,7 @@ def _until(event: Handle) -> Iterator[None]:
 
 
 def _prefix(buffer: Tensor, like: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
-    """The part of a byte buffer that a chunk needs, in the dtype of the vector."""
+    """View the part of a byte buffer that a chunk needs, in the dtype of the vector."""
     if like is None:
         return None
     return buffer[: sum(sizes) * like.itemsize].view(like.dtype)

@@ -117,7 +117,7 @@ class Window:
         return operation
 
     def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
-        """An operation to its end, which is what `start` and a wait do, with less around it where nothing else is under way."""
+        """Carry an operation out, as `start` and a wait do, but with less work if nothing else is under way."""
         if self._queue or self._memory is not None:
             wait(self.start(steps, what), poll)
             return
@@ -170,7 +170,7 @@ class Window:
         return False
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros in shared memory; every rank calls this, shapes may differ."""
+        """Make a tensor of zeros in shared memory; every rank calls this, shapes may differ."""
         shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
         nbytes = math.prod(shape) * dtype.itemsize
         parts = demand(self._comm, nbytes) if self._memory is None else share_on_device(self._comm, self._memory, nbytes)
@@ -181,12 +181,12 @@ class Window:
         return tensors[self._comm.rank]
 
     def peers(self, x: Tensor) -> list[Tensor]:
-        """Where a flat tensor that lives in shared memory lies on every rank, from its place in its allocation on."""
+        """For a flat tensor in shared memory, return the memory of every rank from the same place on."""
         number, offset = divmod(self.place(x), 1 << 40)
         return [tensor.view(-1)[offset:] for tensor in self._allocations[number].tensors(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:
-        """The tensors of all ranks that were allocated together with x; none where it was not allocated here."""
+        """Return the tensors of all ranks that were allocated together with x; none if it was not allocated here."""
         return next((found.tensors(x) for found in self._allocations.values() if found.is_whole(x)), [])
 
     def number(self, x: Tensor) -> int:
@@ -215,13 +215,13 @@ class Window:
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """A copy between tensors, to be made in a step; NumPy begins one sooner than torch."""
+        """Return a copy between tensors, to be made in a step. NumPy begins one sooner than torch."""
         if self._memory is not None:
             return self._memory.copying(into, part)
         return partial(np.copyto, as_numpy(into), as_numpy(part))
 
     def have_made(self, steps: int) -> bool:
-        """Whether every other rank has made so many steps."""
+        """Return whether every other rank has made so many steps."""
         if self._reached < steps:
             for flag in self._others:
                 if flag[0] < steps:
@@ -277,26 +277,26 @@ class Allocation:
         return not self._storage.expired()
 
     def offset(self, x: Tensor) -> int:
-        """At which element of this rank's tensor a flat tensor begins; -1 if it lies elsewhere."""
+        """Return the element of this rank's tensor at which a flat tensor begins; -1 if it lies elsewhere."""
         start = _address(x) - self._start
         inside = start >= 0 and start + x.nbytes <= self._nbytes
         return start // x.itemsize if inside and x.dtype == self._dtype and self.is_alive else -1
 
     def is_whole(self, x: Tensor) -> bool:
-        """Whether a tensor is this rank's, and not a part of it."""
+        """Return whether a tensor is this rank's, and not a part of it."""
         shape, stride, _ = self._layouts[self._rank]
         return x.layout is torch.strided and (x.shape, x.stride()) == (shape, stride) and self.offset(x) == 0
 
     def tensors(self, x: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, from any tensor of this rank that lies there."""
+        """Return the tensors of all ranks, from any tensor of this rank that lies there."""
         return self._kept or [x.detach().as_strided(*layout) for layout in self._layouts]
 
 
 def _address(x: Tensor) -> int:
-    """Where a tensor begins; torch says so itself only of tensors that have elements."""
+    """Return where a tensor begins; torch says so itself only of tensors that have elements."""
     return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.itemsize
 
 
 def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor at the beginning of some memory."""
+    """View the beginning of some memory as a tensor."""
     return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.schedules import ALGORITHMS, LIBRARY, Schedule, schedule_of
+from oracle.proof import Schedule, schedule_of
+from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.segments import split_sizes
 
 NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.schedules.program import HALF, OWN, Buffer, Combine, Message, Program, Region, Step, overlap
-
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+from sp_core.schedules import HALF, OWN, REDUCTIONS, Buffer, Combine, Message, Op, Operation, Program, Region, Step, program_of
+from sp_core.schedules.program import overlap
 
 Value = tuple[tuple[int, int], ...]
 """Contributions (rank, place in its IN), sorted."""
@@ -43,6 +42,25 @@ class Schedule:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.programs)
+
+
+def schedule_of(
+    op: str,
+    algorithm: str,
+    send: tuple[tuple[int, ...], ...],
+    recv: tuple[tuple[int, ...], ...],
+    root: int = 0,
+    segment: int | None = None,
+    nodes: tuple[int, ...] = (),
+    **more: Any,
+) -> Schedule:
+    """Return what all ranks do, given the sizes of the pieces of each; `more` are other fields of their operations."""
+    size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
+    operations = [
+        Operation(Op(op), rank, size, send[rank], recv[rank], longest, root, segment=segment, nodes=nodes, **more)
+        for rank in range(size)
+    ]
+    return Schedule(op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations))
 
 
 class ScheduleError(AssertionError):
