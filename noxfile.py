@@ -77,14 +77,15 @@ def explore(session: nox.Session) -> None:
     mpi, arguments = _choose_mpi(session)
     mpis = (mpi,) if "--mpi" in session.posargs else MPIS
     arguments += [] if "--seed" in arguments else ["--seed", str(random.SystemRandom().randrange(2**31))]
-    command = ("python", "-m", "sp_core.testing.explore")
+    command = ("python", "-m", "oracle.explore")
     for part, chosen in enumerate(mpis, 1):
         _install(session, chosen, "-e", ".[test,bench]")
+        environment = {**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")}
         if part == 1:
-            session.run(*command, "draw", *arguments, "--share", "0.85", env=_environment(chosen))
+            session.run(*command, "draw", *arguments, "--share", "0.85", env=environment)
         ranks = ("--share", str(0.15 / len(mpis)), "--ranks", "8", "--part", str(part))
-        session.run(*command, "draw", *arguments, *ranks, env=_environment(chosen))
-    session.run(*command, "judge", *arguments)
+        session.run(*command, "draw", *arguments, *ranks, env=environment)
+    session.run(*command, "judge", *arguments, env=environment)
     session.notify("domains")
 
 

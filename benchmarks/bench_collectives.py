@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.case import AXIS, Case, Work
-from sp_core.autograd import sharded
+from sp_core.collectives import api
 from sp_core.mesh import Mesh
 from sp_core.schedules import ALGORITHMS
 from sp_core.sharding import split_sizes
@@ -31,8 +31,8 @@ WITH_WINDOW = (WINDOW, "ipc", "pinned")  # transports for the algorithm "window"
 
 def operations() -> list[str]:
     """Every collective that can be called with a choice of algorithm."""
-    functions = inspect.getmembers(sharded, inspect.isfunction)
-    mine = {name: f for name, f in functions if f.__module__ == sharded.__name__ and not name.endswith("_start")}
+    functions = inspect.getmembers(api, inspect.isfunction)
+    mine = {name: f for name, f in functions if f.__module__ == api.__name__ and not name.endswith("_start")}
     return [name for name, f in mine.items() if "algorithm" in inspect.signature(f).parameters]
 
 
@@ -65,7 +65,7 @@ def cases(ranks: int, device: str = "cpu") -> list[Case]:
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     """This rank's part in one collective, without gradients."""
     comm = mesh[AXIS]
-    call = getattr(sharded, case.scheme)
+    call = getattr(api, case.scheme)
     x, arguments = _input(case.scheme, case.shape["elements"], mesh, case.torch_dtype)
 
     def step() -> Tensor:

@@ -126,7 +126,7 @@ def peak_memory(step: Callable[[], object], held: Iterable[Tensor], device: torc
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
-    from sp_core.testing.live_bytes import LiveBytes  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
+    from tests.oracle.live_bytes import LiveBytes  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
 
     with LiveBytes(held) as live:
         step()

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import inputs, ranks, single
 from benchmarks.case import Case
 from benchmarks.measure import Samples, peak_memory, timed
-from sp_core.autograd import all_gather
+from sp_core.collectives.api import all_gather
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh

@@ -1,4 +1,4 @@
-"""The command line: `sp-core doctor`, `sp-core plan`, `sp-core generate`, `sp-core logits`, also as `python -m sp_core ...`."""
+"""The command line: `sp-core run`, `doctor`, `plan`, `generate` and `logits`, also as `python -m sp_core ...`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sp_core import doctor, inference, planning
-from sp_core.machine import node_name
-from sp_core.tuning import latest
+from sp_core.launch import command
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -26,6 +24,10 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
         The exit code.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["run"]:  # before torch is imported
+        return command.main(given[1:])
+    from sp_core import doctor, inference
+
     parser = make_parser()
     options = parser.parse_args(given)
     if options.command == "doctor":
@@ -37,8 +39,11 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
+    from sp_core import doctor, inference, planning
+
     parser = argparse.ArgumentParser(prog="sp-core", description="Sequence-parallel Transformers over MPI.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", help="start a program on several ranks, and say where each is if it hangs", add_help=False)
     text = "say what this machine offers, try it, and name a remedy for what is broken (exit code 1)"
     examine = commands.add_parser("doctor", help=text, description=doctor.__doc__)
     examine.add_argument("--device", choices=("cpu", "cuda"), help="must work; without it whatever is there is tried")
@@ -49,6 +54,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from sp_core import planning
+    from sp_core.machine import node_name
+    from sp_core.tuning import latest
+
     try:
         print(planning.main(options, latest(node_name())))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Before a collective the ranks compare what each is about to do, so that a mistake on one rank is an error on all of them.
+"""Compare what each rank is about to do before a collective, so that a mistake on one rank is an error on all ranks.
 
 Each rank sends one record of 64 bytes: its state, a hash of what it is about to call, one number of its own (such as the length of
 its shard), and the beginning of the call. Only when the records do not agree do the texts follow; a rank that leaves sends none.
@@ -34,7 +34,7 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.CollectiveMismatch,
     errors.RankError,
 )
-"""What a check may find wrong; these travel to the other ranks by their place in this tuple."""
+"""The errors of checks. They travel to other ranks by their index in this tuple."""
 
 
 class State(IntEnum):
@@ -78,7 +78,7 @@ def agree(
 
 
 class Question:
-    """A comparison over the ranks that is under way; arguments as in `agree`. A rank that leaves says so in its state."""
+    """A comparison over the ranks that has been started; arguments as in `agree`. A rank that leaves says so in its state."""
 
     def __init__(
         self, comm: Intracomm, call: str, value: int = 0, error: Exception | None = None, state: State = State.CALLS
@@ -100,7 +100,7 @@ class Question:
         self.request.Wait()
 
     def answer(self) -> tuple[int, ...]:
-        """Return and raise as `agree`; once `test` has returned True."""
+        """Return and raise as `agree`, once `test` has returned True."""
         records = self._records
         states, is_one_call = records[:, 0], bool((records[:, 1] == records[0, 1]).all())
         if (states >= State.FREES).any() and not (is_one_call and (states == State.FREES).all()):
@@ -111,7 +111,7 @@ class Question:
 
 
 class Questions:
-    """Comparisons on several communicators at once, so that a rank which waits on one of them does not hide the others.
+    """Comparisons on several communicators at once. Waiting on one of them does not hide the others.
 
     Raises:
         As `agree`, in `test`.
@@ -154,7 +154,7 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
-    """Make the error for ranks of which some leave while others call, from records alone: it is the same on every rank."""
+    """Make the error if some ranks leave while others call. It is made from records alone, so it is the same on every rank."""
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -164,7 +164,7 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
 
 
 def _kind(error: Exception | None) -> int:
-    """The place of an error in ERRORS; other ranks see an unforeseen one as the last kind, a RankError."""
+    """Return the index of an error in ERRORS. An unforeseen one becomes the last kind, a RankError, on other ranks."""
     return next((place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1)
 
 

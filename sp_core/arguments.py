@@ -1,4 +1,4 @@
-"""Check the kinds of arguments by their names, so that a wrong one is refused before it is used.
+"""Check the kinds of arguments by their names, and refuse a wrong one before it is used.
 
 Collectives and schemes call `check` inside `Communicator.agree_on`: what one rank was given wrongly is an error on every rank.
 """
@@ -85,7 +85,7 @@ def check(**given: Any) -> None:
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Refuse a value that is no `kind`.
+    """Refuse a value that is not a `kind`.
 
     Raises:
         TypeError: naming the argument, what was given, what is needed and how to get it.
@@ -95,7 +95,7 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
 
 
 def check_communicator(comm: Any, name: str = "comm") -> None:
-    """Refuse what is no communicator of this package. No rank can be asked then, so this is a local error.
+    """Refuse a value that is not a communicator of this package. No rank can be told, so only this rank raises.
 
     Raises:
         TypeError: naming what was given, and how to get a communicator.
@@ -105,7 +105,7 @@ def check_communicator(comm: Any, name: str = "comm") -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message: whole where it is short."""
+    """Show a value in an error message. Cut long ones."""
     if isinstance(value, Tensor):
         return f"tensor of shape {tuple(value.shape)}"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh are: arithmetic on the lengths of its axes, of which the last one varies fastest."""
+"""The arithmetic of mesh axes: which rank has which coordinates. The last axis varies fastest."""
 
 from __future__ import annotations
 

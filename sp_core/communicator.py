@@ -1,4 +1,4 @@
-"""A group of ranks: who they are, where their tensors live, how bytes travel between them, and what has been sent."""
+"""A group of ranks, the device of their tensors, the transport between them, and counters of what was sent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sp_core import agreement, progress
-from sp_core.counters import Count, Counters
+from sp_core.counters import Counters
 from sp_core.errors import DeviceError, RankError
-from sp_core.schedules import defaults
+from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, LinkModel, Messages, Transfer, make_transport, make_window, wait
+from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
 from sp_core.tuning import Tuning
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 Check = Literal["agree", "off"]
 MAX_TAG = 32767
-"""The largest tag that every MPI library must offer."""
+"""The largest tag that the MPI standard guarantees."""
 MADE_LATER = ("_comm", "_owned", "transport", "window", "no_window")
 """Attributes that a `Reordered` gets in its first use."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the communicators of a mesh have in common; as in `Communicator`."""
+    """The options that all communicators of a mesh share; as in `Communicator`."""
 
     device: torch.device
-    transport: str | LinkModel
+    transport: str | HostWrapper
     check: Check
     algorithm: str | Mapping[str, str]
     tuning: Tuning | None
@@ -55,12 +55,12 @@ class NotCopied:
 
 
 class Communicator(NotCopied):
-    """Ranks that communicate. `Mesh` makes these; they end with it.
+    """Ranks that communicate. A `Mesh` makes communicators and frees them.
 
     Args:
         comm: an mpi4py communicator that only this object sends on. It is freed by `free`.
         device: where the tensors live.
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel`.
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`.
         check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
         name: what error messages call it.
         algorithm: what each collective uses where a call says "auto"; as in `sp_core.schedules.defaults`.
@@ -76,7 +76,7 @@ class Communicator(NotCopied):
         comm: Intracomm,
         *,
         device: torch.device | str = "cpu",
-        transport: str | LinkModel = "auto",
+        transport: str | HostWrapper = "auto",
         check: Check = "agree",
         name: str = "communicator",
         algorithm: str | Mapping[str, str] = "auto",
@@ -89,7 +89,7 @@ class Communicator(NotCopied):
         self._open(comm, (self._control, comm))
 
     def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int], options: Options) -> None:
-        """Set everything that needs no other rank."""
+        """Set the attributes that need no other rank."""
         self.rank, self.size, self.name, self.nodes, self.options = rank, size, name, tuple(nodes), options
         self.device, self.check, self.tuning = options.device, options.check, options.tuning
         self.algorithms = defaults(options.algorithm)
@@ -101,7 +101,7 @@ class Communicator(NotCopied):
         self._freed = False
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
-        """Set what the ranks make together, over a communicator that nobody else sends on; `owned` are freed in the end."""
+        """Make transport and window over `comm`, which only this object uses. The communicators in `owned` are freed in the end."""
         self._comm, self._owned = comm, owned
         try:
             self.transport = make_transport(self.options.transport, comm, self.device, self.poll)
@@ -114,28 +114,29 @@ class Communicator(NotCopied):
 
     @property
     def is_made(self) -> bool:
-        """Whether the ranks have made it together. All have from the beginning, but products of axes in another order."""
+        """Whether the ranks have made it together. A product of axes in another order is made in its first use."""
         return "transport" in vars(self)
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective over flat contiguous buffers."""
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
+        """Run a collective over flat contiguous buffers."""
         self.ensure_open()
-        count = self._count(transfer, send)
+        count = self.counters[operation.op.value]
+        count.add(bytes_sent=operation.bytes_sent)
         start = time.perf_counter()
-        self.transport.run(transfer, send, recv)
+        self.transport.run(operation, send, recv)
         count.seconds += time.perf_counter() - start
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
-        """A collective over the same flat contiguous buffers that can be carried out many times, by calling what is returned."""
-        call, bytes_sent = self.transport.prepare(transfer, send, recv), self._bytes_sent(transfer, send)
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
+        """Prepare a collective over fixed buffers. Return a function that runs it, any number of times."""
+        call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:
             self.ensure_open()
-            count = self.counters[transfer.op.value]
+            count = self.counters[operation.op.value]
             count.add(bytes_sent=bytes_sent)
             start = time.perf_counter()
             call()
@@ -143,36 +144,36 @@ class Communicator(NotCopied):
 
         return run
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective; finish it with `wait`."""
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Start a collective. Finish it with `wait`."""
         self.ensure_open()
-        self._count(transfer, send)
-        return self.track(self.transport.start(transfer, send, recv))
+        self.counters[operation.op.value].add(bytes_sent=operation.bytes_sent)
+        return self.track(self.transport.start(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
-        """Begin point-to-point messages; every rank calls this, with empty lists where it has none."""
+        """Start point-to-point messages. Every rank calls this, with empty lists if it has none."""
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
         return self.track(self.transport.exchange(sends, recvs))
 
     def counter(self) -> SharedCounter:
-        """Numbers that go to whichever rank asks next; every rank calls this, and `free` in the end."""
+        """Make a counter that gives each number to one rank. Every rank calls this, and frees it in the end."""
         self.agree_on(lambda: f"counter() on {self.name}")
         return make_counter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
-        """Let every `poll` and `wait` of this rank keep a handle going."""
+        """Let every `poll` and `wait` of this rank test a handle until it is complete."""
         self._pending.append(handle)
         self._progress.add(self)
         return handle
 
     def next_tag(self) -> int:
-        """A tag for the messages of one collective; all ranks begin collectives in the same order, so they get the same tags."""
+        """Return the tag of the next collective. All ranks start collectives in one order, so their tags are equal."""
         self._tags = self._tags % (MAX_TAG - 1) + 1
         return self._tags
 
     def wait(self, handle: Handle, name: str) -> None:
-        """Wait for a handle of the operation `name`. Meanwhile everything that this rank has under way makes progress."""
+        """Wait for a handle of the operation `name`. Everything else that this rank has started makes progress meanwhile."""
         start = time.perf_counter()
         if not handle.test():
             self.ensure_open()  # once it is closed nothing makes progress
@@ -181,14 +182,14 @@ class Communicator(NotCopied):
         self.counters[name].seconds += time.perf_counter() - start
 
     def poll(self) -> None:
-        """Let everything make progress that this rank has under way, on any communicator.
+        """Let everything that this rank has started make progress, on any communicator.
 
         Cheap; call it between pieces of a long computation.
         """
         self._progress.poll()
 
     def advance(self) -> bool:
-        """Let everything under way on this communicator make progress; False once nothing is left."""
+        """Let everything started on this communicator make progress. Return False once nothing is left."""
         self._pending = [handle for handle in self._pending if not handle.test()]
         return bool(self._pending)
 
@@ -211,7 +212,7 @@ class Communicator(NotCopied):
     def agree_on(
         self, call: Callable[[], str], check: Callable[[], int | None] | None = None, *, always: bool = True
     ) -> tuple[int, ...]:
-        """Run a local check on every rank, then agree, so that what one rank finds is raised by all.
+        """Run a local check on every rank and compare the calls. An error that one rank finds is raised on all ranks.
 
         Args:
             call: gives the operation and the arguments that must be the same on every rank. It may raise what is wrong, too.
@@ -235,7 +236,7 @@ class Communicator(NotCopied):
         return ()
 
     def numbered(self) -> Callable[[str], object]:
-        """Number something that the ranks set up in one order and use later, such as a plan or a call that has a backward.
+        """Number an object that the ranks make in one order and use later, such as a plan or a call that has a backward.
 
         Returns:
             A function to call with what is about to be done, such as "the backward of all_reduce". Unless the communicator was
@@ -255,14 +256,14 @@ class Communicator(NotCopied):
             raise self._closed()
 
     def ask_to_free(self) -> list[agreement.Question]:
-        """Begin to compare whether every rank is about to free this communicator."""
+        """Start to compare whether every rank is about to free this communicator."""
         if self._freed:
             return []
         self.counters["control"].add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
         return [agreement.Question(self._control, f"free() of {self.name}", state=agreement.State.FREES)]
 
     def free(self, *, is_agreed: bool = False) -> None:
-        """Free the MPI communicator, on every rank; a second call does nothing.
+        """Free the MPI communicator, on every rank. A second call does nothing.
 
         Args:
             is_agreed: whether the ranks have compared that all of them are about to do so.
@@ -282,7 +283,7 @@ class Communicator(NotCopied):
             comm.Free()
 
     def abandon(self) -> None:
-        """Stop using this communicator because of an error. Ranks that compare something on it are told; nobody is waited for."""
+        """Stop using this communicator because of an error. Tell ranks that compare calls on it, and wait for none."""
         if self.is_made and not self._freed:
             agreement.leave(self._control, self.name)
         self._leave(together=False)
@@ -308,14 +309,6 @@ class Communicator(NotCopied):
 
     def _closed(self) -> RankError:
         return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
-
-    def _count(self, transfer: Transfer, send: Tensor | None) -> Count:
-        count = self.counters[transfer.op.value]
-        count.add(bytes_sent=self._bytes_sent(transfer, send))
-        return count
-
-    def _bytes_sent(self, transfer: Transfer, send: Tensor | None) -> int:
-        return transfer.needed_elsewhere(self.rank, self.size) * (0 if send is None else send.itemsize)
 
 
 class Reordered(Communicator):
@@ -343,7 +336,7 @@ class Reordered(Communicator):
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """As in the base class; the first call makes it, before the check of the call can fail on some ranks."""
+        """Make the communicator in the first call. Do so before a check of the call can fail on some ranks."""
         super().ensure_open()
         if not self.is_made:
             self.__getattr__("transport")
@@ -353,11 +346,11 @@ class Reordered(Communicator):
         return tuple(told[place] for place in self._order)
 
     def ask_to_free(self) -> list[agreement.Question]:
-        """As in the base class; nothing is sent if it was never used."""
+        """As in the base class. Nothing is sent if it was never used."""
         return super().ask_to_free() if self.is_made else []
 
     def free(self, *, is_agreed: bool = False) -> None:
-        """As in the base class; nothing is sent if it was never used."""
+        """As in the base class. Nothing is sent if it was never used."""
         if self.is_made:
             super().free(is_agreed=is_agreed)
         self._freed = True

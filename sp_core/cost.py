@@ -1,4 +1,4 @@
-"""What each scheme sends, by formula: messages and bytes per rank, forward and backward. No MPI, no tensors.
+"""Formulas for what each scheme sends: messages and bytes of a rank, forward and backward. No MPI, no tensors.
 
 With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
 
@@ -29,7 +29,7 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends: point-to-point messages, and bytes in these and in collectives of the library; or what it reads."""
+    """What one rank sends: point-to-point messages, and bytes in all. With shared memory, what it reads instead."""
 
     messages: int = 0
     bytes_sent: int = 0
@@ -40,7 +40,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Attention:
-    """Sizes of an attention problem, and what is asked of it.
+    """The sizes of an attention problem, and which results and gradients are wanted.
 
     Args:
         sharding, kv_sharding: who owns which queries and keys.
@@ -68,11 +68,11 @@ class Attention:
 
     @property
     def wide(self) -> int:
-        """Bytes per element of sums and of the log-sum-exp."""
+        """Bytes of an element of a sum or of the log-sum-exp."""
         return max(self.itemsize, 4)
 
     def kv_block(self, rank: int, itemsize: int) -> int:
-        """Bytes of one rank's keys and values."""
+        """Return the bytes of one rank's keys and values."""
         return 2 * self.batch * self.kv_sharding.local_len(rank) * self.num_kv_heads * self.head_dim * itemsize
 
 
@@ -81,7 +81,7 @@ Both = tuple[Traffic, Traffic]
 
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
-    """What `rank` sends in `allgather_kv_attention`."""
+    """Return what `rank` sends in `allgather_kv_attention`."""
     others = [other for other in range(problem.kv_sharding.size) if other != rank]
     gathered = _blocks(problem, others, problem.itemsize) if problem.shared else _mine(problem, rank, problem.itemsize)
     backward = gathered if any(problem.needs_grad) else Traffic()
@@ -92,18 +92,18 @@ def allgather_kv(problem: Attention, rank: int) -> Both:
 
 
 def _mine(problem: Attention, rank: int, itemsize: int) -> Traffic:
-    """Its own block, once for each other rank, in a collective."""
+    """Return the cost of sending this rank's block to each other rank, in a collective."""
     return Traffic(0, (problem.kv_sharding.size - 1) * problem.kv_block(rank, itemsize))
 
 
 def _blocks(problem: Attention, ranks: Sequence[int], itemsize: int) -> Traffic:
-    """The blocks of some ranks, one by one; empty ones are left out."""
+    """Return the cost of some ranks' blocks, one message each. Empty blocks are not sent."""
     held = [problem.kv_block(rank, itemsize) for rank in ranks if problem.kv_sharding.local_len(rank)]
     return Traffic(len(held), sum(held))
 
 
 def ring(problem: Attention, rank: int) -> Both:
-    """What `rank` sends in `ring_attention`."""
+    """Return what `rank` sends in `ring_attention`."""
     if problem.shared:
         return _ring_in_place(problem, rank)
     way, size = hops(problem.sharding, problem.kv_sharding, problem.mask), problem.sharding.size
@@ -121,7 +121,7 @@ def ring(problem: Attention, rank: int) -> Both:
 
 
 def _ring_in_place(problem: Attention, rank: int) -> Both:
-    """What `rank` reads: the blocks of others that it sees, and in the backward their sums."""
+    """Return what `rank` reads in shared memory: the blocks that it sees, and in the backward their sums."""
     seen = visibility(problem.sharding, problem.kv_sharding, problem.mask)[rank]
     others = [other for other, visible in enumerate(seen) if visible and other != rank]
     keys, sums = (_blocks(problem, others, itemsize) for itemsize in (problem.itemsize, problem.wide))
@@ -130,13 +130,13 @@ def _ring_in_place(problem: Attention, rank: int) -> Both:
 
 
 def ulysses(problem: Attention, rank: int) -> Both:
-    """What `rank` sends in `ulysses_attention`."""
+    """Return what `rank` sends in `ulysses_attention`."""
     heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
     return _exchange(problem, rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads], _through_exchange(problem, problem))
 
 
 def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
-    """What one rank sends in `hybrid_attention`; `groups` are the ranks that exchange heads, for each rank of the ring."""
+    """Return what a rank sends in `hybrid_attention`. `groups` lists the ranks that exchange heads, for each rank of the ring."""
     mine = groups[ring_rank]
     heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, len(mine))
     inside = replace(
@@ -158,7 +158,7 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
 
 
 def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int) -> Both:
-    """What `rank` sends in a column-parallel layer and the row-parallel one after it, all gradients wanted, without bias."""
+    """Return what `rank` sends in a column-parallel layer and the row-parallel one after it, without bias, with all gradients."""
     mine = sharding.local_len(rank)
     token = batch * hidden * itemsize
     gather, scatter = (sharding.size - 1) * mine * token, (sharding.seq_len - mine) * token
@@ -166,7 +166,7 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
 
 
 def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int], through: tuple[bool, bool, bool]) -> Both:
-    """The all-to-alls of Ulysses: `heads` of q and out, and `slots` of k and v together, that each rank computes.
+    """Return the cost of the all-to-alls of Ulysses. Each rank computes `heads` of q and out, and `slots` of k and v.
 
     `through` says which of q, k and v have gradients after the exchange.
     """
@@ -187,7 +187,7 @@ def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int],
 
 
 def _through_exchange(problem: Attention, inside: Attention) -> tuple[bool, bool, bool]:
-    """Which of q, k and v have gradients after the exchange between the ranks `inside`: what travels together has them together.
+    """Return which of q, k and v have gradients after the exchange between the ranks `inside`.
 
     All three travel together where the shards of all ranks of the problem are alike, not only those of the ranks inside.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Count:
-    """What one operation has sent from this rank.
+    """What one operation of this rank has sent.
 
     `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
     payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
@@ -40,27 +40,27 @@ class Count:
 
 
 class Counters:
-    """What a communicator has sent, by operation; `control` is what agreement between the ranks has cost."""
+    """What a communicator has sent, by operation. `control` counts the comparisons between ranks."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Count] = {}
 
     def __getitem__(self, operation: str) -> Count:
-        """The count of one operation, created at zero."""
+        """Return the count of one operation. Make it at zero if there is none."""
         count = self._counts.get(operation)  # asked in every call: `setdefault` would make a Count each time
         if count is None:
             count = self._counts[operation] = Count()
         return count
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """All counts as plain numbers."""
+        """Return all counts as plain numbers."""
         return {name: {f.name: getattr(count, f.name) for f in fields(count)} for name, count in self._counts.items()}
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set all counts to zero."""
         self._counts.clear()
 
     def total(self, *, control: bool = False) -> Count:
-        """The sum over all operations, without those of `control` unless asked for."""
+        """Return the sum over all operations, without `control` unless asked for."""
         chosen = [count for name, count in self._counts.items() if control or name != "control"]
         return sum(chosen, Count())

@@ -1,4 +1,4 @@
-"""What this machine offers to sp_core: MPI, devices, transports. Each is tried, and what is broken comes with a remedy.
+"""Examine what this machine offers to sp_core: MPI, devices, transports. What is broken gets a remedy.
 
 Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
 """
@@ -8,24 +8,28 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from sp_core import measuring
-from sp_core.autograd import all_gather
+from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError
 from sp_core.machine import cores, cpu_model, loaded_library
 from sp_core.mesh import Mesh
 from sp_core.probing import bounded, in_job, last_line, launch_problem
+from sp_core.schedules import defaults
 from sp_core.transport import NAMES
 from sp_core.transport.cuda_aware import no_device_memory
+from sp_core.tuning import FileError, find
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -74,20 +78,23 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
-    """All findings; with a working MPI every rank has to ask for them all."""
+    """Yield all findings. If MPI works, every rank must take them all."""
     yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
     yield _gpus(device)
+    variables = list(_variables())
+    yield from variables
     yield _mpiexec(measure=measure)  # before MPI starts in this process, because a child inherits its variables
     yield from _mpi()
     if _mpi_problem() is None:
         yield _constants(measure=measure)
-        yield from _transports(device)
+        if not any(finding.status == "broken" for finding in variables):  # each mesh would be refused
+            yield from _transports(device)
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as a plain table, then what to do."""
+    """Format the findings as a plain table, followed by the remedies."""
     width = max(len(finding.subject) for finding in findings)
     lines = [f"{f.subject:<{width}}  {f.status:<6}  {f.text}" for f in findings]
     broken = [f for f in findings if f.status == "broken"]
@@ -105,7 +112,7 @@ def _rank() -> int:
 
 @functools.cache
 def _mpi_problem() -> Finding | None:
-    """Why MPI cannot be used, None where it can. A child finds out: a library that cannot start may end its process."""
+    """Return why MPI cannot be used, or None. A child process tries it, because a library that cannot start may end its process."""
     if in_job():
         return None
     code, output = bounded([sys.executable, "-c", "from mpi4py import MPI"])
@@ -122,7 +129,7 @@ def _mpi_problem() -> Finding | None:
 
 
 def _mpi() -> Iterator[Finding]:
-    """The library, its thread level, and whether it takes GPU memory."""
+    """Yield the MPI library, its thread level, and whether it takes GPU memory."""
     problem = _mpi_problem()
     if problem is not None:
         yield problem
@@ -138,12 +145,42 @@ def _mpi() -> Iterator[Finding]:
     yield _cuda_aware(library)
 
 
+def _variables() -> Iterator[Finding]:
+    """Read the variables of sp_core in the environment. Each mesh takes its defaults from them."""
+    for name, read in VARIABLES.items():
+        if given := os.environ.get(name):
+            try:
+                read(given)
+            except ValueError as error:
+                yield Finding(name, "broken", str(error), f"unset {name}, or set it to what help(sp_core.Mesh) names")
+            else:
+                yield Finding(name, "note", given)
+
+
+def _known_transport(given: str) -> None:
+    known = sorted({"auto", *chain.from_iterable(NAMES.values())})
+    if given not in known:
+        raise ValueError(f"{given!r} is no transport; there are {', '.join(known)}")
+
+
+VARIABLES: dict[str, Callable[[str], object]] = {
+    "SP_TRANSPORT": _known_transport,
+    "SP_ALGORITHM": defaults,
+    "SP_TUNING": lambda given: find(dict, given),
+    "SP_NODES": lambda given: [int(number) for number in given.split(",")],
+}
+"""How the value of each variable is read."""
+
+
 def _constants(*, measure: bool) -> Finding:
-    """What "auto" decides by; several ranks measure it themselves."""
+    """Find the constants of "auto". Several ranks measure them if asked for."""
     from mpi4py import MPI
 
     if measure and MPI.COMM_WORLD.size > 1:
-        measuring.keep(MPI.COMM_WORLD)
+        try:
+            measuring.keep(MPI.COMM_WORLD)
+        except FileError as error:  # on every rank
+            return Finding("constants", "broken", "measured, but not kept", str(error))
     there, text = measuring.told()
     return Finding("constants", "ok" if there else "note", text)
 
@@ -164,7 +201,7 @@ def _threads(level: int) -> Finding:
 
 
 def _cuda_aware(library: str | None) -> Finding:
-    """What the library says about GPU memory, and what it does where there is a GPU."""
+    """Find whether the library takes GPU memory: what it says, and what it does if there is a GPU."""
     try:
         says = {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
     except (OSError, AttributeError, KeyError):
@@ -179,7 +216,7 @@ def _cuda_aware(library: str | None) -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Ranks on one machine exchange messages through /dev/shm, which containers keep small."""
+    """Find how large /dev/shm is. Ranks of one machine exchange messages through it, and containers keep it small."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("/dev/shm", "note", "absent")
@@ -201,7 +238,7 @@ def _gpus(device: str | None) -> Finding:
 
 
 def _mpiexec(*, measure: bool) -> Finding:
-    """Whether there is an mpiexec, and whether it starts two ranks of mpi4py's MPI; these may measure."""
+    """Find whether an mpiexec starts two ranks of mpi4py's MPI. With `measure` these two measure the constants."""
     if in_job():
         return Finding("mpiexec", "note", "not tried: this process was itself started by one, or by srun")
     if _mpi_problem() is not None:
@@ -214,14 +251,18 @@ def _mpiexec(*, measure: bool) -> Finding:
     if code == 0 and output.count("ranks: 2") == 2:
         if measure:
             code, output = bounded([program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"])
-        failed = "" if code == 0 else f", but they could not measure: {last_line(output)}"
-        return Finding("mpiexec", "note" if failed else "ok", f"{program} starts 2 ranks{failed}")
+        if code != 0:
+            remedy = f"see what its ranks say: {program} -n 2 {sys.executable} -m sp_core.measuring"
+            return Finding(
+                "mpiexec", "broken", f"{program} starts 2 ranks, but they could not measure: {last_line(output)}", remedy
+            )
+        return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
     text, remedy = launch_problem(code, output)
     return Finding("mpiexec", "broken", f"{program}: {text}", remedy)
 
 
 def _transports(device: str | None) -> Iterator[Finding]:
-    """Try every transport of every kind of device that is here, or that must be."""
+    """Try every transport of every kind of device that is present or asked for."""
     from mpi4py import MPI
 
     for kind, names in NAMES.items():
@@ -234,7 +275,7 @@ def _transports(device: str | None) -> Iterator[Finding]:
 
 
 def _try(world: Intracomm, kind: str, name: str) -> Finding:
-    """Gather a few numbers over all ranks; every rank learns whether that failed on any."""
+    """Gather a few numbers over all ranks. Every rank learns whether that failed on any rank."""
     problem, fallback = None, ""
     try:
         fallback = _gather(world, kind, name)
@@ -252,7 +293,7 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
 
 
 def _gather(world: Intracomm, kind: str, name: str) -> str:
-    """Why shared memory was asked for and is not used, if so."""
+    """Gather a few numbers. Return why shared memory is not used although it was asked for, or nothing."""
     device = torch.device(kind, world.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)

@@ -15,6 +15,7 @@ import torch
 
 from sp_core.agreement import ERRORS
 from sp_core.errors import ShapeError
+from sp_core.launch import command
 from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.decode import Decoder
@@ -25,7 +26,6 @@ from sp_core.llama.text import Stream, read_tokenizer
 from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
-from sp_core.testing import launch
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm 
         return _run(options, sizes, comm)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     try:
-        return launch.run(ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout)
+        return command.run(ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -1,4 +1,4 @@
-"""What the machine offers, as plain numbers; needs nothing but the operating system."""
+"""Facts about the machine from the operating system alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cores() -> int:
-    """Processor cores that this process may use: its affinity, and the quota of its container."""
+    """Return the number of processor cores that this process may use, by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, _quota(allowed)))
 
 
+def node_cores() -> int:
+    """Return the number of cores of the machine within its container's quota. Binding of this process does not change it."""
+    cores = os.cpu_count() or 1
+    return min(cores, _quota(cores))
+
+
 def cpu_model() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     try:
         lines = _CPUINFO.read_text().splitlines()
     except OSError:
@@ -33,12 +39,12 @@ def cpu_model() -> str:
 
 
 def node_name() -> str:
-    """What this machine calls itself."""
+    """Return the host name."""
     return socket.gethostname()
 
 
 def loaded_library(name: str) -> str | None:
-    """Path of a shared library that this process has loaded, such as "libmpi"."""
+    """Return the path of a shared library that this process has loaded, such as "libmpi"."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -48,7 +54,7 @@ def loaded_library(name: str) -> str | None:
 
 
 def node_number() -> int:
-    """A number below 2^48 that processes of one node share and others do not: of its name and of when its kernel was started."""
+    """Return a number below 2^48 that identifies the node, made of its host name and its boot id."""
     try:
         boot = _BOOT.read_text()
     except OSError:
@@ -57,7 +63,7 @@ def node_number() -> int:
 
 
 def busy_share(seconds: float = 0.3) -> float:
-    """Part of all processor time that is in use, observed for a moment; 0 where the system does not say."""
+    """Return the share of all processor time that is in use, measured for a moment. Return 0 if the system does not tell."""
     before = _processor_times()
     time.sleep(seconds)
     total, idle = (after - earlier for after, earlier in zip(_processor_times(), before, strict=True))
@@ -65,7 +71,7 @@ def busy_share(seconds: float = 0.3) -> float:
 
 
 def _processor_times() -> tuple[int, int]:
-    """All ticks since the start, and those in which nothing ran."""
+    """Return all ticks since boot, and those in which nothing ran."""
     try:
         ticks = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
@@ -74,7 +80,7 @@ def _processor_times() -> tuple[int, int]:
 
 
 def _quota(otherwise: int) -> int:
-    """Whole cores that the container's quota of processor time makes."""
+    """Return the container's quota of processor time in whole cores."""
     try:
         quota, period = _QUOTA.read_text().split()
     except (OSError, ValueError):

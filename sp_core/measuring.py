@@ -1,4 +1,4 @@
-"""Measures the constants of `sp_core.tuning`, on several ranks: `mpiexec -n 2 python -m sp_core doctor --measure`.
+"""Measure the constants of `sp_core.tuning` on several ranks: `mpiexec -n 2 python -m sp_core doctor --measure`.
 
 All ways to do one thing take turns, so that what disturbs the machine disturbs them alike; a sample is the time of the slowest rank
 from a barrier on, and a constant the median of its samples. Messages and sums are measured by themselves, for any number of ranks
@@ -8,23 +8,22 @@ and nodes; whole collectives with the ranks at hand, to correct the model.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_core.collectives import choice
-from sp_core.collectives.execution import BoundProgram
+from sp_core.collectives import choice, execution
 from sp_core.collectives.plans import plan
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh, fingerprint
-from sp_core.schedules import SCHEDULED
+from sp_core.schedules import SCHEDULED, operation
 from sp_core.scratch import Scratch
-from sp_core.transport import transfer as tr
 from sp_core.transport import wait
 from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, on_grid, save
 
@@ -45,7 +44,7 @@ BOUND_BYTES = (1 << 12, 1 << 23)  # of a few steps, and of many
 
 
 def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Tuning:
-    """Measure this machine with the ranks of a communicator, two at least.
+    """Measure this machine with the ranks of a communicator. At least two are needed.
 
     Args:
         world: the ranks.
@@ -69,7 +68,7 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
 
 
 def primitives(world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES) -> Tuning:
-    """Messages, sums, copies and the preparation of a call; `share` seconds for each size."""
+    """Measure messages, sums, copies and the preparation of a call, for `share` seconds at each size."""
     links = {kind: _exchanges(world, group, pair, share, sizes) for kind in LINKS if (pair := _pair(group.nodes, kind))}
     add, copy = (on_grid(sizes, (_local(world, kind, size, share) for size in sizes)) for kind in ("add", "copy"))
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -81,7 +80,7 @@ def primitives(world: Intracomm, group: Communicator, share: float, sizes: Seque
 def collectives(
     world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES, least: int = LEAST_ROUNDS
 ) -> Samples:
-    """Every algorithm of every collective; `share` seconds for each size and collective, but at least so many rounds."""
+    """Measure every algorithm of every collective, for `share` seconds at each size, but at least `least` rounds."""
     found: Samples = {op: {name: {} for name in choice.usable(group, op)} for op in OPS}
     for size in sizes:
         for op in OPS:
@@ -93,7 +92,7 @@ def collectives(
 
 
 def fitted(bare: Tuning, samples: Samples) -> Tuning:
-    """Constants from messages and sums, and from samples of whole collectives."""
+    """Compute constants from the times of messages and sums, and from samples of whole collectives."""
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
         (op, name, *point) for op, by_name in times.items() for name, c in by_name.items() if name != "mpi" for point in c.points
@@ -113,7 +112,7 @@ def _curves(by_name: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
 
 
 def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
-    """One number for the samples of each contestant.
+    """Return one time for each contestant.
 
     What makes a whole round slow is no contestant's: each sample is taken as a multiple of the median of its round, and the median
     of these counts.
@@ -127,7 +126,7 @@ def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def interleaved(world: Intracomm, calls: dict[str, Call], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
-    """Samples of every call, in rounds in which each has its turn, another one first each time; the same on every rank."""
+    """Time all calls in rounds. In each round every call has its turn, and another one is first. All ranks get the same samples."""
     repeats, spent = {}, 0.0
     for name, call in calls.items():
         sample(world, call)  # the first run touches its memory
@@ -146,7 +145,7 @@ def interleaved(world: Intracomm, calls: dict[str, Call], seconds: float, least:
 
 
 def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
-    """Seconds of a call on this rank, from a barrier on."""
+    """Time a call on this rank, from a barrier on. Return seconds."""
     world.Barrier()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -155,7 +154,7 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
-    """What a rank passes to a collective over a float32 vector of so many bytes."""
+    """Make a rank's input of a collective over a float32 vector of `nbytes` bytes."""
     count = max(nbytes // 4, 1)
     if op == "all_gather":
         return torch.ones(count // group.size)
@@ -165,19 +164,19 @@ def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
 
 
 def arguments(op: str) -> dict[str, Any]:
-    """What else it needs."""
+    """Return the further arguments that a collective needs."""
     return {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
 
 
 def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
-    """Two ranks with that kind of link between them."""
+    """Return two ranks that are connected by this kind of link, or None."""
     ranks = range(len(nodes))
     pairs = ((a, b) for a in ranks for b in ranks if a < b and (nodes[a] == nodes[b]) == (kind == "node"))
     return next(pairs, None)
 
 
 def _exchanges(world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]) -> Curve:
-    """Both send to each other at once; the other ranks wait."""
+    """Time two ranks that send to each other at once. The other ranks wait."""
     points = []
     for size in sizes:
         sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
@@ -199,21 +198,23 @@ def _exchange(group: Communicator, sends: list[Any], recvs: list[Any]) -> Call:
 
 
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
-    """Seconds of a sum or a copy, while all ranks make one."""
+    """Time a sum or a copy while all ranks make one."""
     into, one, other = (torch.ones(max(size // 4, 1)) for _ in range(3))
     return _median(world, (lambda: torch.add(one, other, out=into)) if kind == "add" else (lambda: into.copy_(one)), share)
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
-    """Seconds to prepare a call, and each of its steps."""
+    """Return the seconds to prepare a call, and the seconds for each of its steps."""
     found = []
     for nbytes in BOUND_BYTES:
-        x, scratch, count = torch.ones(nbytes // 4), Scratch(group.device), nbytes // 4
-        bound = choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch)
-        assert isinstance(bound, BoundProgram)
+        x, scratch = torch.ones(nbytes // 4), Scratch(group.device)
+        moves = operation("all_reduce", group.rank, group.size, (x.numel(),), itemsize=x.itemsize)
+        bind = partial(execution.bind, group, moves, x, x, "segmented_ring", scratch)
+        bound = bind()
+        assert isinstance(bound, execution.BoundProgram)
 
-        def again(count: int = count, x: torch.Tensor = x, scratch: Scratch = scratch) -> None:
-            choice.bind(group, tr.all_reduce(count), x, x, "segmented_ring", scratch).release()
+        def again(bind: Callable[[], execution.Ready] = bind) -> None:
+            bind().release()
 
         found.append((len(bound.steps), _median(world, again, 0.0)))
     (few, short), (many, long) = found
@@ -226,7 +227,7 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
 
 
 def told() -> tuple[bool, str]:
-    """Whether there are constants for this machine, and what `doctor` says about them."""
+    """Return whether there are constants for this machine, and the text that `doctor` prints."""
     path = default_path(fingerprint())
     try:
         tuning = load(path, fingerprint())
@@ -239,16 +240,37 @@ def told() -> tuple[bool, str]:
     return True, f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} (95th percentile)"
 
 
-def keep(world: Intracomm) -> Path:
-    """Measure, and keep the constants for this machine, on rank 0."""
-    tuning = measure(world)
-    path = default_path(fingerprint())
+def keep(world: Intracomm) -> None:
+    """Measure this machine. Save the constants on rank 0.
+
+    Raises:
+        FileError: the constants cannot be written; on every rank.
+    """
+    tuning, path, problem = measure(world), default_path(fingerprint()), ""
     if world.rank == 0:
-        save(tuning, path)
-    return path
+        try:
+            save(tuning, path)
+        except OSError as error:
+            problem = f"{path} cannot be written ({error}). Set SP_TUNING_DIR to a folder that can."
+    if problem := world.bcast(problem):
+        raise FileError(problem)
+
+
+def main() -> int:
+    """Measure with all ranks of MPI, and print the reason if that fails.
+
+    Returns:
+        The exit code.
+    """
+    from mpi4py import MPI
+
+    try:
+        keep(MPI.COMM_WORLD)
+    except FileError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    from mpi4py import MPI
-
-    keep(MPI.COMM_WORLD)
+    sys.exit(main())

@@ -16,9 +16,10 @@ import torch
 from sp_core import agreement, arguments, axes, progress
 from sp_core.communicator import Check, Communicator, NotCopied, Reordered
 from sp_core.errors import DeviceError, RankError, ShapeError
-from sp_core.machine import cores, cpu_model, node_name, node_number
+from sp_core.machine import cpu_model, node_cores, node_name, node_number
+from sp_core.observer import observer_of
 from sp_core.schedules import defaults
-from sp_core.transport import MAY_BE_REFUSED, NAMES, LinkModel, wait
+from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, wait
 from sp_core.tuning import FileError, Tuning, find
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Mesh(NotCopied):
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `LinkModel` for tests on one machine. "window" (host memory),
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. "window" (host memory),
             "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share memory among ranks of one machine, and do
             without where they cannot (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT names, on
             a kind of device that has it, else the first of `NAMES`.
@@ -67,7 +68,7 @@ class Mesh(NotCopied):
         comm: Intracomm,
         *,
         device: torch.device | str | None = None,
-        transport: str | LinkModel = "auto",
+        transport: str | HostWrapper = "auto",
         check: Check = "agree",
         algorithm: str | Mapping[str, str] | None = None,
         nodes: Sequence[int] | None = None,
@@ -101,7 +102,8 @@ class Mesh(NotCopied):
             raise
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        """The communicator along one axis, or along the product of several with the last one fastest; of none, this rank alone.
+        """Return the communicator along one axis, or along several, of which the last one varies fastest. No axis means this rank
+        alone.
 
         Nothing is sent. Products in the order of the mesh are there from the beginning. One in another order is made in its first
         use, which is a call of all its ranks like any other.
@@ -121,7 +123,7 @@ class Mesh(NotCopied):
         return self._made[names]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along `axis`."""
+        """Return this rank's coordinate along `axis`."""
         return self[axis].rank
 
     def free(self) -> None:
@@ -156,7 +158,7 @@ class Mesh(NotCopied):
             self._abandon()
 
     def _add(self, names: tuple[str, ...]) -> None:
-        """Make a communicator. A transport that is refused to some ranks of the mesh is refused to all: others would go on."""
+        """Make a communicator. If its transport is refused on some ranks of the mesh, refuse it on all ranks."""
         made = error = None
         try:
             color, key = axes.place(self.axes, self.rank, names)
@@ -191,10 +193,10 @@ class Mesh(NotCopied):
         return Reordered(self._made[usual], [ranks.index(rank) for rank in mine], axes.title(names), self._nodes_of(mine))
 
     def _alone(self) -> Intracomm:
-        """A communicator of this rank; a checked one makes its own."""
-        own = getattr(self._comm, "alone", None)
+        """Make a communicator of this rank alone. A checked communicator makes its own."""
+        own = observer_of(self._comm).alone()
         if own is not None:
-            return cast("Intracomm", own())
+            return cast("Intracomm", own)
         from mpi4py import MPI
 
         return MPI.COMM_SELF.Dup()
@@ -206,7 +208,7 @@ class Mesh(NotCopied):
         return axes.numbered([self._nodes[rank] for rank in ranks])
 
     def _problem(self) -> Exception | None:
-        """What is wrong with the arguments on this rank."""
+        """Return what is wrong with the arguments on this rank."""
         try:
             for length in self.axes.values():
                 arguments.check(size=length)
@@ -233,7 +235,7 @@ class Mesh(NotCopied):
 
     def _device_problem(self) -> Exception | None:
         offered = NAMES.get(self.device.type, ())
-        if isinstance(self._transport, LinkModel) and self.device.type == "cpu":
+        if isinstance(self._transport, HostWrapper) and self.device.type == "cpu":
             return None
         if not offered or self._transport not in ("auto", *offered):
             return DeviceError(
@@ -243,15 +245,15 @@ class Mesh(NotCopied):
         return None
 
 
-def _meant(transport: str | LinkModel, kind: str) -> str | LinkModel:
-    """What "auto" means: a transport that the environment names for this kind of device, or for none, which is an error."""
+def _meant(transport: str | HostWrapper, kind: str) -> str | HostWrapper:
+    """Replace "auto" by the transport that SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
     for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(kind, ())
     return named if transport == "auto" and not for_others else transport
 
 
 def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exception | None]:
-    """The device with its index, or what is wrong with it."""
+    """Return the device with its index, and what is wrong with it."""
     try:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
@@ -272,10 +274,15 @@ def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exceptio
 
 
 def fingerprint() -> dict[str, str]:
-    """Of this machine and MPI library: constants that were measured with another one say nothing here."""
+    """Describe this machine and its MPI library. Constants that were measured with another one are not used."""
     mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
-    return {"host": node_name(), "processor": cpu_model(), "cores": str(cores()), "mpi": f"{vendor} {'.'.join(map(str, version))}"}
+    return {
+        "host": node_name(),
+        "processor": cpu_model(),
+        "cores": str(node_cores()),
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+    }
 
 
 def _shown(nodes: Sequence[int]) -> list[str]:
@@ -283,7 +290,7 @@ def _shown(nodes: Sequence[int]) -> list[str]:
 
 
 def _constants(tuning: Tuning | str | Path | None, rank: int) -> tuple[Tuning | None, Exception | None]:
-    """The constants that were asked for on rank 0, or what is wrong with them."""
+    """Return the constants that were asked for, on rank 0, and what is wrong with them."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         return None, TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
     if rank:

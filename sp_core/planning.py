@@ -1,4 +1,4 @@
-"""Which scheme and mesh suit a problem: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
+"""Project which scheme and mesh suit a problem: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
 
 One layer of causal attention, forward and backward, evenly split, zigzag. Ranks fill nodes one after the other; the axis of Ulysses
 is the fast one. With own = B (S/P) D e bytes for one head of one rank's tokens:
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sp_core.attention import attention
+from sp_core.attention import local_attention
 from sp_core.cost import Traffic
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
@@ -78,18 +78,18 @@ class Problem:
 
     @property
     def wide(self) -> float:
-        """How much wider sums are."""
+        """Bytes of an element of a sum over bytes of an element."""
         return max(self.itemsize, 4) / self.itemsize
 
     @property
     def compute(self) -> float:
-        """Seconds of a rank's share of the forward, causal."""
+        """Seconds of one rank's share of the causal forward."""
         return 2 * self.batch * self.seq_len**2 * self.num_heads * self.head_dim / self.ranks / self.flops
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A scheme on a mesh: seconds of forward and backward, those of them in which a rank only waits, and what a rank sends."""
+    """A scheme on a mesh: seconds of forward and backward, seconds of them spent waiting, and what a rank sends."""
 
     scheme: str
     ring: int
@@ -101,7 +101,7 @@ class Projection:
 
 
 def project(problem: Problem) -> list[Projection]:
-    """All schemes and meshes, the quickest first.
+    """Project all schemes and meshes. The quickest comes first.
 
     Raises:
         ValueError: sizes that cannot be split evenly, or that are not positive.
@@ -126,7 +126,7 @@ def _check(problem: Problem) -> None:
 
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
-    """A ring of `ring` ranks around groups of `ulysses` that exchange heads; either may be 1."""
+    """Project a ring of `ring` ranks around groups of `ulysses` ranks that exchange heads. Either may be 1."""
     heads, kv_heads = ([len(part) for part in parts] for parts in split_heads(problem.num_heads, problem.num_kv_heads, ulysses))
     exchanged, given_back = ([problem.own * way(heads, kv_heads, mine) for mine in range(ulysses)] for way in (_sent, _returned))
     exchange = _exchange(problem, ulysses, max(exchanged)) + _exchange(problem, ulysses, max(given_back))
@@ -152,18 +152,18 @@ def _allgather_kv(problem: Problem) -> Projection:
 
 
 def _sent(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
-    """Heads of q, k, v and out that one rank sends, each of its own tokens or of as many of another rank."""
+    """Count the heads of q, k, v and out that one rank sends, in units of one rank's tokens."""
     q_and_kv = sum(heads) - heads[mine] + 2 * (sum(kv_heads) - kv_heads[mine])
     return q_and_kv + (len(heads) - 1) * heads[mine]
 
 
 def _returned(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
-    """Heads of the gradients of out, q, k and v that one rank sends."""
+    """Count the heads of the gradients of out, q, k and v that one rank sends."""
     return sum(heads) - heads[mine] + (len(heads) - 1) * (heads[mine] + 2 * kv_heads[mine])
 
 
 def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
-    """Seconds of the all-to-alls of a forward: to the node, and to the others over the link that its ranks share."""
+    """Return the seconds of a forward's all-to-alls: inside the node, and to other nodes over the link that its ranks share."""
     if ulysses == 1:
         return 0.0
     inside = min(problem.per_node, ulysses)
@@ -173,7 +173,7 @@ def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
 
 
 def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
-    """Seconds until every rank has its neighbour's block."""
+    """Return the seconds until every rank has received the block of its neighbour."""
     if ring == 1:
         return 0.0
     near = problem.node(nbytes) if problem.per_node > ulysses else 0.0
@@ -182,12 +182,12 @@ def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
 
 
 def _around(compute: float, ring: int, step: float) -> float:
-    """Seconds of a ring: a block's attention while the next block is under way."""
+    """Return the seconds of a ring. A block's attention overlaps with the next block's message."""
     return compute / ring + (ring - 1) * max(compute / ring, step)
 
 
 def add_arguments(commands: Any) -> None:
-    """The command `plan`."""
+    """Add the command `plan` to the parser."""
     made = commands.add_parser("plan", help="the best scheme and mesh for a problem, by the model", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, default, text in (
@@ -208,7 +208,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
-    """The projection as text.
+    """Return the projection as text.
 
     Raises:
         ValueError: options that cannot be planned with.
@@ -231,7 +231,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
 
 
 def link_of(text: str) -> Link:
-    """`25gbit,10us`: what a link carries in a second, and how long the shortest message takes."""
+    """Read a link such as `25gbit,10us`: its bandwidth, and the time of the shortest message."""
     found = re.fullmatch(r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower())
     try:
         rate, unit, latency, scale = found.groups() if found else ("", "", "", "")
@@ -241,12 +241,12 @@ def link_of(text: str) -> Link:
 
 
 def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
-    """Operations per second of causal attention on this machine's processor, one thread's worth or as many as torch has."""
+    """Measure operations per second of causal attention on this processor, with the threads that torch uses."""
     q, k, v = (torch.randn(1, seq_len, heads, head_dim) for _ in range(3))
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        attention(q, k, v, mask=Mask(causal=True))
+        local_attention(q, k, v, mask=Mask(causal=True))
         seconds.append(time.perf_counter() - start)
     return 2 * seq_len**2 * heads * head_dim / min(seconds)
 

@@ -1,4 +1,4 @@
-"""Programs that the doctor starts: each is bounded in time, and its failure has a remedy."""
+"""Run the programs that the doctor starts, each with a time limit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID
 
 
 def in_job() -> bool:
-    """Whether this process is a rank that mpiexec or srun has started."""
+    """Return whether mpiexec or srun has started this process."""
     return any(name in os.environ for name in JOB_VARIABLES)
 
 
 def bounded(command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-    """Exit code, None after a time limit, and output of a command; whatever it started ends with it."""
+    """Run a command. Return its exit code, or None after a time limit, and its output. Everything that it started is ended."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env
@@ -33,7 +33,7 @@ def bounded(command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping
 
 
 def launch_problem(code: int | None, output: str) -> tuple[str, str]:
-    """What went wrong with a launch, and what to do."""
+    """Return what went wrong with a launch, and what to do."""
     if "run as root" in output:
         return (
             "Open MPI refuses to run as root",
@@ -52,5 +52,5 @@ def launch_problem(code: int | None, output: str) -> tuple[str, str]:
 
 
 def last_line(output: str) -> str:
-    """The last line that a program printed."""
+    """Return the last line of a program's output."""
     return (output.strip().splitlines() or ["it printed nothing"])[-1]

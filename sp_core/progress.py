@@ -1,4 +1,4 @@
-"""Progress of everything that a rank has under way, whatever the rank waits for.
+"""Let everything that a rank has started make progress, whichever of it the rank waits for.
 
 An algorithm that sends in several steps makes progress only while its rank polls it. A rank that waits on one communicator must
 therefore poll all of them. Otherwise ranks that wait in different orders would wait for each other.
@@ -23,22 +23,22 @@ class Question(Protocol):
 
 
 class Source(Protocol):
-    """A communicator that may have something under way."""
+    """A communicator on which something may have been started."""
 
     def advance(self) -> bool:
-        """Let everything under way make progress; False once nothing is left."""
+        """Let everything started make progress. Return False once nothing is left."""
         ...
 
 
 class Progress:
-    """The communicators of one rank that have something under way. They are not kept alive."""
+    """The communicators of one rank on which something has been started. They are weakly referenced."""
 
     def __init__(self) -> None:
         self._busy: WeakKeyDictionary[Source, None] = WeakKeyDictionary()
         self.kept: list[Question] = []
 
     def add(self, source: Source) -> None:
-        """Poll a communicator from now on, until it has nothing under way."""
+        """Poll a communicator from now on, until nothing on it is left."""
         self._busy[source] = None
 
     def keep(self, questions: Sequence[Question]) -> None:
@@ -47,18 +47,18 @@ class Progress:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether nothing is started."""
         return not self._busy
 
     def poll(self) -> None:
-        """Let everything under way make progress. Cheap; call it between pieces of a long computation."""
+        """Let everything started make progress. Call it between pieces of a long computation; it is cheap."""
         for source in list(self._busy):
             if not source.advance():
                 self._busy.pop(source, None)
 
 
 class _Rank(threading.local):
-    """The progress of the rank that runs in this thread: tests run several ranks in one process."""
+    """The progress of the rank that runs in this thread. Tests run several ranks in one process."""
 
     def __init__(self) -> None:
         self.progress = Progress()

@@ -1,4 +1,4 @@
-"""Scratch memory that outlives the calls that use it: memory made in every call costs more than the copies made in it.
+"""Scratch memory that calls reuse. Allocating memory in every call costs more than the copies into it.
 
 Source: fresh pages are written at about a tenth of the speed of used ones, because the kernel clears each of them first.
 """
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 KEPT = 4
-"""Blocks kept for the next call; as many collectives under way at once find memory without making it."""
+"""The number of blocks kept for later calls. So many collectives can run at once without new memory."""
 
 
 class Scratch:
-    """Blocks of memory on one device, handed out and taken back.
+    """Blocks of memory on one device.
 
     Args:
         device: where the memory is.
@@ -24,7 +24,7 @@ class Scratch:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """A block of at least that many bytes, uint8, with anything in it. Give it back when it is no longer used."""
+        """Return a block of at least `nbytes` bytes, uint8, with any content. Give it back after use."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         fitting = [block for block in self._free if block.numel() >= nbytes]
@@ -41,5 +41,5 @@ class Scratch:
             self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Free all blocks."""
         self._free.clear()

@@ -1,4 +1,4 @@
-"""Runs of global positions, and how a length is cut into nearly equal parts."""
+"""Ranges of global positions, and the cut of a length into nearly equal parts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 Segment = range
-"""Global positions of consecutive local tokens; the step is P for a striped shard."""
+"""The global positions of consecutive local tokens. The step is P for a striped shard."""
 
 
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Cut `length` into `parts` nearly equal sizes; the first `length % parts` are one longer."""
+    """Cut `length` into `parts` nearly equal sizes. The first `length % parts` sizes are one longer."""
     quotient, remainder = divmod(length, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 
 
 def split_ranges(length: int, parts: int) -> tuple[range, ...]:
-    """The consecutive ranges that `split_sizes` cuts."""
+    """Return the consecutive ranges whose lengths are `split_sizes`."""
     ranges, start = [], 0
     for size in split_sizes(length, parts):
         ranges.append(range(start, start + size))
@@ -27,19 +27,19 @@ def split_ranges(length: int, parts: int) -> tuple[range, ...]:
 
 
 def first(segment: Segment) -> int:
-    """The first position; where it would lie, for an empty segment."""
+    """Return the first position of a segment, or its start if it is empty."""
     return segment.start
 
 
 @torch.inference_mode(False)  # positions are kept: made under inference mode they could never take part in training
 def concatenated(segments: Sequence[Segment]) -> Tensor:
-    """All positions of some segments, int64."""
+    """Return all positions of some segments, int64."""
     pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
 def moved(piece: range, start: int) -> range:
-    """A range `start` positions further on."""
+    """Return a range moved by `start` positions."""
     return range(piece.start + start, piece.stop + start)
 
 

@@ -1,4 +1,4 @@
-"""Which rank owns which tokens. Pure integer arithmetic: no communication, no device.
+"""Which rank owns which tokens: integer arithmetic without communication and devices.
 
 A sharding maps every rank to the global positions of its tokens, in the order in which the rank holds them. Everything else
 (masks, rotary angles, labels, document boundaries) derives from these positions.
@@ -24,7 +24,7 @@ __all__ = ["Sharding", "split_ranges", "split_sizes"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Global positions of the tokens that each rank holds, in the rank's own order.
+    """The global positions of the tokens that each rank holds, in the rank's own order.
 
     Make one with `contiguous`, `zigzag`, `striped` or `from_positions`. Shards may be uneven and empty.
 
@@ -40,7 +40,7 @@ class Sharding:
 
     @classmethod
     def contiguous(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """One consecutive range per rank, cut as evenly as possible.
+        """Give each rank one consecutive range. The ranges are as even as possible.
 
         Args:
             seq_len: number of tokens, >= 0.
@@ -55,7 +55,7 @@ class Sharding:
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Chunks r and 2*size-1-r of 2*size chunks for rank r: equal causal work on every rank.
+        """Give rank r chunks r and 2*size-1-r of 2*size chunks. Every rank then has as much causal work.
 
         Args and errors as in `contiguous`.
 
@@ -67,7 +67,7 @@ class Sharding:
 
     @classmethod
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Tokens r, r+size, r+2*size, ... for rank r: nearly equal causal work in every step of a ring.
+        """Give rank r the tokens r, r+size, r+2*size, .... Every step of a ring then has nearly equal causal work.
 
         Args and errors as in `contiguous`.
 
@@ -78,7 +78,7 @@ class Sharding:
 
     @classmethod
     def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:
-        """Any ownership: for each rank the list of its global positions, each token on exactly one rank.
+        """Give each rank the global positions of its list. Each token is on exactly one rank.
 
         Raises:
             ShapeError: a position that is owned twice, or is negative.
@@ -94,7 +94,7 @@ class Sharding:
         return cls(segments)
 
     def __hash__(self) -> int:
-        """Computed once: shardings are keys of caches that are asked in every step of a ring."""
+        """Return a hash that is computed once. Caches are keyed by shardings in every step of a ring."""
         return self._hash
 
     @cached_property
@@ -103,44 +103,44 @@ class Sharding:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.segments)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each rank."""
+        """The number of tokens of each rank."""
         return tuple(sum(map(len, owned)) for owned in self.segments)
 
     @property
     def seq_len(self) -> int:
-        """Number of tokens of all ranks."""
+        """The number of tokens of all ranks."""
         return sum(self.lengths)
 
     @cached_property
     def end(self) -> int:
-        """One more than the greatest position; `seq_len` where the positions start at 0 and have no gaps."""
+        """One more than the greatest position. This is `seq_len` if positions start at 0 without gaps."""
         return max((s[-1] + 1 for s in self.gathered_segments if len(s)), default=0)
 
     def local_len(self, rank: int) -> int:
-        """Number of tokens of `rank`."""
+        """Return the number of tokens of `rank`."""
         return self.lengths[self._checked(rank)]
 
     def positions(self, rank: int) -> Tensor:
-        """Global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
+        """Return the global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
         return concatenated(self.segments[self._checked(rank)])
 
     @cached_property
     def gathered_segments(self) -> tuple[Segment, ...]:
-        """The segments of all ranks one after the other: the order in which an all-gather delivers the tokens."""
+        """The segments of all ranks one after the other, in the order in which an all-gather returns the tokens."""
         return tuple(segment for owned in self.segments for segment in owned)
 
     @cached_property
     def sorted_positions(self) -> Tensor:
-        """Global positions in the order that `sort_segments` gives, int64 `(seq_len,)`."""
+        """The global positions in the order of `sort_segments`, int64 `(seq_len,)`."""
         return concatenated(sorted(self.gathered_segments, key=first))
 
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
-        """Bring whole segments from the order of an all-gather into ascending order of their first position.
+        """Reorder whole segments from the order of an all-gather to ascending order of their first positions.
 
         Unlike `restore` this keeps strided segments together, so that the positions stay a few arithmetic runs.
         """
@@ -151,7 +151,7 @@ class Sharding:
         return torch.cat([parts[place] for place in order], dim)
 
     def unsort_segments(self, x: Tensor, dim: int) -> Tensor:
-        """The inverse of `sort_segments`."""
+        """Reverse `sort_segments`."""
         order = self._segment_order
         if order == sorted(order):
             return x
@@ -160,7 +160,7 @@ class Sharding:
         return torch.cat([parts[place] for place in back], dim)
 
     def sorted_ranges(self, rank: int) -> list[range]:
-        """Where `sort_segments` puts each segment of `rank`."""
+        """Return the range to which `sort_segments` moves each segment of `rank`."""
         order, lengths = self._segment_order, [len(segment) for segment in self.gathered_segments]
         stops = dict(zip(order, accumulate(lengths[place] for place in order), strict=True))
         first_place = sum(map(len, self.segments[: self._checked(rank)]))
@@ -168,7 +168,7 @@ class Sharding:
         return [range(stops[place] - lengths[place], stops[place]) for place in places]
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """The tokens of `rank`, from a tensor that holds all of them in ascending order of position.
+        """Take the tokens of `rank` from a tensor that holds all tokens in ascending order of position.
 
         Args:
             x: any shape, `x.shape[dim] == seq_len`.
@@ -193,7 +193,7 @@ class Sharding:
         return x.index_select(dim, self._places(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The inverse of `shard`: all tokens in ascending order of position.
+        """Reverse `shard`: put all tokens together in ascending order of position.
 
         Args:
             shards: one tensor per rank, with `local_len(rank)` tokens along `dim`.
@@ -208,13 +208,13 @@ class Sharding:
         return self.restore(torch.cat(list(shards), dim), dim)
 
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
-        """Bring tokens from the order of an all-gather into ascending order of position."""
+        """Reorder tokens from the order of an all-gather to ascending order of position."""
         if self._gathered_in_order:
             return gathered
         return gathered.index_select(dim, self._restore_index.to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
-        """The sharding over groups of ranks: each group holds what its ranks held, one after the other.
+        """Make the sharding over groups of ranks. A group holds the tokens of its ranks, one rank after the other.
 
         Args:
             groups: ranks of each group; every rank in exactly one group.
@@ -227,13 +227,13 @@ class Sharding:
         return Sharding(tuple(tuple(s for rank in group for s in self.segments[rank]) for group in groups))
 
     def causal_work(self, rank: int) -> int:
-        """Number of (query, key) pairs that `rank` computes under a causal mask over all tokens."""
+        """Count the (query, key) pairs that `rank` computes under a causal mask over all tokens."""
         order = self._ascending
         places = torch.searchsorted(order, self.positions(rank))
         return int((places + 1).sum())
 
     def _checked(self, rank: int) -> int:
-        """A rank of this sharding."""
+        """Check that `rank` is a rank of this sharding, and return it."""
         check(rank=rank)
         if not 0 <= rank < self.size:
             raise ShapeError(f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}.")
@@ -241,7 +241,7 @@ class Sharding:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that differs between shardings: for ranks to compare, and for people to tell apart."""
+        """A short text that identifies the sharding, for ranks to compare and for people to read."""
         digest = hashlib.blake2b(repr(self.segments).encode(), digest_size=4).hexdigest()
         return f"{self.seq_len} tokens over {self.size} ranks #{digest}"
 
@@ -271,7 +271,7 @@ class Sharding:
 
     @cached_property
     def _is_dense(self) -> bool:
-        """Whether the positions are first..first+seq_len-1, so that a position is also a place in the full tensor."""
+        """Whether the positions are first to first + seq_len - 1, so that a position is an index of the full tensor."""
         return self.end - self._first == self.seq_len
 
     def _places(self, rank: int) -> Tensor:

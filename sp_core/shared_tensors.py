@@ -1,4 +1,4 @@
-"""Tensors that the other ranks of a node read where they are: what a rank would send to its neighbour, the neighbour just looks at.
+"""Tensors in shared memory: ranks of one machine read each other's tensors without a message.
 
 x = sp.shared_empty((2, 100, 8), comm=comm)     every rank
 x.copy_(...)
@@ -22,7 +22,8 @@ from sp_core.transport.window import MAX_DIMS
 
 
 def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor in memory that all ranks of a communicator see; an ordinary one where there is none (`comm.window` is None).
+    """Make a tensor in memory that all ranks of a communicator see. Without a window (`comm.window` is None) it is an ordinary
+    tensor.
 
     Args:
         shape: may differ by rank; at most 16 dimensions.
@@ -47,7 +48,7 @@ def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype
 
 
 def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
-    """The tensor that another rank got from the same call of `shared_empty` as x, in place. Nothing is sent.
+    """Return the tensor that another rank got from the same call of `shared_empty` as x, in place. Nothing is sent.
 
     Args:
         x: what `shared_empty` gave to this rank; not a part of it.
@@ -74,7 +75,7 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
 
 
 def fence(*, comm: Communicator) -> None:
-    """Wait for all ranks; what they have written into shared memory before is seen after it.
+    """Wait for all ranks. After it every rank sees what any rank wrote into shared memory before it.
 
     Args:
         comm: the ranks. Every rank calls this.

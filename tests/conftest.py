@@ -6,9 +6,9 @@ import os
 import pytest
 from hypothesis import settings
 
+from sp_core.launch.command import session_dir
 from sp_core.probing import in_job
 from sp_core.testing import profiles
-from sp_core.testing.launch import session_dir
 
 settings.load_profile(profiles.DEFAULT)
 os.environ["SP_TUNING"] = "off"  # what "auto" takes must not depend on what was once measured on this machine

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from oracle import reference
+from oracle.strategies import seeds
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Grid, Llama, LlamaConfig
 from sp_core.schemes import SCHEMES
-from sp_core.testing import device, reference
-from sp_core.testing.strategies import seeds
+from sp_core.testing import device
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,

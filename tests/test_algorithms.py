@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS as TRANSPORTS
+from oracle.collective_cases import DTYPES, Case, cases, part_of
+from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
+from oracle.ways import CALLS, CARRIERS, called, refuses
+from oracle.window_cases import OPS as WINDOW_OPS
+from oracle.window_cases import use_window
 
 import sp_core as sp
-from sp_core.collectives import choice
+from sp_core.collectives import execution
 from sp_core.schedules import ALGORITHMS, HALF, cost, replay
 from sp_core.testing import device, features, given, spmd
-from sp_core.testing.collective_cases import DTYPES, Case, cases, part_of
-from sp_core.testing.schedule_cases import SUMS, Vectors, pieces, vectors
-from sp_core.testing.ways import CALLS, CARRIERS, called, refuses
-from sp_core.testing.window_cases import OPS as WINDOW_OPS
-from sp_core.testing.window_cases import use_window
 
 SEGMENT_BYTES = 24
 BINARY = ("recursive_doubling", "rabenseifner", "binomial")
@@ -30,7 +30,7 @@ BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments so short that the vectors here have several."""
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
+    monkeypatch.setattr(execution, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
 
 
 def poison(comm: sp.Communicator) -> None:

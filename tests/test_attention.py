@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import reference
 from torch import Tensor
 
 from sp_core.attention import (
@@ -18,7 +19,6 @@ from sp_core.attention import (
     block_attention,
 )
 from sp_core.mask import Mask, plan_blocks
-from sp_core.testing import reference
 from sp_core.testing.tolerance import bound, check_close
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

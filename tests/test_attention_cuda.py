@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_core.attention import backend_for, block_attention, block_attention_backward, cuda
+from sp_core.attention import attend, attend_backward, backend_for, block_attention, block_attention_backward, cuda
 from sp_core.attention.blocks import _backend
+from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,6 +79,47 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kin
     assert (backward.get("max_q", sq), backward.get("max_k", sk)) == (sq, sk)
 
 
+def rows_at(x: torch.Tensor) -> set[int]:
+    """How far the rows of a tensor begin behind multiples of 16 bytes."""
+    return {x[index].data_ptr() % 16 for index in product(*map(range, x.shape[:-1]))}
+
+
+@given(
+    dims=st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([8, 16])),
+    order=st.permutations(range(3)),
+    cut=st.tuples(*[st.integers(0, 2)] * 3, st.integers(0, 9)),
+    step=st.integers(1, 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_cuda_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
+    dims: tuple[int, ...], order: list[int], cut: tuple[int, ...], step: int, dtype: torch.dtype
+) -> None:
+    """What lies so already is not copied."""
+    room = torch.arange(10_000, dtype=torch.float32).to(dtype)[: (dims[3] + cut[3]) * step * 125].view(5, 5, 5, -1)
+    x = room.permute(*order, 3)[tuple(slice(c, c + n) for c, n in zip(cut[:3], dims[:3], strict=True))]
+    x = x[..., cut[3] * step : (cut[3] + dims[3]) * step : step]
+    made = cuda.aligned(x)
+    assert torch.equal(made, x)
+    assert (made.stride(-1), rows_at(made)) == (1, {0})
+    assert (made is x) == (step == 1 and rows_at(x) == {0})
+
+
+@pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
+def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(backend: str) -> None:
+    """Neither rows that begin between two pieces of 16 bytes, nor in the efficient backward another layout of out."""
+    wide = torch.empty(2, 5, 40, 17, dtype=torch.bfloat16, device="meta")
+    q, k, v, do, out = (wide[:, :4, :, :16] for _ in range(5))
+    lse = torch.empty(2, 4, 40, device="meta")
+    with Passed() as passed:
+        block_attention(q, k, v, scale=0.3, backend=backend)
+        block_attention_backward(do, q, k, v, out, lse, scale=0.3, backend=backend)
+    for _, given_, _ in passed.calls:
+        tensors = {name: x for name, x in given_.items() if name in ("query", "key", "value", "grad_out", "grad_out_", "out")}
+        assert all(stride % 8 == 0 for x in tensors.values() for stride in x.stride()[:-1])
+    if backend == "efficient_cuda":
+        assert passed.calls[1][1]["out"].transpose(1, 2).is_contiguous()
+
+
 def test_the_lse_of_the_cuda_kernels_is_cut_and_padded() -> None:
     lse = torch.randn(2, 3, 40)
     padded = cuda.padded_lse(lse)
@@ -92,3 +135,13 @@ def test_repeated_keys_are_gathered_again() -> None:
     wide = cuda.repeated(k, 6)
     assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
     assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
+
+
+@pytest.mark.parametrize("mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)])
+def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
+    """Nothing on the meta device has a value, so nothing there can decide which queries and keys a kernel gets."""
+    q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
+    here = {"q_positions": range(40), "kv_positions": range(20, 60) if mask.documents is None else range(40)}
+    out, lse = attend(q, k, v, **here, mask=mask, scale=0.3)
+    grads = attend_backward(out, q, k, v, out, lse, **here, mask=mask, scale=0.3)
+    assert (out.shape, lse.shape, {grad.shape for grad in grads}) == (q.shape, q.shape[:3], {q.shape})

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.collective_cases import Case, cases
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.testing import check_adjoint, given, global_map
-from sp_core.testing.collective_cases import Case, cases
 
 
 @pytest.mark.parametrize("check", ["agree", "off"])

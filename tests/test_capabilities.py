@@ -1,18 +1,17 @@
-"""The README's table of what each scheme can do is what the schemes do."""
+"""The table of what each scheme can do is what the schemes do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-from sp_core.testing import capabilities
+from oracle import capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_table_in_the_readme_is_what_the_schemes_do() -> None:
-    _, shown, _ = (ROOT / "README.md").read_text().split("<!-- python -m sp_core.testing.capabilities -->")
+def test_the_documented_table_is_what_the_schemes_do() -> None:
+    _, shown, _ = (ROOT / "docs" / "schemes.md").read_text().split("<!-- PYTHONPATH=tests python -m oracle.capabilities -->")
     assert shown.strip() == capabilities.table()
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from kit.narrow import narrow_transport
+from oracle.collective_cases import Case, cases
+from oracle.fake_device import DelayedStreams
 
 import sp_core as sp
 from sp_core.collectives import build
 from sp_core.sharding import split_sizes
 from sp_core.testing import given, spmd
-from sp_core.testing.collective_cases import Case, cases
-from sp_core.testing.fake_device import DelayedStreams
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
@@ -25,7 +25,6 @@ DEFAULTS = {
     "op": "sum",
     "algorithm": "auto",
     "deterministic": False,
-    "in_place": False,
     "sizes": None,
     "split_sizes": None,
     "concat_sizes": None,
@@ -86,11 +85,15 @@ def test_half_types_are_summed_in_float32_and_rounded_once(comm: Any, case: Case
 
 def test_an_argument_that_is_left_out_means_the_same_everywhere() -> None:
     """Also to `plan`, which passes on what it was given."""
-    public = [*(getattr(sp, name) for name in sp.__all__), *vars(build).values()]
+    public = [getattr(sp, name) for name in sp.__all__]
     signatures = [inspect.signature(call).parameters for call in public if inspect.isfunction(call)]
     taking = [parameters.values() for parameters in signatures if "algorithm" in parameters]
-    assert len(taking) > 20
-    assert {(p.name, p.default) for parameters in taking for p in parameters if p.default is not p.empty} == set(DEFAULTS.items())
+    assert len(taking) > 13
+    planned = {
+        (name, value) for kind in build.KINDS.values() for name, value in kind.arguments.items() if value is not build.NEEDED
+    }
+    called = {(p.name, p.default) for parameters in taking for p in parameters if p.default is not p.empty}
+    assert called == planned | {("algorithm", "auto")} == set(DEFAULTS.items())
 
 
 @spmd()

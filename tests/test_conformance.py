@@ -18,9 +18,9 @@ from conformance.trial import Trial, judged
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
+from oracle import reference
 from torch import Tensor
 
-from sp_core.testing import reference
 from sp_core.testing.tolerance import bound, check_close
 
 NEEDS = Needs(("contiguous", "zigzag", "striped"), dtype="float64")

@@ -11,6 +11,10 @@ import pytest
 import torch
 from domains.cost import TRANSPORT, measured, sizes_of
 from hypothesis import strategies as st
+from oracle.attention_check import Shards
+from oracle.capabilities import BASE
+from oracle.schedule_cases import schedule
+from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core import cost, schedules
@@ -18,10 +22,6 @@ from sp_core.schedules import SCHEDULED
 from sp_core.schemes import SCHEMES
 from sp_core.schemes.hybrid import groups_of
 from sp_core.testing import given, spmd
-from sp_core.testing.attention_check import Shards
-from sp_core.testing.capabilities import BASE
-from sp_core.testing.schedule_cases import schedule
-from sp_core.testing.strategies import AttentionProblem, attention_problems
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 

@@ -15,7 +15,7 @@ import sp_core as sp
 from sp_core.testing import run_threads
 from sp_core.transport import cuda
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
-from sp_core.transport.device_window import DeviceWindow
+from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
             group = mesh["sp"]
-            group.window = DeviceWindow(group._comm, kind(CPU), 64)
+            group.window = Window(group._comm, 64, kind(CPU))
             x = torch.arange(50.0) + comm.rank
             for op in ("all_reduce", "all_gather"):
                 found = getattr(sp, op)(x, comm=group)
@@ -132,7 +132,7 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
     assert runtime.registered == set()
     runtime.failing = "cudaMalloc" if kind is CudaMemory else "cudaHostRegister"
     with pytest.raises(Exception, match=f"cannot allocate .* {runtime.failing}"):
-        run_threads(2, lambda comm: DeviceWindow(comm, kind(CPU), 64))
+        run_threads(2, lambda comm: Window(comm, 64, kind(CPU)))
 
 
 def test_without_a_runtime_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

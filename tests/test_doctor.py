@@ -17,6 +17,7 @@ from test_scaling import mpi_environment
 from sp_core import doctor, machine, probing
 from sp_core.__main__ import main
 from sp_core.errors import DeviceError
+from sp_core.mesh import fingerprint
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # these start mpiexec, which must not be done inside mpiexec
 
@@ -55,6 +56,40 @@ def test_a_machine_that_works() -> None:
     assert "starts 2 ranks" in text
     assert "over 1 rank(s) came out right" in text
     assert "nothing is broken" in text
+
+
+BAD = {"SP_TRANSPORT": "pigeon", "SP_ALGORITHM": "magic", "SP_TUNING": "/proc/nope", "SP_NODES": "0,one"}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in BAD:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, BAD[name])
+    (finding,) = doctor._variables()
+    assert (finding.subject, finding.status) == (name, "broken")
+    assert BAD[name].split(",")[-1] in finding.text
+    assert name in finding.remedy
+    here = {"_mpiexec": lambda measure: (), "_mpi": list, "_mpi_problem": lambda: None, "_constants": lambda measure: finding}
+    for part, found in {**here, "_transports": lambda device: pytest.fail("tried")}.items():
+        monkeypatch.setattr(doctor, part, found)
+    assert [found.subject for found in doctor.examine() if found and found.status == "broken"] == [name] * 2
+
+
+def test_constants_that_cannot_be_kept_are_an_error_on_every_rank() -> None:
+    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, "--measure", SP_TUNING_DIR="/proc/nope")
+    assert code != 0, text
+    assert text.count("measured, but not kept") == 1, text
+    assert "Set SP_TUNING_DIR to a folder" in text
+    assert "Traceback" not in text
+
+
+def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert machine.cores() == 1
+    assert fingerprint() == before
+    assert int(before["cores"]) <= (os.cpu_count() or 1)
 
 
 def test_on_two_ranks_there_is_one_report(tmp_path: Path) -> None:

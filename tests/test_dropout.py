@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given as draw
 from hypothesis import strategies as st
+from oracle.strategies import LAYOUTS, seeds
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
 from sp_core.nn.dropout import _mixed
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, spmd
-from sp_core.testing.strategies import LAYOUTS, seeds
 
 
 @draw(

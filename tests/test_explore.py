@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import explore
+from oracle.attention_features import attention_features, points, universe
+from oracle.capabilities import BASE
+from oracle.explore import EXAMPLES, LEAST_HITS, judge, told
+from oracle.ways import to_be_called, to_be_taken
 
 from sp_core import Mask
-from sp_core.testing import explore
-from sp_core.testing.attention_features import attention_features, points, universe
-from sp_core.testing.capabilities import BASE
-from sp_core.testing.explore import EXAMPLES, LEAST_HITS, judge, told
-from sp_core.testing.tally import Tally
-from sp_core.testing.ways import to_be_called, to_be_taken
+from sp_core.testing.remarks import Tally
 
 POSSIBLE, IMPOSSIBLE = universe()
 WAYS = [*to_be_taken(), *to_be_called()]
@@ -73,7 +73,7 @@ def test_the_command_judges_what_all_rounds_have_left(fault: bool, tmp_path: Pat
     first, second = complete(), Tally(3, 2, Counter({8: 3}), ratios={"ring out": 0.51 if fault else 0.1})
     first.features[points()[1]] += 1
     for place, tally in enumerate((first, second)):
-        tally.write(tmp_path / f"{place}.json")
+        (tmp_path / f"{place}.json").write_text(tally.text())
     assert explore.main(["judge", "--into", str(tmp_path), "--seed", "9"]) == int(fault)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{EXAMPLES + 3} examples (+ 2 raw), seed 9"
@@ -172,7 +172,7 @@ def test_heads_are_counted_by_how_ranks_share_them(kv_heads: int, group: int, sp
 def test_counts_survive_a_file_and_add_up(tmp_path: Path) -> None:
     one = Tally(ratios={"out": 0.1, "dq": 0.3})
     one.count({"layout=zigzag": True, "ranks=2": True, "grid 1 x 2": False})
-    one.write(tmp_path / "one.json")
+    (tmp_path / "one.json").write_text(one.text())
     read = Tally.read(tmp_path / "one.json")
     assert read == one
     read.merge(Tally(examples=3, sizes=Counter({2: 3}), ratios={"out": 0.2}))
@@ -225,7 +225,7 @@ def test_a_round_that_failed_is_no_result(tmp_path: Path, capsys: pytest.Capture
             one.tally()
         assert "what the session said" in capsys.readouterr().out
         if code == 0:
-            Tally(examples=7).write(one.file)
+            one.file.write_text(Tally(examples=7).text())
     vars(one)["process"] = SimpleNamespace(returncode=0)
     assert one.tally() == Tally(examples=7)
 

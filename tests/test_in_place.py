@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.attention_check import Results, Shards
+from oracle.strategies import AttentionProblem
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES, allgather_kv, ring
 from sp_core.schemes.blocks import reads_in_place
 from sp_core.testing import given, run_threads, spmd
-from sp_core.testing.attention_check import Results, Shards
-from sp_core.testing.strategies import AttentionProblem
 from sp_core.transport import shared
-from sp_core.transport.rooms import ALIGNMENT, Rooms
+from sp_core.transport.shared import ALIGNMENT, Rooms
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
 PLAIN = AttentionProblem(

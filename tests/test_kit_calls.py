@@ -15,8 +15,8 @@ from kit.failing import failure_of, leads
 from sp_core.testing import ThreadComm, given, mpi, requests, spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
+from sp_core.testing.requests import UNCHECKED
 from sp_core.testing.signatures import COLLECTIVES
-from sp_core.testing.unchecked import UNCHECKED
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sp_core.testing.deaths import Deaths
-from sp_core.testing.watchdog import hold_life
+from sp_core.launch.deaths import Deaths
+from sp_core.launch.watch import hold_life
 
 RANKS = 6
 SEEDS = range(5)

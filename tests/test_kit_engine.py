@@ -13,7 +13,7 @@ from kit.failing import SEARCH, failure_of, leads
 
 from sp_core.testing import event, features, given, note, profiles, record_ratio, remarks, session, spmd, target, tier
 from sp_core.testing.outcome import RankFailure
-from sp_core.testing.tally import Tally
+from sp_core.testing.remarks import Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 QUICK = 60

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sp_core.testing import launch, leftovers
-from sp_core.testing.launch import SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.launch import command as command_module
+from sp_core.launch import deaths, watch
+from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.testing.plugin import pytest_addoption
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
@@ -216,14 +217,14 @@ def launched(program: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(command_module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(command_module.shutil, "which", lambda name: None)
     with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
-        launch.find_mpiexec()
-    monkeypatch.setattr(launch.shutil, "which", lambda name: f"/path/{name}")
-    assert launch.find_mpiexec() == "/path/mpiexec"
+        command_module.find_mpiexec()
+    monkeypatch.setattr(command_module.shutil, "which", lambda name: f"/path/{name}")
+    assert command_module.find_mpiexec() == "/path/mpiexec"
     (tmp_path / "mpiexec").touch()
-    assert launch.find_mpiexec() == str(tmp_path / "mpiexec")
+    assert command_module.find_mpiexec() == str(tmp_path / "mpiexec")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(tmp_path: Path, 
     ],
 )
 def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(mapped: str, name: str | None) -> None:
-    found = leftovers._mapped(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
+    found = deaths.mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
     assert found == (None if name is None else Path("/dev/shm") / name)
 
 
@@ -260,6 +261,63 @@ def test_a_launch_that_takes_too_long_is_killed_with_all_its_processes(tmp_path:
     assert time.monotonic() - begin < 20
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+HANGING = """
+import sys, time
+from mpi4py import MPI
+
+def wait_for_nobody():
+    if MPI.COMM_WORLD.rank == 1:
+        time.sleep(60)
+
+if __name__ == "__main__":
+    print(sys.argv[1:], __file__, flush=True)
+    wait_for_nobody()
+    MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "module"])
+def test_the_stacks_of_a_plain_program_that_hangs_are_told(way: str, tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    program = {"file": ["-u", str(tmp_path / "hanging.py")], "module": ["-W", "error", "-m", "hanging"]}[way]
+    paths = os.pathsep.join([str(tmp_path), *PATHS])
+    result = run(["-m", "sp_core", "run", "-n", "2", "--timeout", "4", "--", "python", *program, "--fast", "7"], PYTHONPATH=paths)
+    assert result.returncode == 1, result.stdout
+    assert result.stdout.count(f"['--fast', '7'] {tmp_path / 'hanging.py'}") == 2, result.stdout
+    assert "the launch has not ended after 4 s" in result.stdout
+    first, second = result.stdout.split("---- rank ")[1:]
+    assert 'hanging.py", line 12 in <module>' in first
+    assert 'hanging.py", line 7 in wait_for_nobody' in second
+    assert "watch.py" not in first + second
+
+
+def test_what_a_plain_program_dies_of_is_told(tmp_path: Path) -> None:
+    result = launched("import os, time; os.kill(os.getpid(), 9) if os.environ.get('PMI_RANK', '1') == '1' else time.sleep(60)")
+    assert result.returncode == 1, result.stdout
+    assert re.search("rank 1 died first: (killed by SIGKILL|how is not known here)|exit code [1-9]", result.stdout), result.stdout
+    result = launched("import time; 1 / 0")
+    assert result.returncode != 0
+    assert "ZeroDivisionError" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("hostname -s", "hostname -s"),
+        ("python -V", "PYTHON -V"),
+        ("python a.py -m b", "PYTHON WATCH a.py -m b"),
+        ("/opt/python3.11 -uX dev -W error -m a -c", "/opt/python3.11 -uX dev -W error -m a -c"),
+        ("/opt/python3.11 -u -X dev -W error -m a -c", "/opt/python3.11 -u -X dev -W error WATCH -m a -c"),
+        ("python3 -c pass", "PYTHON WATCH -c pass"),
+        ("pythonic -c pass", "pythonic -c pass"),
+        ("python -", "PYTHON -"),
+    ],
+)
+def test_python_programs_are_watched(command: str, expected: str) -> None:
+    names = {"PYTHON": sys.executable, "WATCH": watch.__file__}
+    assert command_module.watched(command.split()) == [names.get(word, word) for word in expected.split()]
 
 
 def test_a_rank_killed_in_shared_memory_is_reported_soon_and_leaves_no_file() -> None:

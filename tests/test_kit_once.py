@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from oracle.once import KEPT, contents, once
 
 from sp_core.testing import run_threads
-from sp_core.testing.once import KEPT, contents, once
 
 
 def test_ranks_that_are_threads_share_a_result() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import xml.etree.ElementTree as ET
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import strategies as st
 from kit.failing import failure_of
 
-from sp_core.testing import feed, given, salvage, session, shrink_crash, watchdog
+from sp_core.launch import results, watch
+from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.outcome import FINISHED
-from sp_core.testing.plan import Example, Result
+from sp_core.testing.plan import Example, Fed, Result
 from sp_core.testing.remarks import Remarks
 from sp_core.testing.shrink_crash import Jobs, Lost
 
@@ -72,27 +74,27 @@ def test_only_so_many_launches_are_lost(jobs: Jobs) -> None:
 
 
 def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(watchdog.RUN_DIR, str(tmp_path))
-    assert feed.plan() is None
-    results, listener = [], feed.listen(tmp_path)
+    monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
+    assert not Fed.is_wanted()
+    results, listener = [], Fed.listen(tmp_path)
 
     def engine() -> None:
         client, _ = listener.accept()
-        with feed.Connection(client.detach()) as connection:
+        with Connection(client.detach()) as connection:
             for n in range(3):
                 connection.send(Example((0, 1), {"n": n}))
                 results.append(connection.recv().outcomes)
 
     other = threading.Thread(target=engine)
     other.start()
-    plan, seen = feed.plan(), []
+    assert Fed.is_wanted()
+    seen = []
 
     def attempt(example: Example) -> Result:
         seen.append(str(example))
         return Result([FINISHED], Remarks())
 
-    assert plan is not None
-    plan.run(SimpleNamespace(), attempt)
+    Fed().run(SimpleNamespace(), attempt)
     other.join(30)
     listener.close()
     assert seen == [f"nprocs=2, n={n}" for n in range(3)]
@@ -100,20 +102,22 @@ def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch
 
 
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
-    ledger = salvage.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
-    for name, phases in {"a": ["passed"] * 3, "b": ["passed", "failed", "passed"], "c": ["passed", "passed", "failed"]}.items():
-        ledger.start(f"tests/test_x.py::{name}")
-        for when, outcome in zip(("setup", "call", "teardown"), phases, strict=True):
-            ledger.add(f"tests/test_x.py::{name}", when, outcome, 0.5, f"it is \x1b {outcome}" if outcome == "failed" else "")
-        ledger.end(f"tests/test_x.py::{name}")
-    ledger.start("tests/test_x.py::TestC::d")
-    ledger.add("tests/test_x.py::TestC::d", "setup", "passed", 0.5, "")
-    with (tmp_path / salvage.FILE).open("a") as file:
+    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
+    for name, phases in {"a": ["passed"] * 3, "b": ["passed", "failed", "passed"], "c": ["passed", "passed", "error"]}.items():
+        test = f"tests/test_x.py::{name}"
+        ledger.add(test=test)
+        for outcome in phases:
+            text = f"it is \x1b {outcome}" if outcome in ("failed", "error") else ""
+            ledger.add(test=test, outcome=outcome, seconds=0.5, text=text)
+        ledger.add(test=test, ended=True)
+    ledger.add(test="tests/test_x.py::TestC::d")
+    ledger.add(test="tests/test_x.py::TestC::d", outcome="passed", seconds=0.5, text="")
+    with (tmp_path / results.FILE).open("a") as file:
         file.write('{"test": "tests/test_x.py::e"')  # the last thing that the rank did
-    lines = salvage.told(tmp_path)
+    lines = results.told(tmp_path)
     assert lines[0] == "tests that had ended: 1 passed, 1 failed, 1 error"
     assert lines[-1] == "test under way: tests/test_x.py::TestC::d"
-    file_written = salvage.write_junit(tmp_path, "rank 1 died first")
+    file_written = results.write_junit(tmp_path, "rank 1 died first")
     assert file_written is not None
     (suite,) = ET.parse(file_written).getroot()
     assert suite.get("name") == "a suite"
@@ -130,10 +134,10 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
-    assert salvage.told(tmp_path) == []
-    assert salvage.write_junit(tmp_path, "") is None
-    salvage.Ledger(tmp_path, None)
-    assert salvage.write_junit(tmp_path, "") is None
+    assert results.told(tmp_path) == []
+    assert results.write_junit(tmp_path, "") is None
+    results.Ledger(tmp_path, None)
+    assert results.write_junit(tmp_path, "") is None
 
 
 def test_no_example_is_blamed_for_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle import reference
+from oracle.once import contents, once
+from oracle.strategies import LAYOUTS, masks, seeds
+from oracle.ways import Way, every_way
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
 from sp_core.schemes import SCHEMES
-from sp_core.testing import device, given, record_ratio, reference, spmd
-from sp_core.testing.once import contents, once
-from sp_core.testing.strategies import LAYOUTS, masks, seeds
+from sp_core.testing import device, given, record_ratio, spmd
 from sp_core.testing.tolerance import bound, check_close
-from sp_core.testing.ways import Way, every_way
 from sp_core.transport import NAMES
 
 pytestmark = pytest.mark.usefixtures("short_slots")

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
-    ("arguments", "axes", "errors", "machine", "probing", "progress", "segments"),
+    ("arguments", "axes", "errors", "machine", "launch", "observer", "probing", "progress", "segments"),
     ("sharding", "mask", "schedules"),
     ("attention", "scheduling", "tuning"),
     ("transport",),
@@ -21,7 +21,6 @@ ROOMS = (
     ("communicator",),
     ("mesh",),
     ("collectives", "shared_tensors"),
-    ("autograd",),
     ("schemes",),
     ("nn", "cost"),
     ("llama", "planning"),
@@ -97,9 +96,9 @@ def foreign_to_reference(sources: dict[str, str]) -> list[str]:
     return [
         f"{path} imports {name}"
         for path, text in sources.items()
-        if path.startswith("sp_core/testing/reference")
+        if path.startswith("tests/oracle/reference")
         for name in imported(path, text)
-        if name.split(".")[0] not in REFERENCE_IMPORTS and not name.startswith("sp_core.testing.reference")
+        if name.split(".")[0] not in REFERENCE_IMPORTS and not name.startswith("tests.oracle.reference")
     ]
 
 
@@ -122,7 +121,7 @@ def test_imports_go_one_way() -> None:
     [
         ("sp_core/sharding.py", "from sp_core.mesh import Mesh"),
         ("sp_core/transport/host.py", "def run():\n    import sp_core.communicator"),
-        ("sp_core/autograd/apply.py", "from sp_core import nn"),
+        ("sp_core/collectives/api.py", "from sp_core import nn"),
         ("sp_core/schemes/ring.py", "from sp_core import Mesh"),
         ("sp_core/mask/runs.py", "from ..collectives import maps"),
         ("sp_core/nn/layers.py", "from sp_core.testing import given"),
@@ -145,9 +144,9 @@ def test_mpi_is_used_in_few_rooms() -> None:
 
 
 def test_the_reference_knows_only_torch() -> None:
-    assert foreign_to_reference(read("sp_core")) == []
-    planted = {"sp_core/testing/reference/dense.py": "from sp_core.attention import attention"}
-    assert foreign_to_reference(planted) == ["sp_core/testing/reference/dense.py imports sp_core.attention.attention"]
+    assert foreign_to_reference(read("tests/oracle")) == []
+    planted = {"tests/oracle/reference/dense.py": "from sp_core.attention import local_attention"}
+    assert foreign_to_reference(planted) == ["tests/oracle/reference/dense.py imports sp_core.attention.local_attention"]
 
 
 def succeeds_alone(program: str) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from oracle.link import LinkModel
 
 import sp_core as sp
 from sp_core.testing import given, spmd
-from sp_core.transport import Done, LinkModel
+from sp_core.transport import Done
 
 LATENCY, RATE = 1e-3, 1e6
 SIZES = st.lists(st.integers(0, 10_000), min_size=1, max_size=6)

@@ -9,16 +9,17 @@ import torch
 from domains.models import Expected, with_gradients
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.once import contents
+from oracle.strategies import LAYOUTS
+from oracle.ways import Way, taken, ways
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Grid, Llama
 from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import event, features, given, reference, spmd
-from sp_core.testing.once import contents
-from sp_core.testing.strategies import LAYOUTS
-from sp_core.testing.ways import Way, taken, ways
+from sp_core.testing import event, features, given, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 BATCH = 4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from llama_cases import Case, mesh_of
+from oracle.live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import sp_core as sp
@@ -18,7 +19,6 @@ from sp_core.llama import Decoder, LlamaConfig, load
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import placement_of
 from sp_core.testing import spmd
-from sp_core.testing.live_bytes import LiveBytes
 
 CASE = Case((6, 3), layers=1)
 INDEX = "model.safetensors.index.json"

@@ -10,14 +10,15 @@ import torch
 from domains.models import Expected
 from hypothesis import strategies as st
 from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.once import contents
+from oracle.ways import Way, ways
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, generate
-from sp_core.testing import event, given, reference, spmd, tier
-from sp_core.testing.once import contents
+from sp_core.testing import event, given, spmd, tier
 from sp_core.testing.tolerance import check_close
-from sp_core.testing.ways import Way, ways
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 Step = tuple[bool, list[int]]

@@ -11,6 +11,7 @@ import torch
 from domains.collectives import MEMORIES, in_memory
 from domains.losses import expected
 from hypothesis import strategies as st
+from oracle.strategies import LAYOUTS, seeds
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -19,7 +20,6 @@ from sp_core.nn.gradients import Placement, clip_gradient_norm, place, placement
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.segments import split_sizes
 from sp_core.testing import given, record_ratio, spmd
-from sp_core.testing.strategies import LAYOUTS, seeds
 from sp_core.testing.tolerance import bound, check_close
 
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(1, 4), (2, 2), (4, 1)]}

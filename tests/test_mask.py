@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle import reference
 from torch import Tensor
 
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, plan_blocks, position_tensor, runs, work
 from sp_core.mask import blocks as plans
-from sp_core.testing import reference
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
 """Positions without structure."""
@@ -264,7 +264,7 @@ def test_documents_for_another_length_are_refused() -> None:
         mask.check_lengths(9)
     with pytest.raises(ShapeError, match=r"kv_documents end at 8, needed kv_seq_len = 9"):
         mask.check_lengths(8, 9)
-    for outside in ([8], [-1]):
+    for outside in ([8], [-1], [0, 8], [-1, 0]):
         with pytest.raises(ShapeError, match="positions"):
             mask.allowed(outside, [0])
         with pytest.raises(ShapeError, match="positions"):

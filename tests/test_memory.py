@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.attention_check import Shards
+from oracle.live_bytes import LiveBytes
+from oracle.strategies import AttentionProblem
 from torch import Tensor
 
 import sp_core as sp
 from benchmarks.peers import memory
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
-from sp_core.testing.attention_check import Shards
-from sp_core.testing.live_bytes import LiveBytes
-from sp_core.testing.strategies import AttentionProblem
 
 HIDDEN, HEADS, FFN = 16, 4, 24
 

@@ -10,7 +10,7 @@ import pytest
 from mpi4py_suite import __main__ as command
 from mpi4py_suite.results import KINDS, KNOWN, Result, merged
 
-from sp_core.testing.unchecked import UNCHECKED
+from sp_core.testing.requests import UNCHECKED
 
 FOLDER = Path(command.__file__).parent
 KNOWN_TEST = "test_p2p_obj.TestP2PObjWorld.testManyISendAndRecv"

@@ -101,7 +101,7 @@ def test_every_file_of_the_package_is_in_the_library_or_in_the_kit(found: list[E
     with_edits = {name for name, path in paths.items() if edits(name, path.read_text())}
     library, kit = ({edit.file for edit in part} for part in (found, of_kit))
     assert library | kit == with_edits
-    assert kit == {name for name in with_edits if name.startswith("sp_core/testing/")}
+    assert kit == {name for name in with_edits if name.startswith(("sp_core/launch/", "sp_core/testing/"))}
     folders = {"/".join(Path(name).parts[1:-1]) or "sp_core" for name in with_edits}
     assert {sample.room_of(name) for name in library | kit} == folders
 

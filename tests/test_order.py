@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import Case, cases
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.collectives import choice
+from sp_core.collectives import execution
 from sp_core.schedules import ALGORITHMS
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
-from sp_core.testing.collective_cases import Case, cases
 
 STARTED = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast"]
 
@@ -75,7 +75,7 @@ def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) ->
 @spmd(2, 4)
 def test_ranks_wait_on_two_communicators_in_different_orders(comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one mesh, then of two; for calls and for runs of plans. The tensor fills several segments and slots."""
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", (256, 256))
+    monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
     options: Any = {"transport": "window", "nodes": [rank // 2 for rank in range(comm.size)]}
     with sp.Mesh(comm, one=comm.size, two=1, **options) as mesh, sp.Mesh(comm, sp=comm.size, **options) as other:
         for groups in ((mesh["one"], mesh["one", "two"]), (mesh["one"], other["sp"])):

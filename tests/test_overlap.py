@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.attention_check import Shards
+from oracle.strategies import AttentionProblem
 
 import sp_core as sp
 from sp_core.attention import tiles
-from sp_core.schemes import SCHEMES, allgather_kv, chunks, ring, tp_sp
+from sp_core.schedules import Operation
+from sp_core.schemes import SCHEMES, allgather_kv, ring, tp_sp
 from sp_core.schemes.overlap import GROUPS
 from sp_core.testing import run_threads
-from sp_core.testing.attention_check import Shards
-from sp_core.testing.strategies import AttentionProblem
-from sp_core.transport import Handle, Messages, Transfer, Transport
+from sp_core.transport import Handle, Messages, Transport
 
 SIZE = 3
 PLAIN = AttentionProblem(
@@ -106,11 +107,11 @@ class Listening:
         self._log.append(("start", self.handles[-1].number))
         return self.handles[-1]
 
-    def run(self, transfer: Transfer, send: Any, recv: Any) -> None:
+    def run(self, operation: Operation, send: Any, recv: Any) -> None:
         raise AssertionError("nothing here may block")
 
-    def start(self, transfer: Transfer, send: Any, recv: Any) -> Handle:
-        return self._started(self._inner.start(transfer, send, recv))
+    def start(self, operation: Operation, send: Any, recv: Any) -> Handle:
+        return self._started(self._inner.start(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         return self._started(self._inner.exchange(sends, recvs))
@@ -155,7 +156,7 @@ def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(monkeypatch: 
             column = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["sp"], sharding=sharding)
             log.listen(mesh["sp"])
             column(torch.ones(1, 12, 4))
-            check_order(log.mine, chunks.CHUNKS, 1, 1)
+            check_order(log.mine, tp_sp.CHUNKS, 1, 1)
 
     run_threads(SIZE, body)
 

@@ -11,6 +11,9 @@ import torch
 from domains.models import Expected, with_gradients
 from hypothesis import strategies as st
 from llama_cases import PIPELINES, Case, cases
+from oracle import reference
+from oracle.once import contents
+from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
@@ -21,9 +24,7 @@ from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_grad
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels
 from sp_core.scheduling import gpipe, one_forward_one_backward
-from sp_core.testing import device, event, given, reference, spmd
-from sp_core.testing.once import contents
-from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing import device, event, given, spmd
 
 CASE = Case((4, 2), layers=4, vocab=31, seed=5)
 Shapes = list[tuple[int, int]]

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.fake_device import DelayedStreams
+from oracle.live_bytes import LiveBytes
+from oracle.schedule_cases import vectors
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.collectives import choice
+from sp_core.collectives import choice, execution
 from sp_core.collectives.execution import BoundProgram
 from sp_core.schedules import ALGORITHMS, LIBRARY
 from sp_core.testing import given, run_threads, spmd
-from sp_core.testing.fake_device import DelayedStreams
-from sp_core.testing.live_bytes import LiveBytes
-from sp_core.testing.schedule_cases import vectors
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
 
@@ -200,7 +200,7 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(op: str, monkeypatc
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY])
 def test_a_plan_makes_no_tensor(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "SEGMENT_BYTES", (256, 256))
+    monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
 
     def body(comm: Any) -> tuple[int, int]:
         with sp.Mesh(comm, sp=comm.size) as mesh:

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import OPS, Case, cases, part_of
+from oracle.live_bytes import LiveBytes
+from oracle.once import contents
+from oracle.ways import Way, ways
 from promises import alike
 from promises.ledger import Scene
 from promises.models import EVERY_ROW
@@ -19,13 +23,10 @@ from promises.public import documented, told_alike
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
+from sp_core.observer import observer_of
 from sp_core.schedules import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
 from sp_core.testing import given, spmd
-from sp_core.testing.collective_cases import OPS, Case, cases, part_of
-from sp_core.testing.live_bytes import LiveBytes
-from sp_core.testing.once import contents
-from sp_core.testing.ways import Way, ways
 from sp_core.transport import NAMES
 
 BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"}
@@ -118,7 +119,7 @@ def differing(comm: Any, results: Iterable[Any]) -> list[int]:
 
 
 NO_RESULTS = {
-    *("Communicator.agree_on", "Communicator.free", "Mesh.free", "Sharding.zigzag"),
+    *("Communicator.agree_on", "Communicator.free", "Mesh.free"),
     *("ColumnParallelLinear.from_linear", "RowParallelLinear.from_linear", "copy_to_group"),
 }
 """Those that speak of who calls them, or of what they are given."""
@@ -190,6 +191,9 @@ class Tallied:
         self._calls[name] += 1
         found = call(*arguments, **named)
         return Tallied(found, self._calls) if name in ("Dup", "Split") else found
+
+
+observer_of.register(Tallied, lambda tallied: observer_of(tallied._inner))
 
 
 @spmd(1, 2, 4)

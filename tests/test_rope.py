@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import reference
 
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.nn.rope import Rope
-from sp_core.testing import reference
 
 LLAMA3 = {
     "rope_type": "llama3",

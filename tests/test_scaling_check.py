@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle.live_bytes import LiveBytes
 from torch import Tensor
 
 from benchmarks import inputs, single
 from benchmarks.case import Case
 from benchmarks.corpus import source_bytes
 from benchmarks.measure import Samples
-from sp_core.testing.live_bytes import LiveBytes
 
 TINY = Case(ranks=2, hidden=64, heads=4, kv_heads=2, ffn=256, seq=48, batch=2)
 

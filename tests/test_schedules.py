@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 from sp_core.schedules import (
     ALGORITHMS,
@@ -24,11 +25,9 @@ from sp_core.schedules import (
     defaults,
     replay,
     segment_length,
-    show,
     verify,
 )
-from sp_core.schedules.rewriting import AHEAD
-from sp_core.testing.schedule_cases import NAMES, nodes_of, pieces, schedule
+from sp_core.schedules.program import AHEAD
 
 
 @st.composite
@@ -211,14 +210,6 @@ def test_scratch_is_small_where_there_are_segments(size: int) -> None:
 )
 def test_segments_are_a_sixteenth_of_a_piece_within_limits(nbytes: int, size: int, itemsize: int, length: int) -> None:
     assert segment_length(nbytes // itemsize, size, itemsize) == length
-
-
-def test_a_picture() -> None:
-    assert show(schedule("all_reduce", "recursive_doubling", (1, 1))).splitlines() == [
-        "all_reduce of 2 ranks",
-        "step   0  rank   0  -> 1 in[0:2]   <- 1 tmp[0:2]   out[0:2] = in[0:2] + tmp[0:2]",
-        "step   0  rank   1  -> 0 in[0:2]   <- 0 tmp[0:2]   out[0:2] = tmp[0:2] + in[0:2]",
-    ]
 
 
 def changed(made: Schedule, rank: int, number: int, change: Callable[[Step], Step]) -> Schedule:

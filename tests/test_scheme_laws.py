@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.attention_check import Results, Shards, compare
+from oracle.strategies import AttentionProblem, attention_problems, boundaries
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, given
-from sp_core.testing.attention_check import Results, Shards, compare
-from sp_core.testing.strategies import AttentionProblem, attention_problems, boundaries
 from sp_core.testing.tolerance import check_close
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]

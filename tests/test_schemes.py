@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.attention_check import Shards, check_attention
+from oracle.strategies import AttentionProblem, attention_problems
+from oracle.ways import Way, taken, ways
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device, features, given, session, spmd
-from sp_core.testing.attention_check import Shards, check_attention
-from sp_core.testing.strategies import AttentionProblem, attention_problems
-from sp_core.testing.ways import Way, taken, ways
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))

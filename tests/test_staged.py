@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.attention_check import check_attention
+from oracle.collective_cases import Case, cases
+from oracle.fake_device import DelayedMemory, DelayedStreams
+from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
+from sp_core.schedules import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads
-from sp_core.testing.attention_check import check_attention
-from sp_core.testing.collective_cases import Case, cases
-from sp_core.testing.fake_device import DelayedMemory, DelayedStreams
-from sp_core.testing.strategies import AttentionProblem, attention_problems
-from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
-from sp_core.transport.transfer import all_reduce
+from sp_core.transport.window import Window
 
 OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast", "reduce"]
 
@@ -57,7 +57,7 @@ def test_schemes_do_not_know_how_their_bytes_travel(comm: Any, name: str, proble
         host = HostTransport(group._comm)
         group.transport = StagedTransport(host) if way == "staged" else pipelined(group, DelayedStreams(), 256)
         if way == "device window":
-            group.window = DeviceWindow(group._comm, DelayedMemory(), 256)
+            group.window = Window(group._comm, 256, DelayedMemory())
         check_attention(name, functools.partial(SCHEMES[name], comm=group), problem, comm.rank, comm.size, group.device)
 
 
@@ -77,7 +77,7 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
             handles = []
             for _ in range(2):
                 try:
-                    handles.append(transport.start(all_reduce(5), x, y))
+                    handles.append(transport.start(operation("all_reduce", 0, 1, (5,)), x, y))
                 except OSError:
                     handles.append(None)
             for handle in handles:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.attention_features import remainder, token_features
+from oracle.strategies import LAYOUTS, seeds
+from oracle.ways import Way, taken, ways
 from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.testing import device, features, given, spmd
-from sp_core.testing.attention_features import remainder, token_features
-from sp_core.testing.strategies import LAYOUTS, seeds
-from sp_core.testing.ways import Way, taken, ways
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 

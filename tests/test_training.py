@@ -12,6 +12,8 @@ import torch
 from domains.models import Expected, with_gradients
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
+from oracle import reference
+from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
@@ -22,8 +24,7 @@ from benchmarks.training.judging import allowed, complaints, divergence, yardsti
 from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
 from benchmarks.training.worker import attempt
 from sp_core.llama.train import backward, train_step
-from sp_core.testing import given, reference, run_threads, spmd
-from sp_core.testing.strategies import LAYOUTS
+from sp_core.testing import given, run_threads, spmd
 
 STEPS = 2
 RATE, MAX_NORM = 0.5, 0.3

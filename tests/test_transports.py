@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import OPS, Case, cases
+from oracle.fake_device import DelayedMemory, DelayedStreams
 from torch._C import _distributed_c10d
 
 import sp_core as sp
 from sp_core import transport
 from sp_core.testing import given, run_threads, session, spmd
-from sp_core.testing.collective_cases import OPS, Case, cases
-from sp_core.testing.fake_device import DelayedMemory, DelayedStreams
-from sp_core.transport import HostTransport, cuda_aware, group
+from sp_core.transport import HostTransport, cuda_aware, distributed
 from sp_core.transport.cuda_aware import DeviceTransport, no_device_memory, outside_of_job, refuse_host_only
-from sp_core.transport.device_window import DeviceWindow
 from sp_core.transport.distributed import DistributedTransport, _Work
 from sp_core.transport.node_memory import Offer
 from sp_core.transport.shared import NotShared
 from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
+from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
 FEW = 2  # a group of torch.distributed takes a while to connect
@@ -33,7 +33,7 @@ FEW = 2  # a group of torch.distributed takes a while to connect
 
 def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
     """Let a communicator use torch.distributed; it gives the group up in the end."""
-    made = group.make_group(comm._comm, CPU, seconds)
+    made = distributed.make_group(comm._comm, CPU, seconds)
     comm.transport = DistributedTransport(comm._comm, made, HostTransport(comm._comm), CPU, comm.poll)
 
 
@@ -76,7 +76,7 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(comm: Any, 
         if made_for.rank == made_for.size - 1:
             raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(group, "_connected", fails)
+    monkeypatch.setattr(distributed, "_connected", fails)
     with pytest.raises(sp.DeviceError, match=rf"rank {comm.size - 1} has none: no route.*Pass another transport"):
         sp.Mesh(comm, transport="distributed", sp=comm.size)
     with sp.Mesh(comm, sp=comm.size) as mesh:
@@ -129,9 +129,9 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(mon
 
 
 def test_nccl_is_not_asked_to_share_a_gpu() -> None:
-    group.refuse_shared_gpus(["a", "b", "c"])
+    distributed.refuse_shared_gpus(["a", "b", "c"])
     with pytest.raises(sp.DeviceError, match=r"4 ranks have 2 \(ranks 0, 2, 3: a\).*transport='ipc'"):
-        group.refuse_shared_gpus(["a", "b", "a", "a"])
+        distributed.refuse_shared_gpus(["a", "b", "a", "a"])
 
 
 def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(monkeypatch: pytest
     nccl = type("NCCL", (), {"Options": SimpleNamespace, "__new__": lambda cls, *arguments: made(*arguments)})
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", nccl, raising=False)
     comm, limit = SimpleNamespace(rank=1, size=4), timedelta(seconds=7)
-    assert group._connected("store", comm, torch.device("cuda"), False, limit) == ("store", 1, 4, limit)
+    assert distributed._connected("store", comm, torch.device("cuda"), False, limit) == ("store", 1, 4, limit)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_window_on_a_device_however_late_it_is(comm: Any, case: Case, slot_byt
 
 def on_device(comm: sp.Communicator, memory: DelayedMemory, slot_bytes: int) -> None:
     """Give a communicator device memory, full of what no test expects; every rank calls this."""
-    comm.window = DeviceWindow(comm._comm, memory, slot_bytes)
+    comm.window = Window(comm._comm, slot_bytes, memory)
     comm.window.slots[comm.rank].fill_(0xFF)
 
 
@@ -280,7 +280,7 @@ REASONS = {
 @spmd(2)
 def test_memory_that_one_rank_cannot_map_is_refused_by_all(comm: Any, how: str) -> None:
     with pytest.raises(NotShared, match=REASONS[how]):
-        DeviceWindow(comm, Unmappable(how, comm.rank))
+        Window(comm, memory=Unmappable(how, comm.rank))
     with sp.Mesh(comm, sp=comm.size) as mesh:
         assert sp.all_reduce(torch.ones(2), comm=mesh["sp"])[0] == comm.size
 

@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.collective_cases import DTYPES, Case, cases
+from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
 from sp_core import measuring
-from sp_core.collectives import choice
-from sp_core.collectives.execution import BoundProgram
+from sp_core.collectives import choice, execution
+from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of
 from sp_core.testing import given, run_threads, spmd
-from sp_core.testing.collective_cases import DTYPES, Case, cases
-from sp_core.testing.schedule_cases import nodes_of
-from sp_core.transport import transfer as tr
 from sp_core.tuning import Curve, FileError, Tuning, decide, default_path, find, latest, load, modelled, predict, save
 from sp_core.tuning.constants import straight
-from sp_core.tuning.model import DTYPE, even_task
+from sp_core.tuning.model import DTYPE, even_operation
 
 ALPHA, BETA, GAMMA = 1e-6, 1e-10, 2e-10
 PLAIN = Tuning({"host": "here"}, (0, 0), {"node": straight(ALPHA, BETA)}, straight(1e-15, GAMMA), straight(1e-15, BETA))
@@ -93,17 +92,18 @@ PREDICTED = [(op, name) for op, names in SCHEDULED.items() if op != "shift" for 
 def test_the_figures_predicted_are_those_of_the_rank_that_sends_most(op: str, algorithm: str, size: int) -> None:
     nodes = tuple(rank // 2 if size % 2 == 0 else 0 for rank in range(size))
     count = 12 * size
-    tasks, pieces = [even_task(op, rank, nodes, count) for rank in range(size)], (12,) * size
+    tasks, pieces = [even_operation(op, rank, nodes, count) for rank in range(size)], (12,) * size
     for rank, task in enumerate(tasks):
-        transfers = {
-            "all_gather": tr.all_gather(pieces, rank),
-            "reduce_scatter": tr.reduce_scatter(pieces, rank),
-            "all_reduce": tr.all_reduce(count),
-            "all_to_all": tr.all_to_all(pieces, (pieces[rank],) * size, max(pieces)),
-            "broadcast": tr.broadcast(count, rank, 0),
-            "reduce": tr.reduce(count, rank, 0),
+        own, every, whole = pieces[:1], pieces, (count,)
+        expected = {
+            "all_gather": (own, every),
+            "reduce_scatter": (every, own),
+            "all_reduce": (whole, whole),
+            "all_to_all": (every, every),
+            "broadcast": ((), whole) if rank else (whole, ()),
+            "reduce": (whole, () if rank else whole),
         }
-        assert (task.send, task.recv) == (transfers[op].send, transfers[op].recv)
+        assert (task.send, task.recv) == expected[op]
     costs = [cost(program_of(task, algorithm), DTYPE) for task in tasks]
     found = predict(SLOW, op, algorithm, nodes, 4 * count)
     assert found.bytes_sent == max(figures.bytes_sent for figures in costs)
@@ -301,8 +301,9 @@ def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.Monk
     """Of a clock by which each call takes two seconds, and three more for each of its steps."""
     steps: dict[int, list[int]] = {0: [], 1: []}
 
-    def bind(group: sp.Communicator, *arguments: Any) -> BoundProgram:
-        bound = choice.bind(group, *arguments)
+    def bind(group: sp.Communicator, *arguments: Any) -> Ready:
+        bound = execution.bind(group, *arguments)
+        assert isinstance(bound, BoundProgram)
         steps[group.rank].append(len(bound.steps))
         return bound
 
@@ -310,7 +311,7 @@ def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.Monk
         with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
             return measuring._binding(comm, mesh["sp"])
 
-    monkeypatch.setattr(measuring, "choice", SimpleNamespace(bind=bind))
+    monkeypatch.setattr(measuring, "execution", SimpleNamespace(bind=bind, BoundProgram=BoundProgram, Ready=Ready))
     monkeypatch.setattr(measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1])
     assert run_threads(2, body) == [pytest.approx((2.0, 3.0))] * 2
     assert all(few < many for few, many in steps.values())

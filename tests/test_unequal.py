@@ -11,13 +11,14 @@ import torch
 from domains.models import Expected
 from hypothesis import strategies as st
 from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
+from oracle import reference
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import prefill_unequal
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan, Work, balanced
-from sp_core.testing import event, given, reference, spmd
+from sp_core.testing import event, given, spmd
 
 
 def texts_of(case: Case, lengths: list[int]) -> list[list[int]]:

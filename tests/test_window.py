@@ -15,16 +15,17 @@ import pytest
 import torch
 from hypothesis import given as plain_given
 from hypothesis import strategies as st
+from oracle import window_cases
+from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 
 import sp_core as sp
-from sp_core.collectives.window import BoundWindow
-from sp_core.schedules import SLOTS, WIDE_BLOCK, in_window, window_cost, window_definition
+from sp_core.collectives.execution import BoundWindow
+from sp_core.schedules import SLOTS, WIDE_BLOCK, Schedule, ScheduleError, Step, cost, program_of, replay, verify
 from sp_core.schedules import window as programs
-from sp_core.testing import given, run_threads, spmd, window_cases
+from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
-from sp_core.testing.window_cases import OPS, Node, Problem, inputs_of, use_window
-from sp_core.transport import Op, Transfer, shared
+from sp_core.transport import shared
 
 lengths = st.integers(0, 30) | st.integers(0, 2)
 problems = st.builds(
@@ -51,22 +52,45 @@ def test_no_order_of_the_ranks_changes_a_result(
             assert torch.equal(x, problem.expected(tasks, given_, rank)), (problem, rank)
 
 
+@plain_given(problem=problems, size=st.integers(1, 5), slot=st.integers(5, 40), first=st.integers(0, SLOTS - 1))
+def test_programs_in_a_window_are_proven_and_replayed_like_all_others(problem: Problem, size: int, slot: int, first: int) -> None:
+    made, inputs = scheduled(problem, size, slot, first), inputs_of(problem, size, slot, torch.float32, first)
+    verify(made)
+    tasks = [problem.task(rank, size, slot) for rank in range(size)]
+    for rank, x in enumerate(replay(made, inputs)):
+        assert torch.equal(x, problem.expected(tasks, inputs, rank))
+
+
+def scheduled(problem: Problem, size: int, slot: int, first: int = 0) -> Schedule:
+    """The programs of all ranks."""
+    tasks = [problem.task(rank, size, slot)._replace(first=first) for rank in range(size)]
+    programs_of_all = tuple(program_of(task, "window") for task in tasks)
+    return Schedule(problem.op, tuple(t.send for t in tasks), tuple(t.recv for t in tasks), tasks[0].root, programs_of_all)
+
+
+def test_what_is_read_in_the_step_that_writes_it_is_found() -> None:
+    """So that the proof can fail: the last two steps of a sum become one."""
+    made = scheduled(Problem("all_reduce", 5, 0, False, False, 40), 3, 5000)
+    *steps, one, other = made.programs[0].steps
+    hasty = replace(made.programs[0], steps=(*steps, Step(then=(*one.then, *other.then))))
+    with pytest.raises(ScheduleError, match="under way"):
+        verify(replace(made, programs=(hasty, *made.programs[1:])))
+
+
 def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the law above can fail: with a slot less a rank overwrites what another still reads."""
     long = [Problem("all_reduce", 5, 0, False, False, 10)] * 3
     inputs = [inputs_of(problem, 3, 8, torch.float32, turn) for turn, problem in enumerate(long)]
 
     def right(slots: int) -> bool:
-        for module in (programs, window_definition, window_cases):
+        for module in (programs, window_cases):
             monkeypatch.setattr(module, "SLOTS", slots)
-        programs.in_window.cache_clear()
         played = (Node(3, 8, torch.float32, seed).play(long, inputs) for seed in range(10))
         wanted = [window_cases.in_rank_order(given_) for given_ in inputs]
         return all(torch.equal(x, total) for found in played for total, xs in zip(wanted, found, strict=True) for x in xs)
 
     assert right(SLOTS)
     assert not right(SLOTS - 1)
-    programs.in_window.cache_clear()
 
 
 @pytest.mark.explore
@@ -90,20 +114,20 @@ def test_what_is_read_and_used_is_what_the_program_says(
         slot = group.window.slot_bytes // dtype.itemsize
         tasks = [problem.task(other, size, slot) for other in range(size)]
         task, inputs = tasks[rank], inputs_of(problem, size, slot, dtype, seed)
-        transfer = Transfer(Op(task.op), task.send, task.recv, task.longest, root=task.root)
         x = sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group) if task.resident else inputs[rank].clone()
         recv = x if task.in_place else torch.empty(sum(task.recv), dtype=dtype)
-        bound = BoundWindow(group, transfer, x, recv, group.scratch, resident=task.resident)
+        bound = BoundWindow(group, task._replace(itemsize=dtype.itemsize), x, recv, group.scratch)
         for _ in range(3):
             x.copy_(inputs[rank])
             sp.fence(comm=group)
-            cost = window_cost(in_window(replace(task, itemsize=dtype.itemsize, first=group.window.begun % SLOTS)), dtype)
+            now = task._replace(itemsize=dtype.itemsize, first=group.window.begun % SLOTS)
+            figures = cost(program_of(now, "window"), dtype)
             group.counters.reset()
             group.wait(bound.start(), problem.op)
             found = group.counters[problem.op]
             assert torch.equal(recv, problem.expected(tasks, inputs, rank))
-            assert (found.calls, found.messages, found.bytes_sent) == (1, cost.messages, cost.bytes_read)
-            assert found.scratch == cost.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
+            assert (found.calls, found.messages, found.bytes_sent) == (1, figures.messages, figures.bytes_sent)
+            assert found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
 
 
 @spmd()

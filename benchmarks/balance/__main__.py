@@ -21,10 +21,10 @@ from benchmarks.balance import tables
 from benchmarks.balance.workload import Setting, plans, predicted
 from benchmarks.files import write_json
 from benchmarks.launching import ROOT, commit, numbers_of_ranks, tail
+from sp_core.launch import command as launch
 from sp_core.llama.unequal import work_of
 from sp_core.machine import busy_share, cores
 from sp_core.scheduling import one_forward_one_backward, picture, timeline
-from sp_core.testing import launch
 
 RESULT = ROOT / "benchmarks" / "results" / "balance.json"
 WORKER = ("python", "-m", "mpi4py", "-m", "benchmarks.balance.worker")

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.collectives_table import tables
 from benchmarks.files import write_json
 from benchmarks.launching import KEEP_MEMORY, ROOT, commit
+from sp_core.launch import command as launch
 from sp_core.machine import cores
-from sp_core.testing import launch
 
 SCHEMA_VERSION = 1
 RANKS = 2

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from sp_core.communicator import Communicator
-from sp_core.transport import Bound, Handle, Messages, Transfer
+from sp_core.schedules import Operation
+from sp_core.transport import Bound, Handle, Messages
 
 CONTROL = "control"
 
@@ -40,20 +41,20 @@ class Watched:
         comm.transport = self
         object.__setattr__(comm, "poll", lambda: None)
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective."""
         self._note(send)
-        self._inner.run(transfer, send, recv)
+        self._inner.run(operation, send, recv)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective."""
         self._note(send)
-        return self._inner.start(transfer, send, recv)
+        return self._inner.start(operation, send, recv)
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """A collective for many runs."""
         self._note(send)
-        return self._inner.prepare(transfer, send, recv)
+        return self._inner.prepare(operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""

@@ -16,7 +16,8 @@ from sp_core.collectives.plans import plan
 from sp_core.schedules import ALGORITHMS
 from sp_core.schemes.blocks import circulate
 from sp_core.schemes.problem import Problem
-from sp_core.transport import Done, Handle, HostTransport, LinkModel, Messages
+from sp_core.transport import Done, Handle, HostTransport, Messages
+from tests.oracle.link import LinkModel
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

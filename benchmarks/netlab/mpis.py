@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from sp_core.testing.launch import find_mpiexec
+from sp_core.launch.command import find_mpiexec
 
 NAMES = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
 

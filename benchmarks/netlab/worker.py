@@ -21,7 +21,7 @@ from benchmarks.netlab import contests
 from benchmarks.netlab.clock import sample
 from benchmarks.netlab.setting import Setting
 from sp_core.schedules import ALGORITHMS
-from sp_core.testing.collective_cases import Case
+from tests.oracle.collective_cases import Case
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

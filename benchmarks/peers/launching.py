@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.launching import ROOT, tail
 from benchmarks.peers.setting import RANKS, Setting
-from sp_core.testing import launch
+from sp_core.launch import command as launch
 
 WORKER = ("python", "-m", "mpi4py", "-m", "benchmarks.peers.worker")
 

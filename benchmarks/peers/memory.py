@@ -15,7 +15,7 @@ from sp_core.mesh import Mesh
 from sp_core.schemes import ring_attention
 from sp_core.sharding import Sharding
 from sp_core.testing import run_threads
-from sp_core.testing.live_bytes import LiveBytes
+from tests.oracle.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
     from rich.table import Table

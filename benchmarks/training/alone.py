@@ -21,8 +21,8 @@ from sp_core.llama import Llama, byte_tokenizer, create, load, save
 from sp_core.llama.train import Step
 from sp_core.mesh import Mesh
 from sp_core.sharding import Sharding
-from sp_core.testing import reference
 from sp_core.testing.tolerance import bound, error_ratio
+from tests.oracle import reference
 
 CURVE, MODEL = "curve.json", "model"
 WEIGHTS = "model.safetensors"

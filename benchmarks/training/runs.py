@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.files import write_json
 from benchmarks.training.setting import LAYOUTS, Place, Setting
-from sp_core.autograd import all_reduce
+from sp_core.collectives.api import all_reduce
 from sp_core.llama import Llama, create, load
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import Layout, Step, backward, train_step

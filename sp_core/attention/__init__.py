@@ -1,11 +1,11 @@
 """Attention on one device: blocks that return (out, lse), their backward, and the merge of partial results. No communication.
 
 Shape letters: B batch, S sequence (Sq queries, Sk keys), H heads, K key/value heads (H a multiple of K; query head h reads
-key/value head h // (H / K)), D head dim. Inside, tensors are (B, H, S, D); `attention`, like the schemes, takes (B, S, H, D).
+key/value head h // (H / K)), D head dim. Inside, tensors are (B, H, S, D); `local_attention`, like the schemes, takes (B, S, H, D).
 """
 
 from sp_core.attention.blocks import block_attention, block_attention_backward
-from sp_core.attention.function import attention, check_qkv
+from sp_core.attention.function import check_qkv, local_attention
 from sp_core.attention.kernels import BackendCall, backend_for, record_backends
 from sp_core.attention.merge import accumulation_dtype, merge, merge_into
 from sp_core.attention.shards import attend, attend_backward
@@ -15,11 +15,11 @@ __all__ = [
     "accumulation_dtype",
     "attend",
     "attend_backward",
-    "attention",
     "backend_for",
     "block_attention",
     "block_attention_backward",
     "check_qkv",
+    "local_attention",
     "merge",
     "merge_into",
     "record_backends",

@@ -1,4 +1,4 @@
-"""Attention of one block, forward and backward: around the kernels, everything that they do not survive."""
+"""Attention of one block, forward and backward, including the inputs that the kernels cannot handle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def block_attention(
     scale: float,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to one block of keys: out = softmax(scale q k^T) v with its log-sum-exp.
+    """Compute attention of queries to one block of keys: out = softmax(scale q k^T) v and its log-sum-exp.
 
     Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal or partial block sees may
     spread to other queries of that block, because the kernels multiply hidden values by weight 0; finite values never do.
@@ -67,7 +67,7 @@ def block_attention_backward(
     scale: float,
     backend: str | None = None,
 ) -> Triple:
-    """Gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
+    """Compute the gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
 
     Args:
         grad_out: (B, H, Sq, D), of out.
@@ -101,7 +101,7 @@ def block_attention_backward(
 
 
 def _check_kind(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> None:
-    """Refuse what a kernel would read in its own way: the kernels disagree on causal for Sq != Sk."""
+    """Refuse an unknown kind, and a mask that does not fit it. Kernels disagree on causal blocks with Sq != Sk."""
     if kind not in ("full", "causal", "partial"):
         raise ValueError(f"kind is {kind!r}, needed 'full', 'causal' or 'partial'")
     if kind == "causal" and q.shape[2] != k.shape[2]:
@@ -113,26 +113,26 @@ def _check_kind(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> None
 
 
 def _empty(q: Tensor, k: Tensor) -> bool:
-    """Whether there is nothing to compute, which the fused kernels do not survive."""
+    """Return whether there is nothing to compute. The fused kernels crash on such input."""
     return q.numel() == 0 or k.numel() == 0
 
 
 def _signed(kind: str, allowed: Tensor | None, size: int, scale: float) -> tuple[str, Tensor | None]:
-    """A causal block whose scale is not positive as a partial one: the fused kernels hide with -inf before they scale."""
+    """Turn a causal block into a partial one if its scale is not positive. The fused kernels mask with -inf before they scale."""
     if kind != "causal" or scale > 0:
         return kind, allowed
     return "partial", torch.ones(size, size, dtype=torch.bool).tril_()
 
 
 def _backend(q: Tensor, kind: str, scale: float) -> str:
-    """The default kernel for these tensors; the CUDA kernels find a row's maximum before they scale."""
+    """Return the default kernel. The CUDA kernels take a row's maximum before they scale, so they need a positive scale."""
     if q.device.type == "cuda" and scale <= 0:
         return "plain"
     return kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind)
 
 
 def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Indices of queries that see a key and of keys that a query sees; None where that is all of them."""
+    """Return the indices of queries that see a key, and of keys that a query sees. Return None if these are all."""
     rows, columns = allowed.any(1), allowed.any(0)
     return None if bool(rows.all()) and bool(columns.all()) else (rows.nonzero()[:, 0], columns.nonzero()[:, 0])
 
@@ -140,7 +140,7 @@ def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
 def _seen_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, rows: Tensor, columns: Tensor, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """A partial block without the queries that see nothing and the keys that nobody sees: no kernel meets either."""
+    """Compute a partial block without the queries that see nothing and the keys that no query sees."""
     i, j = rows.to(q.device), columns.to(q.device)
     inner = allowed[rows][:, columns]
     part_out, part_lse = block_attention(
@@ -163,7 +163,7 @@ def _seen_backward(
     scale: float,
     backend: str,
 ) -> Triple:
-    """Backward of `_seen_attention`: zero gradient for what was left out."""
+    """Compute the backward of `_seen_attention`. What was left out has zero gradient."""
     i, j = rows.to(q.device), columns.to(q.device)
     part = block_attention_backward(
         *(grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i]),

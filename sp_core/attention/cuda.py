@@ -1,4 +1,4 @@
-"""Torch's CUDA attention kernels behind one call: argument packing, and the shapes of their lse."""
+"""Call torch's CUDA attention kernels: pack their arguments and convert the shapes of their lse."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from torch.nn.functional import pad
 from sp_core.attention.merge import accumulation_dtype
 
 LSE_ALIGNMENT = 32  # queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
+LOAD_BYTES = 16  # the kernels read and write tensors in pieces of this many bytes, at addresses that are multiples of it
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Out (B, H, Sq, D) and lse (B, H, Sq) of the named kernel."""
+    """Run a kernel by name. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
     aten = torch.ops.aten
+    q, k, v = (aligned(x) for x in (q, k, v))
     if backend == "flash_cuda":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     elif backend == "efficient_cuda":
@@ -39,8 +41,9 @@ def backward(
     causal: bool,
     scale: float,
 ) -> Triple:
-    """Gradients (dq, dk, dv) of the named kernel, in the dtype of q."""
+    """Run a kernel's backward by name. Return dq, dk and dv in the dtype of q."""
     aten = torch.ops.aten
+    grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
     seed, offset = random_state(backend, q.device)
     lengths = (q.shape[2], k.shape[2])
     if backend == "flash_cuda":
@@ -51,37 +54,42 @@ def backward(
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
         needed = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, out, padded_lse(lse), seed, offset, 0.0, needed, causal, scale=scale
+            grad_out, q, k, v, None, tokens_first(out), padded_lse(lse), seed, offset, 0.0, needed, causal, scale=scale
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     else:
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.unsqueeze(-1).contiguous(),
-            seed,
-            offset,
-            None,
-            None,
-            None,
-            *lengths,
-            0.0,
-            causal,
-            scale=scale,
-        )
+        given = (grad_out, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, offset, None, None, None)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, *lengths, 0.0, causal, scale=scale)
     return dq, dk, dv
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Copy a tensor (B, H, S, D) unless the kernels can read it: with a dense last dim, and every row at a multiple of LOAD_BYTES.
+
+    torch passes others on as they are (pytorch issue 183484). The kernel then fails, or ends all CUDA work of the process.
+    """
+    strides = [stride for length, stride in zip(x.shape[:-1], x.stride(), strict=False) if length > 1]
+    rows = (x.data_ptr(), *(stride * x.itemsize for stride in strides))
+    if x.stride(-1) == 1 and not any(place % LOAD_BYTES for place in rows):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """Lay (B, H, S, D) out in memory as (B, S, H, D), the only layout that the efficient backward reads `out` in.
+
+    Source: `o_strideM` in torch's kernel_backward.h: the row stride is num_heads * head_dim, whatever the strides of `out` are.
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def repeated(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat the key heads, (B, K, S, D) -> (B, H, S, D), for a kernel that knows no groups."""
+    """Repeat the key heads, (B, K, S, D) to (B, H, S, D), for a kernel without grouped heads."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum gradients over the query heads of each key head, (B, H, S, D) -> (B, K, S, D), in float32 or wider."""
+    """Sum gradients over the query heads of each key head, (B, H, S, D) to (B, K, S, D), in float32 or wider."""
     if dx.shape[1] == num_kv_heads:
         return dx
     b, h, s, d = dx.shape
@@ -89,19 +97,19 @@ def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
-    """Bring a kernel's lse, (B, H, >= Sq) or (B, H, Sq, 1), to (B, H, Sq)."""
+    """Return (B, H, Sq) from a kernel's lse, which is (B, H, Sq or more) or (B, H, Sq, 1)."""
     lse = lse.squeeze(-1) if lse.dim() == 4 else lse
     return lse[..., :queries]
 
 
 def padded_lse(lse: Tensor) -> Tensor:
-    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf, the lse of a row whose every weight is 0."""
+    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf. A row with lse = +inf has all weights 0."""
     missing = -lse.shape[-1] % LSE_ALIGNMENT
     return pad(lse, (0, missing), value=torch.inf).contiguous()
 
 
 def random_state(backend: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The dropout state that a backward wants and, without dropout, does not read."""
+    """Make the dropout state that a backward takes. Without dropout the kernel does not read it."""
     if backend == "flash_cuda":
         return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

@@ -15,7 +15,7 @@ from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
 
 
-def attention(
+def local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,7 +26,7 @@ def attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention on one device, softmax(softmax_scale q k^T) v, masked by global positions.
+    """Compute attention on one device, softmax(softmax_scale q k^T) v, masked by global positions.
 
     Args:
         q: (B, Sq, H, D), float64, float32, bfloat16 or float16.
@@ -81,7 +81,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """attend, with attend_backward as its derivative."""
+    """Attention whose derivative is `attend_backward`."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,7 @@ class _Attention(torch.autograd.Function):
         mask: Mask | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Keep what the backward reads; lse is an output of its own, so its gradient may come or not."""
+        """Compute out and lse. lse is an output of its own, so its gradient may be None."""
         ctx.set_materialize_grads(False)
         ctx.call = {"q_positions": q_positions, "kv_positions": kv_positions, "mask": mask, "scale": scale}
         with exact(q):
@@ -106,7 +106,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Round the gradients once, from the accumulation dtype."""
+        """Compute the gradients. Round them once, from the accumulation dtype."""
         q, k, v, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))

@@ -4,9 +4,10 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
 - CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a scale that is not positive; the
   additive mask must have q's dtype (a float32 mask for float64 is read wrongly, without an error); a last dim that is not
   contiguous is read wrongly too; zero queries, keys or heads end the process with SIGFPE.
+- CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H natively.
 - CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32 queries, as its
-  backward wants it.
+  backward wants it; that reads `out` as if it lay in memory as (B, S, H, D).
 - CUDA cuDNN: half precision; its lse has a trailing dim of 1.
 """
 
@@ -28,7 +29,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class BackendCall(NamedTuple):
-    """One call of a kernel: which backend, for which kind of block, "forward" or "backward"."""
+    """One call of a kernel: its name, the kind of block, and "forward" or "backward"."""
 
     backend: str
     kind: str
@@ -40,7 +41,7 @@ _recorders: list[list[BackendCall]] = []
 
 @contextmanager
 def record_backends() -> Iterator[list[BackendCall]]:
-    """Record the kernels that run inside the `with`, in all threads (backward on CUDA runs in the device's own)."""
+    """Record the kernels that run inside the `with` block, in all threads. On CUDA the backward runs in a thread of torch."""
     calls: list[BackendCall] = []
     _recorders.append(calls)
     try:
@@ -77,12 +78,12 @@ def backend_for(
 def forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run one kernel on a non-empty block in which every query sees a key; returns out (B, H, Sq, D) and lse (B, H, Sq)."""
+    """Run a kernel on a non-empty block in which every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
     _record(BackendCall(backend, kind, "forward"))
     if backend == "plain":
         return plain.forward(q, k, v, _visible(q, k, kind, allowed), scale)
-    q, k, v = (_readable(t) for t in (q, k, v))
     if backend == "flash_cpu":
+        q, k, v = (_readable(t) for t in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -102,13 +103,13 @@ def backward(
     allowed: Tensor | None,
     scale: float,
 ) -> Triple:
-    """Run one kernel's backward; `out` and `lse` may be those of all keys, of which k and v are a part."""
+    """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
     _record(BackendCall(backend, kind, "backward"))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw nothing: exp(s - lse) must be 0, not NaN
     if backend == "plain":
         return plain.backward(grad_out, q, k, v, out, lse, _visible(q, k, kind, allowed), scale)
-    grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
     if backend == "flash_cpu":
+        grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -123,19 +124,19 @@ def _record(call: BackendCall) -> None:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """A tensor whose last dim is contiguous; anything else the fused kernels read wrongly, without an error."""
+    """Return a tensor whose last dim is contiguous. The CPU kernel reads anything else wrongly, without an error."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The float mask that the CPU kernel adds to the scores."""
+    """Return the float mask that the CPU kernel adds to the scores."""
     if allowed is None:
         return None
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _visible(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Tensor | None:
-    """The bool mask (Sq, Sk) that the plain kernel applies; None for a full block."""
+    """Return the bool mask (Sq, Sk) that the plain kernel applies, or None for a full block."""
     if kind == "causal":
         return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
     return None if allowed is None else allowed.to(q.device)

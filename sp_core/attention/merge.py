@@ -1,4 +1,4 @@
-"""Merging partial attention results over disjoint sets of keys."""
+"""Merge partial attention results over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which partial results of `dtype` are summed: float64 for float64, float32 for everything narrower."""
+    """Return the dtype in which partial results are summed: float64 for float64, float32 for anything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""What the autograd functions of attention share: arithmetic as it is written, and the refusal of second derivatives."""
+"""Rules that all autograd functions of attention follow: no autocast inside, no second derivative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity in x, which cannot be differentiated; `causes` are what x was computed from."""
+    """The identity in x, with a backward that raises. `causes` are the tensors from which x was computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *causes: Tensor | None) -> Tensor:
@@ -26,12 +26,12 @@ class _Refuse(torch.autograd.Function):
 
 
 def exact(x: Tensor) -> torch.autocast:
-    """No autocast around what follows: it would turn the float32 products of a plain kernel into half types."""
+    """Turn autocast off. It would run the float32 products of the plain kernel in half precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Call `backward(ctx, saved, *grads)`, and make the gradients that it returns refuse to be differentiated.
+    """Decorate a backward `(ctx, saved, *grads)` so that its gradients raise when they are differentiated.
 
     torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable. The gradients of attention
     also depend on q, k and v; that part of a second derivative it would drop without a word.

@@ -1,4 +1,4 @@
-"""Attention written out in torch operations: the kernel for devices, dtypes and masks that no fused one takes."""
+"""Attention in plain torch operations, for devices, dtypes and masks that no fused kernel takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sp_core.attention.merge import accumulation_dtype
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention with its lse, computed in float32 or wider.
+    """Compute attention and its lse, in float32 or wider.
 
     Args:
         q: (B, H, Sq, D).
@@ -32,7 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: floa
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in the accumulation dtype; P comes from `lse`, which is +inf for rows that saw nothing."""
+    """Compute dq, dk and dv in the accumulation dtype. A row that sees nothing has lse = +inf."""
     dtype = accumulation_dtype(q.dtype)
     q_, do, o = (_grouped(t.to(dtype), k.shape[1]) for t in (q, grad_out, out))  # (B, K, H/K * Sq, D)
     k_, v_ = k.to(dtype), v.to(dtype)
@@ -44,17 +44,17 @@ def backward(
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(B, H, Sq, D) -> (B, K, H/K * Sq, D): the queries of a key head as more rows, so that keys are never repeated."""
+    """View (B, H, Sq, D) as (B, K, H/K * Sq, D): the queries of a key head become rows, so no key is repeated."""
     return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])
 
 
 def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    """(B, K, H/K * Sq, D) -> (B, H, Sq, D)."""
+    """View (B, K, H/K * Sq, D) as (B, H, Sq, D)."""
     return x.reshape(*like.shape[:3], x.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Scaled scores (B, K, H/K * Sq, Sk), -inf where hidden."""
+    """Return scaled scores (B, K, H/K * Sq, Sk), with -inf for hidden keys."""
     scores = torch.matmul(q, k.mT).mul_(scale)
     if visible is not None:
         by_query = scores.view(*scores.shape[:2], -1, *visible.shape)

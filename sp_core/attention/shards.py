@@ -1,4 +1,4 @@
-"""Attention between two shards: all blocks that their positions and the mask leave, merged."""
+"""Attention between two shards: plan blocks from positions and mask, run each, merge the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attend(
     between: Callable[[], object] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the queries of one shard to the keys of another, by global positions.
+    """Compute attention of one shard's queries to another shard's keys, masked by global positions.
 
     Args:
         q: (B, H, Sq, D), strided as it comes.
@@ -59,7 +59,7 @@ def attend(
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), halves, q)
     if between is not None:
         blocks = tiled(blocks, rows, q)
-    allowed = _dense_masks(q, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
         out, lse = _attend_block(blocks[0], q, k, v, allowed=allowed(blocks[0]), scale=scale, backend=backend)
@@ -92,7 +92,7 @@ def attend_backward(
     between: Callable[[], object] | None = None,
     backend: str | None = None,
 ) -> Triple:
-    """Gradients between two shards, where out and lse may cover more keys than those given.
+    """Compute gradients between two shards. out and lse may cover more keys than those given.
 
     Args:
         grad_out: (B, H, Sq, D), of out.
@@ -119,7 +119,7 @@ def attend_backward(
     if grad_lse is not None:
         tensors = _with_lse_columns(*tensors, grad_lse)
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
-    allowed = _dense_masks(q, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q_positions, kv_positions, mask)
     grads = _backward_blocks(blocks, allowed, tensors, lse, between, scale=scale, backend=backend)
     dq, dk, dv = grads if grad_lse is None else (grad[..., : q.shape[-1]] for grad in grads)
     return dq, dk, dv
@@ -133,7 +133,7 @@ def _backward_blocks(
     between: Callable[[], object] | None,
     **options: Any,
 ) -> Triple:
-    """Sum of the gradients of all blocks; the gradients of a block that is everything, without a sum."""
+    """Sum the gradients of all blocks. A single block that covers everything needs no sum."""
     _, q, k, v, _ = tensors
     dtype = accumulation_dtype(q.dtype)
     if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
@@ -150,19 +150,16 @@ def _backward_blocks(
 
 
 def _blocks(q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> tuple[Block, ...]:
-    """The plan, after checking that the positions number the tokens."""
+    """Check that the positions number the tokens, and plan the blocks."""
     for name, length, positions in (("q", q.shape[2], q_positions), ("kv", k.shape[2], kv_positions)):
         if len(positions) != length:
             raise ShapeError(f"{name}_positions has {len(positions)} positions, needed {length}, one for each token of {name}")
     return plan_blocks(q_positions, kv_positions, mask)
 
 
-def _dense_masks(q: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Callable[[Block], Tensor | None]:
-    """A function from block to its dense mask, which builds the equal masks of window tiles once."""
-
-    @cache
-    def band(rows: int, columns: int, lo: int, hi: int) -> Tensor:
-        return band_mask(rows, columns, lo, hi).to(q.device)
+def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Callable[[Block], Tensor | None]:
+    """Return a function from a block to its dense mask on the CPU. It makes the equal masks of window tiles once."""
+    band = cache(band_mask)
 
     @cache
     def positions() -> tuple[Tensor, Tensor]:
@@ -171,13 +168,13 @@ def _dense_masks(q: Tensor, q_positions: Positions, kv_positions: Positions, mas
     def allowed(block: Block) -> Tensor | None:
         if block.kind != "partial":
             return None
-        return dense(block, mask or Mask(), *positions()).to(q.device) if block.band is None else band(*block.shape, *block.band)
+        return dense(block, mask or Mask(), *positions()) if block.band is None else band(*block.shape, *block.band)
 
     return allowed
 
 
 def _attend_block(block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """One block of a shard."""
+    """Run one block."""
     i, j = block.queries, block.keys
     return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], kind=block.kind, **options)
 
@@ -185,7 +182,7 @@ def _attend_block(block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 def _backward_block(
     block: Block, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> Triple:
-    """Backward of one block of a shard."""
+    """Run the backward of one block."""
     i, j = block.queries, block.keys
     queries = (grad_out[:, :, i], q[:, :, i])
     keys = (k[:, :, j], v[:, :, j])
@@ -193,7 +190,7 @@ def _backward_block(
 
 
 def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fresh: bool) -> None:
-    """Write a partial result to fresh rows, or merge it into those that hold one."""
+    """Copy a partial result into fresh rows, or merge it into rows that already hold one."""
     if fresh:
         out.copy_(part_out)
         lse.copy_(part_lse)
@@ -202,7 +199,7 @@ def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, f
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros (B, H, S, D) that lie in memory as (B, S, H, D), the layout in which schemes send them."""
+    """Make zeros (B, H, S, D) that lie in memory as (B, S, H, D), the layout that schemes send."""
     b, h, s, d = like.shape
     return like.new_zeros((b, s, h, d), dtype=dtype).transpose(1, 2)
 

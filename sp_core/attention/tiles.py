@@ -1,4 +1,4 @@
-"""Cutting large blocks into tiles that torch's CPU kernels are faster at.
+"""Cut large blocks into tiles on which torch's CPU kernels are faster.
 
 They take up to 512 keys at a time, also beyond the diagonal of a causal block. Tiles on the diagonal keep that small; what is left
 are full blocks.
@@ -23,23 +23,23 @@ Cut = Callable[[Block], Iterator[Block]]
 
 HALVES_TILE = 256
 STRIP_WIDTHS = (384, 192)
-"""Keys of a strip, and of those into which its causal tile is cut. These and the edge of a half were the fastest of 64 ... 512, for
-4 and 8 heads of 64 elements and 512 ... 8192 tokens, on one core with AVX-512."""
+"""Keys of a strip, and of the parts of its causal tile. These values and HALVES_TILE were the fastest of 64 to 512, for 4 and 8
+heads of 64 elements and 512 to 8192 tokens, on one core with AVX-512.
+"""
 
 POLLED_ROWS = 768
-"""Queries of a full block that are worked on without a pause: the fewest of which torch's kernel still takes 256 at a time."""
+"""Queries of a full block between two polls: the fewest for which torch's kernel still takes 256 at a time."""
 
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
-    """The tiles of some blocks, where they gain something: on a CPU, and not for half types, whose results the kernel would round
-    once more for each tile."""
+    """Cut blocks into tiles on a CPU. Half types are not cut, because the kernel would round once more for each tile."""
     if like.device.type != "cpu" or like.itemsize < 4:
         return tuple(blocks)
     return tuple(tile for block in blocks for tile in cut(block))
 
 
 def halves(block: Block) -> Iterator[Block]:
-    """The causal halves of a causal block, each cut likewise, and the full square between them; in order of their queries."""
+    """Yield two causal halves, each cut again, and the full square between them, in the order of their queries."""
     size = block.q_stop - block.q_start
     if block.kind != "causal" or size <= HALVES_TILE:
         yield block
@@ -50,7 +50,7 @@ def halves(block: Block) -> Iterator[Block]:
 
 
 def rows(block: Block) -> Iterator[Block]:
-    """A full block cut into ranges of its queries, so that something else can make progress in between; no row is merged."""
+    """Cut a full block into ranges of queries, so that communication can make progress in between."""
     if block.kind != "full":
         yield block
         return
@@ -61,7 +61,7 @@ def rows(block: Block) -> Iterator[Block]:
 
 
 def strips(block: Block) -> Iterator[Block]:
-    """Each some keys: the causal queries among them, and all those that see all of them."""
+    """Cut a block into strips of keys: the causal queries of a strip, then all queries that see all of its keys."""
     if block.kind == "full":
         yield from (_below(block, 0, keys.start, keys.stop) for keys in _cuts(block, STRIP_WIDTHS[0]))
     elif block.kind == "causal":
@@ -80,19 +80,19 @@ def _causal_strips(block: Block, width: int, *finer: int) -> Iterator[Block]:
 
 
 def _cuts(block: Block, width: int) -> Iterator[range]:
-    """The keys of a block, counted from its first, in ranges of at most `width`."""
+    """Yield the keys of a block, counted from its first one, in ranges of at most `width`."""
     size = block.kv_stop - block.kv_start
     yield from (range(start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _diagonal(block: Block, start: int, stop: int) -> Block:
-    """Tokens start .. stop of a causal block among themselves."""
+    """Return the causal tile of tokens start to stop - 1."""
     q, kv, size = block.q_start, block.kv_start, stop - start
     return Block(q + start, q + stop, kv + start, kv + stop, "causal", size * (size + 1) // 2)
 
 
 def _below(block: Block, q_start: int, kv_start: int, kv_stop: int) -> Block:
-    """The queries from q_start on with keys that all of them see."""
+    """Return the full tile of all queries from q_start on with keys that all of them see."""
     q, kv = block.q_start, block.kv_start
     pairs = (block.q_stop - q - q_start) * (kv_stop - kv_start)
     return Block(q + q_start, block.q_stop, kv + kv_start, kv + kv_stop, "full", pairs)

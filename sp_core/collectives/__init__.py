@@ -1,5 +1,5 @@
 """Collectives over a transport.
 
-`build` checks their arguments and makes a map, `maps` brings tensors into flat buffers, `choice` takes an algorithm, `execution`
-carries out its schedule (or the MPI library does it), `plans` prepares one for many runs; `sp_core.autograd` differentiates them.
+`api` holds what programs call, `differentiable` its backward, `build` checks arguments and makes a map, `maps` brings tensors into
+flat buffers, `choice` takes an algorithm, `execution` carries it out, `plans` prepares a collective for many runs.
 """

@@ -1,4 +1,4 @@
-"""Carries a schedule out: messages are posted, and what has come is combined, whenever somebody asks how far it is.
+"""Carries a collective out: in messages, or in memory that the ranks share.
 
 A program is bound to memory once: its regions become views, its messages what the transport takes, its combinations calls that
 write into existing memory. After that a run makes no tensor. All messages of a run are announced when it starts, under a tag of
@@ -7,38 +7,140 @@ their own; so each rank posts them when it is ready, and several collectives may
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from sp_core.collectives import choice
 from sp_core.communicator import Communicator
-from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Buffer, Combine, Message, Program, cost, wide_length
+from sp_core.schedules import (
+    HALF,
+    OWN,
+    REDUCTIONS,
+    SEGMENT_BYTES,
+    SLOTS,
+    WIDE_BLOCK,
+    Buffer,
+    Cost,
+    Message,
+    Op,
+    Operation,
+    Program,
+    Region,
+    cost,
+    program_of,
+    segment_length,
+    wide_length,
+)
 from sp_core.scratch import Scratch
-from sp_core.transport import Bound, Done, Handle, Messages, wait
+from sp_core.transport import Bound, Done, Handle, wait
 
 Work = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of one rank: flat vectors by buffer, and room for sums of half types in float32."""
+def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> Handle:
+    """Begin a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
+    name = choice.chosen(comm, operation.op.value, algorithm, operation.nbytes)
+    if name != "mpi":
+        return comm.track(Once(bind(comm, operation, send, recv, name, comm.scratch)))
+    if operation.op != Op.SHIFT:
+        return comm.start(operation, send, recv)
+    assert send is not None
+    assert recv is not None
+    dest, source = (comm.rank + operation.root) % comm.size, (comm.rank - operation.root) % comm.size
+    if dest == comm.rank:
+        recv.copy_(send)
+        return comm.exchange([], [], "shift")
+    return comm.exchange([(dest, send)], [(source, recv)], "shift")
 
-    buffers: dict[Buffer, Tensor]
-    wide: tuple[Tensor, Tensor]
 
-    def view(self, region_of: Message | Combine) -> Tensor:
-        """The memory of a message, or of the result of a combination."""
-        region = region_of.region if isinstance(region_of, Message) else region_of.into
-        return self.buffers[region.buffer][region.start : region.stop]
+def run(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
+    """Carry out a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
+    name = choice.chosen(comm, operation.op.value, algorithm, operation.nbytes)
+    if operation.op != Op.SHIFT and name == "mpi":
+        comm.run(operation, send, recv)
+    else:
+        comm.wait(start(comm, operation, send, recv, name), operation.op.value)
 
-    def of(self, combine: Combine) -> tuple[Tensor, list[Tensor]]:
-        """The memory of the result of a combination, and of what is combined."""
-        return self.view(combine), [self.buffers[part.buffer][part.start : part.stop] for part in combine.parts]
+
+def bind(
+    comm: Communicator,
+    operation: Operation,
+    send: Tensor | None,
+    recv: Tensor | None,
+    algorithm: str,
+    scratch: Scratch,
+    *,
+    resident: bool = False,
+) -> Ready:
+    """Prepare a collective for its memory.
+
+    Args:
+        comm: the ranks.
+        operation: what moves.
+        send, recv: flat contiguous IN and OUT; None where this rank has none.
+        algorithm: any but "mpi".
+        scratch: where scratch memory comes from.
+        resident: whether all ranks agree that IN lives in shared memory.
+    """
+    comm.ensure_open()
+    if algorithm == "window":
+        return BoundWindow(comm, operation._replace(resident=resident), send, recv, scratch)
+    segment = segment_length(operation.elements, comm.size, operation.itemsize, SEGMENT_BYTES)
+    program = program_of(operation._replace(segment=segment, nodes=comm.nodes), algorithm)
+    return BoundProgram(comm, operation, send, recv, scratch, program)
+
+
+class Ready(ABC):
+    """A collective on memory, ready to run any number of times, one after the other. The arguments are those of `bind`."""
+
+    def __init__(
+        self, comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, scratch: Scratch
+    ) -> None:
+        like = send if send is not None else recv
+        assert like is not None
+        self.comm, self.operation, self.name = comm, operation, operation.op.value
+        self.device, self.dtype, self._scratch = like.device, like.dtype, scratch
+        self._block = nothing = like.new_empty(0)
+        self._memory = {
+            (OWN, Buffer.IN): nothing if send is None else send,
+            (OWN, Buffer.OUT): nothing if recv is None else recv,
+        }
+
+    @abstractmethod
+    def start(self) -> Handle:
+        """Begin a run. The memory must not be touched until it is complete."""
+
+    def run(self) -> None:
+        """Carry out a run to its end."""
+        wait(self.start(), self.comm.poll)
+
+    def release(self) -> None:
+        """Give the scratch back, after the last run."""
+        self._scratch.give(self._block)
+
+    def _view(self, region: Region) -> Tensor:
+        return self._memory[region.rank, region.buffer][region.start : region.stop]
+
+    def _work(self, program: Program, copying: Callable[[Tensor, Tensor], Work]) -> list[tuple[Work, ...]]:
+        """Take scratch: room for sums in float32, and TMP where it is no shared memory. Return the calls of each step."""
+        length = wide_length(program, self.dtype)
+        nbytes = 8 * length + (0 if program.shared else program.scratch * self.dtype.itemsize)
+        if self._block.numel() < nbytes:
+            self._block = self._scratch.take(nbytes)
+        room = self._block[: 8 * length].view(torch.float32)
+        self._memory.setdefault((OWN, Buffer.TMP), self._block[8 * length : nbytes].view(self.dtype))
+        bring = partial(combination, wide=(room[:length], room[length:]), reduction=self.operation.reduction, copying=copying)
+        return [
+            tuple(item for c in step.then for item in bring(self._view(c.into), [self._view(part) for part in c.parts]))
+            for step in program.steps
+        ]
 
 
 @dataclass(frozen=True)
@@ -47,58 +149,41 @@ class BoundStep:
 
     sends: Bound
     recvs: Bound
-    messages: int
-    bytes_sent: int
     work: tuple[Work, ...]
     rewritten: int
     """The first step before which the sends must have left."""
 
 
-class BoundProgram:
-    """A program on memory, ready to run any number of times, one after the other.
-
-    Args:
-        comm: the ranks.
-        name: the operation that it counts for.
-        program: what this rank does.
-        send, recv: flat contiguous IN and OUT; None where this rank has none.
-        reduction: "sum", "max" or "min".
-        scratch: where scratch memory comes from.
-    """
+class BoundProgram(Ready):
+    """A program of messages on memory."""
 
     def __init__(
         self,
         comm: Communicator,
-        name: str,
-        program: Program,
+        operation: Operation,
         send: Tensor | None,
         recv: Tensor | None,
-        reduction: str,
         scratch: Scratch,
+        program: Program,
     ) -> None:
-        like = send if send is not None else recv
-        assert like is not None
-        self.comm, self.name, self.depth, self.device = comm, name, program.depth, like.device
-        self._scratch_bytes = cost(program, like.dtype).scratch
-        self._scratch = scratch
-        self._block = scratch.take(self._scratch_bytes)
-        memory = _memory(self._block, program, like, send, recv)
-        self._sends, self._recvs = _all_messages(program, memory)
-        self.steps = list(_bound(comm, program, memory, reduction, _rewritten(program, send, recv)))
+        super().__init__(comm, operation, send, recv, scratch)
+        self.depth, self._cost = program.depth, cost(program, self.dtype)
+        work = self._work(program, lambda into, part: partial(into.copy_, part))
+        sends = [self._messages(step.sends) for step in program.steps]
+        recvs = [self._messages(step.receives) for step in program.steps]
+        self._sends, self._recvs = list(chain(*sends)), list(chain(*recvs))
+        bound = (map(comm.transport.bind, messages) for messages in (sends, recvs))
+        self.steps = list(map(BoundStep, *bound, work, _rewritten(program, send, recv)))
+
+    def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
+        return [(message.peer, self._view(message.region)) for message in messages]
 
     def start(self) -> Running:
-        """Begin a run. The memory must not be touched until it is complete."""
-        self.comm.counters[self.name].add(scratch=self._scratch_bytes)
+        """Begin a run."""
+        count, figures = self.comm.counters[self.name], self._cost
+        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
         self.comm.transport.announce(self._sends, self._recvs)
         return Running(self)
-
-    def run(self) -> None:
-        """A run to its end."""
-        wait(self.start(), self.comm.poll)
-
-    def release(self) -> None:
-        """Give the scratch back, after the last run."""
-        self._scratch.give(self._block)
 
 
 class Running:
@@ -111,7 +196,6 @@ class Running:
     def __init__(self, bound: BoundProgram) -> None:
         self._bound = bound
         self._tag = bound.comm.next_tag()
-        self._count = bound.comm.counters[bound.name]
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
         self._leaving: list[tuple[int, Handle]] = []  # sends, and the step that has to wait for them
@@ -146,11 +230,7 @@ class Running:
         bound = self._bound
         while len(self._under_way) < bound.depth and self._posted < len(bound.steps) and self._have_left(self._posted):
             step = bound.steps[self._posted]
-            handle: Handle = _DONE
-            if step.sends or step.recvs:
-                handle = self._begin(step)
-                self._count.messages += step.messages
-                self._count.bytes_sent += step.bytes_sent
+            handle = self._begin(step) if step.sends or step.recvs else _DONE
             self._posted += 1
             self._under_way.append((handle, step.work))
 
@@ -170,20 +250,49 @@ class Running:
         return all(first > step for first, _ in self._leaving)
 
 
-class Ready(Protocol):
-    """A collective on memory, ready to run any number of times, one after the other."""
+class BoundWindow(Ready):
+    """A collective in shared memory.
+
+    Its steps depend on the slots that it begins with; they are bound to memory when they are first needed, and kept for the next
+    run. The operation says whether IN lives in shared memory on every rank, at the same place.
+    """
+
+    def __init__(
+        self, comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, scratch: Scratch
+    ) -> None:
+        super().__init__(comm, operation, send, recv, scratch)
+        assert comm.window is not None
+        self._window = window = comm.window
+        self._operation = operation._replace(
+            slot=window.slot_bytes // self.dtype.itemsize, in_place=send is not None and send is recv
+        )
+        self._memory |= {(rank, Buffer.TMP): memory.view(self.dtype) for rank, memory in enumerate(window.slots)}
+        self._memory[OWN, Buffer.TMP] = self._memory[comm.rank, Buffer.TMP]
+        if operation.resident and send is not None:
+            peers = enumerate(window.peers(send))
+            self._memory |= {(rank, buffer): memory for rank, memory in peers for buffer in (Buffer.IN, Buffer.OUT)}
+        vector = f"{operation.longest} x {self.dtype}"
+        self._what = f"{operation.op} in a window: {operation.reduction}, {vector}, {operation.root}"
+        self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
     def start(self) -> Handle:
-        """Begin a run. The memory must not be touched until it is complete."""
-        ...
+        """Begin a run."""
+        return self._window.start(self._next(), self._what)
 
     def run(self) -> None:
-        """A run to its end."""
-        ...
+        """Carry out a run to its end."""
+        self._window.make(self._next(), self._what, self.comm.poll)
 
-    def release(self) -> None:
-        """Give scratch back, after the last run."""
-        ...
+    def _next(self) -> list[tuple[Work, ...]]:
+        """The steps of a run that begins now; it is counted."""
+        first = self._window.begun % SLOTS
+        if first not in self._bound:
+            program = program_of(self._operation._replace(first=first), "window")
+            self._bound[first] = self._work(program, self._window.copying), cost(program, self.dtype)
+        steps, figures = self._bound[first]
+        count = self.comm.counters[self.name]
+        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
+        return steps
 
 
 class Once:
@@ -205,21 +314,6 @@ class Once:
 _DONE = Done()
 
 
-def _memory(block: Tensor, program: Program, like: Tensor, send: Tensor | None, recv: Tensor | None) -> Memory:
-    """Buffers of a program; scratch holds TMP, after the room for sums in float32."""
-    length, nothing = wide_length(program, like.dtype), like.new_empty(0)
-    room = block[: length * 8].view(torch.float32)
-    tmp = block[length * 8 : length * 8 + program.scratch * like.itemsize].view(like.dtype)
-    buffers = {Buffer.IN: nothing if send is None else send, Buffer.OUT: nothing if recv is None else recv, Buffer.TMP: tmp}
-    return Memory(buffers, (room[:length], room[length:]))
-
-
-def _all_messages(program: Program, memory: Memory) -> tuple[Messages, Messages]:
-    sends = [(message.peer, memory.view(message)) for step in program.steps for message in step.sends]
-    recvs = [(message.peer, memory.view(message)) for step in program.steps for message in step.receives]
-    return sends, recvs
-
-
 def _rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
     """By step, the first one before which its sends must have left; the step itself where IN and OUT overlap in part."""
     if send is None or recv is None or not _overlap(send, recv):
@@ -231,23 +325,15 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
-def _bound(comm: Communicator, program: Program, memory: Memory, reduction: str, rewritten: Sequence[int]) -> Iterator[BoundStep]:
-    for step, first in zip(program.steps, rewritten, strict=True):
-        sends = [(message.peer, memory.view(message)) for message in step.sends]
-        recvs = [(message.peer, memory.view(message)) for message in step.receives]
-        work = tuple(item for combine in step.then for item in combination(*memory.of(combine), memory.wide, reduction))
-        nbytes = sum(x.nbytes for _, x in sends)
-        yield BoundStep(comm.transport.bind(sends), comm.transport.bind(recvs), len(sends), nbytes, work, first)
-
-
-def combination(into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor] | None, reduction: str) -> Iterator[Work]:
+def combination(
+    into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], reduction: str, copying: Callable[[Tensor, Tensor], Work]
+) -> Iterator[Work]:
     """The calls that bring the sum (or max, min) of some vectors into another one; `wide` is room for sums of half types."""
     together = REDUCTIONS[reduction]
     if len(parts) == 1:
         if not _same(into, parts[0]):
-            yield partial(into.copy_, parts[0])
+            yield copying(into, parts[0])
     elif len(parts) > 2 and into.dtype in HALF:
-        assert wide is not None
         yield partial(_add_wide, into, parts, wide, together)
     else:
         total = parts[0] if any(_same(into, part) for part in parts[2:]) else into

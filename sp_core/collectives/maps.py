@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -19,60 +19,65 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_core.collectives import choice
-from sp_core.collectives.flat import back, elements, flattened, packed, unmark
+from sp_core.collectives import choice, execution
 from sp_core.communicator import Communicator
+from sp_core.schedules import Op, Operation, operation
 from sp_core.transport import Handle
-from sp_core.transport import transfer as tr
-from sp_core.transport.transfer import Transfer
 
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a collective. Call it once the transfer is complete.
-
-    Args:
-        out: the tensor. Its memory is there from the beginning, its values are not.
-        finish: brings what was received into `out`, where that is not the memory that receives.
-    """
-
-    out: Tensor
-    finish: Callable[[], object] | None = None
-
-    def __call__(self) -> Tensor:
-        """Return the tensor with its values."""
-        if self.finish is not None:
-            self.finish()
-        return self.out
+Refresh = Callable[[], object] | None
+"""How to bring an input into a flat vector again; None where the vector is the memory of the input."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A collective ready to run: what moves, the flat buffers, and the result.
+    """A collective ready to run.
 
-    `refresh` brings the input into `send` again, where that is not the memory of the input itself.
+    Args:
+        operation: what moves.
+        send, recv: the flat buffers.
+        out: the result. Its memory is there from the beginning, its values are not.
+        refresh: brings the input into `send` again, where that is not the memory of the input itself.
+        finish: brings what was received into `out`, where that is not the memory that receives.
     """
 
-    transfer: Transfer
+    operation: Operation
     send: Tensor | None
     recv: Tensor | None
-    result: Result
-    refresh: Callable[[], object] | None = None
+    out: Tensor
+    refresh: Refresh = None
+    finish: Callable[[], object] | None = None
+
+    def result(self) -> Tensor:
+        """Return the tensor with its values, once the transfer is complete."""
+        return _finished(self.out, self.finish)
 
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way."""
+    """A collective under way. Its handle keeps the buffers for as long as they are needed."""
 
+    mapping: Map
     handle: Handle
-    result: Result
+    out: Tensor
+    finish: Callable[[], object] | None
+
+    def wait(self) -> Tensor:
+        """Return the result when the transfer is complete."""
+        self.mapping.comm.wait(self.handle, self.mapping.name)
+        return _finished(self.out, self.finish)
+
+
+def _finished(out: Tensor, finish: Callable[[], object] | None) -> Tensor:
+    if finish is not None:
+        finish()
+    return out
 
 
 @dataclass(frozen=True)
 class Map(ABC):
-    """A collective over `comm` with all its sizes known; `name` is what it is counted under.
+    """A collective over `comm` with all its sizes known, which an algorithm or the MPI library carries out over flat buffers.
 
-    `algorithm` goes over to the map of the gradients, which uses it if it has one of that name.
+    `name` is what it is counted under. `algorithm` goes over to the map of the gradients, which uses it if it has one of that name.
     """
 
     name: ClassVar[str]
@@ -85,80 +90,101 @@ class Map(ABC):
         """The map of the gradients."""
 
     @abstractmethod
-    def run(self, x: Tensor) -> Tensor:
-        """Carry it out."""
-
-    @abstractmethod
-    def start(self, x: Tensor) -> Started:
-        """Begin it. The buffers live as long as the handle."""
-
-
-class FlatMap(Map):
-    """A collective over flat buffers, which an algorithm or the MPI library carries out."""
-
-    @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
         """Bring `x` into flat form."""
 
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        choice.run(self.comm, prepared.transfer, prepared.send, prepared.recv, self.algorithm)
+        execution.run(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        handle = choice.start(self.comm, prepared.transfer, prepared.send, prepared.recv, self.algorithm)
-        return Started(handle, prepared.result)
+        handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, self.algorithm)
+        return Started(self, handle, prepared.out, prepared.finish)
+
+    def operation(self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum") -> Operation:
+        """This rank's view of it, as in `sp_core.schedules.operation`."""
+        return operation(self.name, self.comm.rank, self.comm.size, counts, root, reduction=reduction, itemsize=x.itemsize)
 
 
 @dataclass(frozen=True)
-class AllGather(FlatMap):
+class _AlongDim(Map):
+    """A collective of pieces along `dim`, of which rank r contributes or gets `sizes[r]`."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    offset: int = field(default=0, kw_only=True)
+
+    @property
+    @abstractmethod
+    def received(self) -> int:
+        """Length of the result along `dim`."""
+
+    def prepare(self, x: Tensor) -> Prepared:
+        rows = x.movedim(self.dim, 0)
+        width = math.prod(rows.shape[1:])
+        recv = x.new_empty((self.received, *rows.shape[1:]))
+        send, refresh = flattened(rows)
+        moves = self.operation(x, tuple(size * width for size in self.sizes), self.offset)
+        out = recv.movedim(0, self.dim) if self.dim else recv  # the tensor itself, not a view of it, where the rows lie in order
+        return Prepared(moves, send, recv.view(-1), out, refresh)
+
+
+@dataclass(frozen=True)
+class AllGather(_AlongDim):
     """`(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
 
     name = "all_gather"
-    dim: int
-    sizes: tuple[int, ...]
 
     @property
     def transpose(self) -> Map:
         return ReduceScatter(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
-    def prepare(self, x: Tensor) -> Prepared:
-        rows = x.movedim(self.dim, 0)
-        transfer = tr.all_gather(elements(self.sizes, rows), self.comm.rank)
-        recv = x.new_empty((sum(self.sizes), *rows.shape[1:]))
-        send, refresh = flattened(rows)
-        return Prepared(transfer, send, recv.view(-1), Result(back(recv, self.dim)), refresh)
+    @property
+    def received(self) -> int:
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
-class ReduceScatter(FlatMap):
+class ReduceScatter(_AlongDim):
     """`(sum(sizes), *)` on every rank to the sum of everybody's rows of rank r, `(sizes[r], *)`, along `dim`."""
 
     name = "reduce_scatter"
-    dim: int
-    sizes: tuple[int, ...]
 
     @property
     def transpose(self) -> Map:
         return AllGather(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
-    def prepare(self, x: Tensor) -> Prepared:
-        rows = x.movedim(self.dim, 0)
-        transfer = tr.reduce_scatter(elements(self.sizes, rows), self.comm.rank)
-        recv = x.new_empty((self.sizes[self.comm.rank], *rows.shape[1:]))
-        send, refresh = flattened(rows)
-        return Prepared(transfer, send, recv.view(-1), Result(back(recv, self.dim)), refresh)
+    @property
+    def received(self) -> int:
+        return self.sizes[self.comm.rank]
 
 
 @dataclass(frozen=True)
-class AllReduce(FlatMap):
+class Shift(_AlongDim):
+    """Rank r's tensor goes to rank `(r + offset) % size`. Rank r holds `sizes[r]` along `dim` before."""
+
+    name = "shift"
+
+    @property
+    def transpose(self) -> Map:
+        moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
+        return replace(self, offset=-self.offset, sizes=moved)
+
+    @property
+    def received(self) -> int:
+        return self.sizes[(self.comm.rank - self.offset) % self.comm.size]
+
+
+@dataclass(frozen=True)
+class AllReduce(Map):
     """The sum (or max, min) of everybody's tensor, on every rank."""
 
     name = "all_reduce"
-    reduction: str = "sum"
+    op: str = "sum"
 
     @property
     def transpose(self) -> Map:
@@ -166,29 +192,41 @@ class AllReduce(FlatMap):
 
     def prepare(self, x: Tensor) -> Prepared:
         library = choice.chosen(self.comm, self.name, self.algorithm) == "mpi"
-        if library and self.reduction != "sum" and x.is_floating_point():
+        if library and self.op != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
-        recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
-        return Prepared(tr.all_reduce(x.numel(), self.reduction), send, recv.view(-1), Result(recv), refresh)
+        return Prepared(self.operation(x, (x.numel(),), reduction=self.op), send, out.view(-1), out, refresh)
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """NaN travels beside the numbers: MPI compares it as each library happens to, and loses other numbers over it."""
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        transfer = tr.all_reduce(send.numel(), self.reduction)
-        result = Result(out, partial(unmark, recv, out))
-        return Prepared(transfer, send.view(-1), recv.view(-1), result, lambda: send.copy_(self._marked(x)))
+        moves = self.operation(x, (send.numel(),), reduction=self.op)
+        unmark = lambda: out.copy_(recv[0]).masked_fill_(recv[1] != 0, torch.nan)  # noqa: E731
+        return Prepared(moves, send.view(-1), recv.view(-1), out, lambda: send.copy_(self._marked(x)), unmark)
 
     def _marked(self, x: Tensor) -> Tensor:
         """The numbers, and where there are none."""
-        least = -torch.inf if self.reduction == "max" else torch.inf
-        marks = x.isnan().to(x.dtype) * (1 if self.reduction == "max" else -1)
+        least = -torch.inf if self.op == "max" else torch.inf
+        marks = x.isnan().to(x.dtype) * (1 if self.op == "max" else -1)
         return torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
 
 
 @dataclass(frozen=True)
-class AllToAll(FlatMap):
+class InPlace(AllReduce):
+    """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
+
+    def prepare(self, x: Tensor) -> Prepared:
+        if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
+            flat = x.detach().view(-1)
+            return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
+        prepared = super().prepare(x.detach())
+        return replace(prepared, out=x, finish=lambda: x.detach().copy_(prepared.result()))
+
+
+@dataclass(frozen=True)
+class AllToAll(Map):
     """Rank r keeps part r of `split_dim` of everybody's tensor, put together along `concat_dim`.
 
     Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and `split_sizes[r]` of `split_dim` and all of
@@ -210,19 +248,18 @@ class AllToAll(FlatMap):
         rows = x.movedim((self.concat_dim, self.split_dim), (0, 1))  # (concat, split, *)
         rest = math.prod(rows.shape[2:])
         mine, kept = self.concat_sizes[rank], self.split_sizes[rank]
-        transfer = tr.all_to_all(
-            tuple(mine * part * rest for part in self.split_sizes),
-            tuple(part * kept * rest for part in self.concat_sizes),
-            max(self.split_sizes) * max(self.concat_sizes) * rest,
-        )
+        going = tuple(mine * part * rest for part in self.split_sizes)
+        coming = tuple(part * kept * rest for part in self.concat_sizes)
+        longest = max(self.split_sizes) * max(self.concat_sizes) * rest
+        moves = Operation(Op.ALL_TO_ALL, rank, self.comm.size, going, coming, longest, itemsize=x.itemsize)
         pieces = rows.detach().split(list(self.split_sizes), 1)
         send, refresh = flattened(rows) if mine == 1 else packed(pieces)  # of a single row the pieces lie one after the other
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
-        return Prepared(transfer, send, recv.view(-1), Result(recv.movedim((0, 1), (self.concat_dim, self.split_dim))), refresh)
+        return Prepared(moves, send, recv.view(-1), recv.movedim((0, 1), (self.concat_dim, self.split_dim)), refresh)
 
 
 @dataclass(frozen=True)
-class Broadcast(FlatMap):
+class Broadcast(Map):
     """The root's tensor on every rank. The others pass a tensor of the same shape, whose values are not read."""
 
     name = "broadcast"
@@ -233,17 +270,16 @@ class Broadcast(FlatMap):
         return Reduce(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
-        transfer = tr.broadcast(x.numel(), self.comm.rank, self.root)
+        moves = self.operation(x, (x.numel(),), self.root)
         if self.comm.rank == self.root:
-            send, refresh = flattened(x)
-            out = torch.empty_like(x)
-            return Prepared(transfer, send, None, Result(out, partial(out.copy_, x)), refresh)
-        recv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return Prepared(transfer, None, recv.view(-1), Result(recv))
+            (send, refresh), out = flattened(x), torch.empty_like(x)
+            return Prepared(moves, send, None, out, refresh, partial(out.copy_, x))
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return Prepared(moves, None, out.view(-1), out)
 
 
 @dataclass(frozen=True)
-class Reduce(FlatMap):
+class Reduce(Map):
     """The sum of everybody's tensor on the root; zeros on the others."""
 
     name = "reduce"
@@ -254,29 +290,38 @@ class Reduce(FlatMap):
         return Broadcast(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
-        transfer = tr.reduce(x.numel(), self.comm.rank, self.root)
-        recv = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
-        return Prepared(transfer, send, recv.view(-1) if self.comm.rank == self.root else None, Result(recv), refresh)
+        recv = out.view(-1) if self.comm.rank == self.root else None
+        return Prepared(self.operation(x, (x.numel(),), self.root), send, recv, out, refresh)
 
 
-@dataclass(frozen=True)
-class Shift(FlatMap):
-    """Rank r's tensor goes to rank `(r + offset) % size`. Rank r holds `sizes[r]` along `dim` before."""
+def flattened(x: Tensor) -> tuple[Tensor, Refresh]:
+    """The elements in logical order, as a contiguous vector outside autograd, and how to bring them there again if it is a copy."""
+    vector = x.detach().contiguous().view(-1)
+    shared = vector.data_ptr() == x.data_ptr()
+    return vector, None if shared else partial(vector.view(x.shape).copy_, x.detach())
 
-    name = "shift"
-    offset: int
-    dim: int
-    sizes: tuple[int, ...]
 
-    @property
-    def transpose(self) -> Map:
-        moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
-        return replace(self, offset=-self.offset, sizes=moved)
+def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Refresh]:
+    """The elements of some tensors one after the other, and how to bring them there again."""
+    lengths = [part.numel() for part in parts]
+    vector = parts[0].new_empty(sum(lengths))
+    places = vector.split(lengths)
 
-    def prepare(self, x: Tensor) -> Prepared:
-        rows = x.movedim(self.dim, 0)
-        transfer = tr.shift(elements(self.sizes, rows), self.comm.rank, self.offset)
-        recv = x.new_empty((self.sizes[(self.comm.rank - self.offset) % self.comm.size], *rows.shape[1:]))
-        send, refresh = flattened(rows)
-        return Prepared(transfer, send, recv.view(-1), Result(back(recv, self.dim)), refresh)
+    def refresh() -> None:
+        for place, part in zip(places, parts, strict=True):
+            place.view(part.shape).copy_(part)
+
+    refresh()
+    return vector, refresh
+
+
+def overlaps(x: Tensor) -> bool:
+    """Return whether elements of a tensor may share memory."""
+    reach = 0
+    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)) if x.numel() else ():
+        if length > 1 and stride <= reach:
+            return True
+        reach += stride * (length - 1)
+    return False

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from sp_core.arguments import check_communicator
-from sp_core.collectives import build, choice
-from sp_core.collectives.execution import Ready
-from sp_core.collectives.maps import AllReduce, AllToAll, FlatMap, Prepared, Result, Shift
+from sp_core.collectives import choice, execution
+from sp_core.collectives.build import KINDS, NEEDED, build
+from sp_core.collectives.maps import Map, Prepared
 from sp_core.communicator import Communicator
+from sp_core.schedules import Op
 from sp_core.scratch import Scratch
-from sp_core.transport import Handle, Op
-from sp_core.transport import transfer as tr
+from sp_core.transport import Handle
 
 
 class Plan:
@@ -29,25 +28,24 @@ class Plan:
         algorithm: what carries it out; "mpi" is the MPI library.
     """
 
-    def __init__(self, mapping: FlatMap, x: Tensor, prepared: Prepared) -> None:
-        comm, transfer = mapping.comm, prepared.transfer
+    def __init__(self, mapping: Map, x: Tensor, prepared: Prepared) -> None:
+        comm, moves, send, recv = mapping.comm, prepared.operation, prepared.send, prepared.recv
         self.input = x
-        resident = _resident(comm, prepared, choice.named(comm, transfer.op.value, mapping.algorithm))
-        if resident:
-            self.algorithm = "window"
-        else:
-            self.algorithm = choice.chosen_for(comm, transfer, prepared.send, prepared.recv, mapping.algorithm, planned=True)
+        resident = _resident(comm, prepared, choice.named(comm, mapping.name, mapping.algorithm))
+        self.algorithm = "window"
+        if not resident:
+            self.algorithm = choice.chosen(comm, mapping.name, mapping.algorithm, moves.nbytes, planned=True)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._agree = comm.numbered()
-        self._bound: Ready | None = None
+        self._bound: execution.Ready | None = None
         if self.algorithm != "mpi":
             own = Scratch(comm.device)
-            self._bound = choice.bind(comm, transfer, prepared.send, prepared.recv, self.algorithm, own, resident=resident)
+            self._bound = execution.bind(comm, moves, send, recv, self.algorithm, own, resident=resident)
             self._call: Callable[[], object] = self._run
-        elif transfer.op is Op.SHIFT:
-            self._call = partial(choice.run, comm, transfer, prepared.send, prepared.recv, "mpi")
+        elif moves.op is Op.SHIFT:
+            self._call = partial(execution.run, comm, moves, send, recv, "mpi")
         else:
-            self._call = comm.prepare(transfer, prepared.send, prepared.recv)
+            self._call = comm.prepare(moves, send, recv)
 
     def run(self) -> Tensor:
         """Carry it out on what the input holds now.
@@ -68,7 +66,7 @@ class Plan:
         if prepared.refresh is not None:
             prepared.refresh()
         if self._bound is None:
-            return choice.start(self._comm, prepared.transfer, prepared.send, prepared.recv, "mpi")
+            return execution.start(self._comm, prepared.operation, prepared.send, prepared.recv, "mpi")
         return self._comm.track(self._bound.start())
 
     def finish(self, handle: Handle) -> Tensor:
@@ -85,9 +83,9 @@ class Plan:
 
 def _resident(comm: Communicator, prepared: Prepared, asked: str) -> bool:
     """Whether the others read this rank's tensor where it is: every rank has it in the same place of shared memory."""
-    if comm.window is None or asked not in ("auto", "window") or prepared.transfer.op is Op.ALL_TO_ALL:
+    if comm.window is None or asked not in ("auto", "window") or prepared.operation.op is Op.ALL_TO_ALL:
         return False  # the pieces of an all-to-all are packed first
-    if asked == "auto" and choice.vector_bytes(comm, prepared.transfer, prepared.send, prepared.recv) < choice.RESIDENT_BYTES:
+    if asked == "auto" and prepared.operation.nbytes < choice.RESIDENT_BYTES:
         return False
     mine = comm.window.place(prepared.send) if prepared.refresh is None else -1
     places = comm.agree_on(lambda: "where the input of a plan lives", lambda: mine)
@@ -118,8 +116,11 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     check_communicator(comm)
     if problem := _problem(op, arguments):
         comm.agree_on(lambda: f"plan of {op}", lambda: _refuse(problem))
-    mapping = _BUILDERS[op](f"plan of {op}", x, comm, **arguments)
-    return Plan(mapping, x, mapping.prepare(x if op == "all_reduce_" else x.detach()))
+    if op == "all_reduce_":
+        mapping = _in_place(f"plan of {op}", x, comm, planned=True, **arguments)
+        return Plan(mapping, x, mapping.prepare(x))
+    mapping = build(f"plan of {op}", op, x, comm, **arguments)
+    return Plan(mapping, x, mapping.prepare(x.detach()))
 
 
 def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
@@ -138,69 +139,22 @@ def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: st
     Raises:
         As `all_reduce`; ValueError for a tensor that requires a gradient, ShapeError for one whose elements share memory.
     """
-    return _in_place("all_reduce_", x, comm, op, algorithm, deterministic).run(x)
+    given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
+    return _in_place("all_reduce_", x, comm, planned=False, **given).run(x)
 
 
-@dataclass(frozen=True)
-class _InPlace(AllReduce):
-    """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
-
-    def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and choice.chosen(self.comm, self.name, self.algorithm) != "mpi":
-            flat = x.detach().view(-1)
-            return Prepared(tr.all_reduce(x.numel(), self.reduction), flat, flat, Result(x))
-        prepared = super().prepare(x.detach())
-        return replace(prepared, result=Result(x, lambda: x.detach().copy_(prepared.result())))
-
-
-def _in_place(
-    name: str, x: Tensor, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False
-) -> _InPlace:
-    mapping = build.all_reduce(name, x, comm, op, algorithm, deterministic, in_place=True)
-    nbytes, planned = x.numel() * x.itemsize, name != "all_reduce_"
-    chosen = choice.chosen(comm, mapping.name, mapping.algorithm, nbytes, planned=planned)  # it says where the result is made
-    return _InPlace(comm, mapping.reduction, algorithm=chosen)
-
-
-def _all_to_all(
-    name: str,
-    x: Tensor,
-    comm: Communicator,
-    *,
-    split_dim: int,
-    concat_dim: int,
-    split_sizes: build.Sizes = None,
-    concat_sizes: build.Sizes = None,
-    algorithm: str = "auto",
-) -> AllToAll:
-    return build.all_to_all(name, x, comm, (split_dim, concat_dim), split_sizes, concat_sizes, algorithm)
-
-
-def _shift(
-    name: str, x: Tensor, comm: Communicator, *, offset: int = 1, dim: int = 0, sizes: build.Sizes = None, algorithm: str = "auto"
-) -> Shift:
-    return build.shift(name, x, comm, offset, dim, sizes, algorithm)
-
-
-_BUILDERS: dict[str, Callable[..., FlatMap]] = {
-    "all_gather": build.all_gather,
-    "reduce_scatter": build.reduce_scatter,
-    "all_reduce": build.all_reduce,
-    "all_reduce_": _in_place,
-    "all_to_all": _all_to_all,
-    "shift": _shift,
-    "broadcast": build.broadcast,
-    "reduce": build.reduce,
-}
+def _in_place(name: str, x: Tensor, comm: Communicator, *, planned: bool, **given: Any) -> Map:
+    mapping = build(name, "all_reduce_", x, comm, **given)
+    chosen = choice.chosen(comm, mapping.name, mapping.algorithm, x.numel() * x.itemsize, planned=planned)
+    return replace(mapping, algorithm=chosen)  # it says where the result is made
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:
     """Say what is wrong with the names of a plan's arguments; nothing if all is well."""
-    if op not in _BUILDERS:
-        return f"a plan of {op!r} was asked for; there are {tuple(_BUILDERS)}. Pass one of them."
-    parameters = inspect.signature(_BUILDERS[op]).parameters.values()
-    taken = {parameter.name for parameter in parameters} - {"name", "x", "comm", "in_place"}
-    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty} & taken
+    if op not in KINDS:
+        return f"a plan of {op!r} was asked for; there are {tuple(KINDS)}. Pass one of them."
+    taken = {*KINDS[op].arguments, "algorithm"}
+    needed = {name for name, default in KINDS[op].arguments.items() if default is NEEDED}
     if needed <= set(given) <= taken:
         return ""
     return f"a plan of {op} was given {sorted(given)}; it takes {sorted(taken)} and needs {sorted(needed)}."

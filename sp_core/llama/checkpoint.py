@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
-from sp_core.autograd import all_gather
+from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import LlamaConfig, read_json
 from sp_core.llama.grid import Grid

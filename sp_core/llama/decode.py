@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.attention import block_attention, merge_into
-from sp_core.autograd import all_gather, broadcast
+from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.autograd import all_gather, broadcast
+from sp_core.collectives.api import all_gather, broadcast
 from sp_core.llama.decode import Decoder
 from sp_core.llama.model import Llama, Tokens, check_model, check_tokens
 from sp_core.segments import split_ranges

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.attention.function import attention
-from sp_core.autograd import all_gather, broadcast
+from sp_core.attention import local_attention
+from sp_core.collectives.api import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.model import CAUSAL, Llama, Pass, Tokens, check_model, check_tokens, document_positions, flat
@@ -115,7 +115,7 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan)
     tokens = row.to(model.grid.sequence.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(q, model.spread(k), model.spread(v), mask=mask)
+        out = local_attention(q, model.spread(k), model.spread(v), mask=mask)
         assert isinstance(out, Tensor)
         return out
 

@@ -1,4 +1,4 @@
-"""Who may see whom, from global positions alone, and the blocks of attention work that follow from it.
+"""Decide from global positions which query sees which key, and plan the blocks of attention work.
 
 A shard's positions are a few arithmetic runs. Between two runs of one step every mask of this library is a band in index space,
 lo <= i - j <= hi, so a pair of runs falls into rectangles, triangles and thin diagonal tiles without looking at single tokens.

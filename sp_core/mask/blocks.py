@@ -1,4 +1,6 @@
-"""From positions and a mask to blocks of attention work: full and causal ones for fused kernels, thin partial ones for the rest."""
+"""Plan blocks of attention work from positions and a mask: full and causal blocks for fused kernels, thin partial ones for the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,22 @@ class Block(NamedTuple):
 
     @property
     def queries(self) -> slice:
-        """Local query indices."""
+        """The range of query indices in the shard."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> slice:
-        """Local key indices."""
+        """The range of key indices in the shard."""
         return slice(self.kv_start, self.kv_stop)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
+        """The number of queries and of keys."""
         return self.q_stop - self.q_start, self.kv_stop - self.kv_start
 
 
 def plan_blocks(q_positions: Positions, kv_positions: Positions, mask: Mask | None = None) -> tuple[Block, ...]:
-    """Decompose the visible pairs of two shards into blocks: each visible pair lies in exactly one, and is visible in it.
+    """Plan blocks for the visible pairs of two shards. Each visible pair lies in exactly one block.
 
     Args:
         q_positions: Sq global positions of the queries (range, ints, or 1-D integer tensor).
@@ -70,12 +72,12 @@ def plan_blocks(q_positions: Positions, kv_positions: Positions, mask: Mask | No
 
 
 def work(blocks: Iterable[Block]) -> int:
-    """Count the visible (query, key) pairs of a plan: what a balanced sharding makes equal."""
+    """Count the visible (query, key) pairs of a plan. A balanced sharding gives every rank as many."""
     return sum(block.pairs for block in blocks)
 
 
 def dense(block: Block, mask: Mask, q_positions: Tensor, kv_positions: Tensor) -> Tensor:
-    """Visibility inside one block as a bool tensor (queries, keys) on the CPU.
+    """Return which pairs of a block are visible, as a bool tensor (queries, keys) on the CPU.
 
     Args:
         q_positions: int64 (Sq,), of the whole shard.
@@ -87,14 +89,14 @@ def dense(block: Block, mask: Mask, q_positions: Tensor, kv_positions: Tensor) -
 
 
 def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
-    """Bool (rows, columns), true where lo <= i - j <= hi."""
+    """Make a bool tensor (rows, columns) that is True for lo <= i - j <= hi."""
     visible = torch.ones(rows, columns, dtype=torch.bool)
     return visible.tril_(max(-lo, -rows)).triu_(min(max(-hi, -rows), columns))
 
 
 @lru_cache(maxsize=256)
 def _plan(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> tuple[Block, ...]:
-    """Plan from hashable runs: everything that the result depends on is an argument."""
+    """Plan blocks. The arguments are hashable, so that plans can be cached."""
     if _irregular(q_shard) or _irregular(kv_shard):
         blocks = _chunk_blocks(q_shard, kv_shard, mask)
     else:
@@ -103,12 +105,12 @@ def _plan(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> tu
 
 
 def _irregular(shard: tuple[Run, ...]) -> bool:
-    """Whether runs are so many and short that a block for each pair of them would be slower than dense chunks."""
+    """Return whether runs are so many and short that dense chunks are faster than a block for each pair of runs."""
     return len(shard) > max(16, sum(run.length for run in shard) // 16)
 
 
 def _run_blocks(q_pieces: list[Piece], kv_pieces: list[Piece], mask: Mask) -> Iterator[Block]:
-    """Blocks of all pairs of pieces that lie in the same document."""
+    """Yield the blocks of all pairs of pieces in the same document."""
     by_document: dict[int, list[Piece]] = defaultdict(list)
     for piece in kv_pieces:
         by_document[piece.document].append(piece)
@@ -118,7 +120,7 @@ def _run_blocks(q_pieces: list[Piece], kv_pieces: list[Piece], mask: Mask) -> It
 
 
 def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
-    """Blocks of one pair of pieces: by their band where the steps agree, by bounds of chunks where they do not."""
+    """Yield the blocks of two pieces: a band if their steps are equal, else chunks that are compared by their bounds."""
     step = q.run.step if q.run.length > 1 else kv.run.step
     if kv.run.length == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))
@@ -131,7 +133,7 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
-    """Limits lo <= i - j <= hi on local indices that say the same as the mask's limits on positions."""
+    """Convert the mask's limits on positions to limits lo <= i - j <= hi on local indices."""
     least, greatest = mask.difference_range()
     offset = q.run.start - kv.run.start
     shift = q.offset - kv.offset
@@ -141,7 +143,7 @@ def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
 
 
 def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Blocks of the band lo <= i - j <= hi in rows x columns of absolute indices."""
+    """Yield the blocks of the band lo <= i - j <= hi in rows x columns of shard indices."""
     rows = range(max(rows.start, columns.start + lo), min(rows.stop, columns.stop + hi))
     columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
     if not rows or not columns or lo > hi:  # lo > hi: a window narrower than the step
@@ -155,7 +157,7 @@ def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bloc
 
 
 def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
-    """Blocks of j <= i - lo, where the last column is seen by the last row at least: one square triangle, the rest rectangles."""
+    """Yield the blocks of j <= i - lo: one causal square, the rest full. The last row sees the last column at least."""
     corner = rows.start - lo
     size = columns.stop - corner
     if corner > columns.start:
@@ -166,7 +168,7 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
 
 
 def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Blocks of a band that cuts keys off behind the queries: rows that it does not cut, then tiles along the diagonal."""
+    """Yield the blocks of a band that hides keys far behind a query: the rows that see all keys, then tiles along the diagonal."""
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
     if uncut:
         yield from _band_blocks(rows[:uncut], columns, lo, hi)
@@ -176,7 +178,7 @@ def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bl
 
 
 def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """A few rows and just the columns that they see."""
+    """Yield a tile: a few rows and the columns that they see."""
     columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
     shift = rows.start - columns.start
     band = (max(lo - shift, -len(columns)), min(hi - shift, len(rows)))
@@ -188,12 +190,12 @@ def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
 
 
 def _band_pairs(rows: int, columns: int, lo: int, hi: int) -> int:
-    """Count 0 <= i < rows, 0 <= j < columns with lo <= i - j <= hi."""
+    """Count the pairs 0 <= i < rows, 0 <= j < columns with lo <= i - j <= hi."""
     return _below(rows, columns, hi) - _below(rows, columns, lo - 1)
 
 
 def _below(rows: int, columns: int, limit: int) -> int:
-    """Count pairs with i - j <= limit: for column j the rows 0 .. limit + j."""
+    """Count the pairs with i - j <= limit. Column j has rows 0 to limit + j."""
     first = max(0, -limit)  # the first column that has such a row
     whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
     ramp = whole - first
@@ -201,12 +203,12 @@ def _below(rows: int, columns: int, limit: int) -> int:
 
 
 def _full(rows: range, columns: range) -> Block:
-    """A rectangle in which every pair is visible."""
+    """Make a block in which every pair is visible."""
     return Block(rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns))
 
 
 def _by_bounds(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> str:
-    """Say "full", "partial" or "empty" from the least and greatest q - k alone; "partial" may turn out to be either."""
+    """Return "full", "partial" or "empty" from the least and greatest q - k alone. A "partial" may turn out to be either."""
     least, greatest = mask.difference_range()
     low, high = q_least - kv_greatest, q_greatest - kv_least
     if (least is not None and high < least) or (greatest is not None and low > greatest):
@@ -216,7 +218,7 @@ def _by_bounds(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, m
 
 
 def _stepped_block(q: Piece, kv: Piece, rows: range, columns: range, mask: Mask) -> Iterator[Block]:
-    """The block, if any, of a chunk of two pieces of different steps."""
+    """Yield the block, if any, of one chunk of two pieces with different steps."""
     q_run = range(q.run.start, q.run.last + 1, q.run.step)[rows.start : rows.stop]
     kv_run = range(kv.run.start, kv.run.last + 1, kv.run.step)[columns.start : columns.stop]
     indices = q.indices[rows.start : rows.stop], kv.indices[columns.start : columns.stop]
@@ -228,7 +230,7 @@ def _stepped_block(q: Piece, kv: Piece, rows: range, columns: range, mask: Mask)
 
 
 def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
-    """The block of a dense chunk, after counting; none where nothing is visible."""
+    """Yield the block of a dense chunk after counting its visible pairs. Yield nothing if there are none."""
     pairs = int(visible.sum())
     if pairs == len(rows) * len(columns):
         yield _full(rows, columns)
@@ -237,7 +239,7 @@ def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
 
 
 def _chunk_blocks(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> Iterator[Block]:
-    """Blocks of positions without structure: chunk against chunk, dense where bounds do not decide."""
+    """Yield blocks for positions without structure: chunk by chunk, with a dense mask if bounds do not decide."""
     q_all, kv_all = _positions(q_shard), _positions(kv_shard)
     kv_chunks = chunk(kv_shard, CHUNK)
     for rows, q_least, q_greatest in chunk(q_shard, CHUNK):
@@ -251,13 +253,13 @@ def _chunk_blocks(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mas
 
 
 def _positions(shard: tuple[Run, ...]) -> Tensor:
-    """All positions of a shard."""
+    """Return all positions of a shard."""
     parts = [torch.arange(run.start, run.last + 1, run.step) for run in shard]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
 def _one_document(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> bool:
-    """Whether all queries and keys of a chunk pair lie in the documents of one number."""
+    """Return whether all queries and keys of two chunks lie in documents of one number."""
     if mask.documents is None or mask.key_documents is None:
         return True
     numbers = {document_number(p, mask.documents) for p in (q_least, q_greatest)}
@@ -265,7 +267,7 @@ def _one_document(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int
 
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:
-    """Join full blocks that lie side by side, first along the keys, then along the queries."""
+    """Join adjacent full blocks, first along the keys, then along the queries."""
     full: list[Block] = []
     rest: list[Block] = []
     for block in blocks:
@@ -276,7 +278,7 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def _join(blocks: list[Block], adjacent: Callable[[Block, Block], bool]) -> list[Block]:
-    """Join each block of a sorted list to the one before it where they are adjacent."""
+    """Join each block of a sorted list to the previous one if they are adjacent."""
     joined: list[Block] = []
     for block in blocks:
         if joined and adjacent(joined[-1], block):

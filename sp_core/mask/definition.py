@@ -1,4 +1,4 @@
-"""The mask: its definition on pairs of global positions, and what makes a mask valid."""
+"""The mask: its definition on pairs of global positions, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Positions = range | Sequence[int] | Tensor
 
 @dataclass(frozen=True)
 class Mask:
-    """Visibility of keys to queries, defined on global positions.
+    """Which keys a query sees, defined on global positions.
 
     Query position q sees key position k when all of these hold:
         causal: k <= q, also when query and key lengths differ.
@@ -53,16 +53,16 @@ class Mask:
 
     @property
     def key_documents(self) -> tuple[int, ...] | None:
-        """Boundaries of the keys' documents: kv_documents, or documents where none were given."""
+        """The boundaries of the keys' documents: kv_documents, or documents if none were given."""
         return self.documents if self.kv_documents is None else self.kv_documents
 
     def difference_range(self) -> tuple[int | None, int | None]:
-        """Least and greatest visible q - k, documents aside; None where there is no limit."""
+        """Return the least and greatest visible q - k, without regard to documents. None means no limit."""
         greatest = None if self.window is None else self.window - 1
         return (0 if self.causal else None if greatest is None else -greatest), greatest
 
     def allowed(self, q_positions: Positions, kv_positions: Positions) -> Tensor:
-        """Say for every pair of positions whether the query sees the key: the definition of the mask.
+        """Return for every pair of positions whether the query sees the key. This is the definition of the mask.
 
         Args:
             q_positions: Sq global positions, in any order.
@@ -88,7 +88,7 @@ class Mask:
         return visible
 
     def check_lengths(self, seq_len: int, kv_seq_len: int | None = None) -> None:
-        """Refuse documents that do not end at the sequence's end.
+        """Refuse documents that do not end at the end of the sequence.
 
         Args:
             seq_len: tokens of the whole query sequence.
@@ -125,7 +125,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
-    """Number of the document that holds each position (a position on a boundary opens the next non-empty document).
+    """Return the number of the document of each position. A position on a boundary opens the next non-empty document.
 
     Raises:
         ShapeError: a position outside the documents.
@@ -137,7 +137,7 @@ def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
 
 
 def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
-    """Refuse positions that no document holds.
+    """Refuse positions outside the documents.
 
     Raises:
         ShapeError: first is negative or last is not below the final boundary.
@@ -150,12 +150,12 @@ def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
 
 
 def document_number(position: int, boundaries: tuple[int, ...]) -> int:
-    """Number of the document that holds one position, by bisection."""
+    """Return the number of the document of one position."""
     return bisect_right(boundaries, position) - 1
 
 
 def _window(window: int | None) -> int | None:
-    """Validate a window length."""
+    """Check a window length."""
     if window is None:
         return None
     if isinstance(window, bool) or not hasattr(window, "__index__"):
@@ -166,7 +166,7 @@ def _window(window: int | None) -> int | None:
 
 
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
-    """Validate document boundaries and make them a tuple of ints."""
+    """Check document boundaries, and make them a tuple of ints."""
     if values is None:
         return None
     items = values.tolist() if isinstance(values, Tensor) else list(values)
@@ -192,7 +192,7 @@ def _check_pair(documents: tuple[int, ...] | None, kv_documents: tuple[int, ...]
 
 
 def _length_text(name: str, given: int, needed_name: str, needed: int) -> str:
-    """Text of a length error: given, needed, remedy."""
+    """Make the text of a length error."""
     return (
         f"the mask's {name} end at {given}, needed {needed_name} = {needed}; make the last boundary {needed} "
         "(for cross attention give kv_documents for the keys)"
@@ -200,5 +200,5 @@ def _length_text(name: str, given: int, needed_name: str, needed: int) -> str:
 
 
 def _short(bounds: tuple[int, ...]) -> str:
-    """Boundaries for an error text, cut where they are many."""
+    """Show boundaries in an error text. Cut them if they are many."""
     return str(bounds) if len(bounds) <= 12 else f"({', '.join(map(str, bounds[:12]))}, ... {len(bounds)} boundaries)"

@@ -1,4 +1,4 @@
-"""Positions as arithmetic runs: the form in which a shard of 10^6 tokens is a handful of integers."""
+"""Positions as arithmetic runs: a shard of 10^6 tokens is stored as a few integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sp_core.mask.definition import Positions, check_inside, document_number, po
 
 
 class Run(NamedTuple):
-    """Positions start, start + step, ..., `length` of them; a run of one token has step 1 and adopts any."""
+    """Positions start, start + step, ..., `length` of them. A run of one token has step 1."""
 
     start: int
     step: int
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a shard that lies in one document: local indices offset .. offset + run.length, and their positions."""
+    """A part of a shard in one document: indices offset to offset + run.length of the shard, and their positions."""
 
     offset: int
     run: Run
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     @property
     def indices(self) -> range:
-        """Local indices of the piece."""
+        """The range of indices in the shard."""
         return range(self.offset, self.offset + self.run.length)
 
 
@@ -54,12 +54,12 @@ def runs(positions: Positions) -> list[Run]:
 
 
 def _run(start: int, step: int, length: int) -> Run:
-    """A run in its one normal form, so that equal positions give equal cache keys."""
+    """Make a run. Equal positions give equal runs, because runs are cache keys."""
     return Run(start, step if length > 1 else 1, length)
 
 
 def _greedy(values: Tensor) -> Iterator[Run]:
-    """Yield runs by walking over stretches of equal differences, never over tokens."""
+    """Yield runs from stretches of equal differences. The time grows with stretches, not with tokens."""
     steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
     first = 0  # index of the first token that no run holds yet
     stop = 0  # index of the last token of the current stretch
@@ -78,7 +78,7 @@ def _greedy(values: Tensor) -> Iterator[Run]:
 
 
 def cut(shard: tuple[Run, ...], boundaries: tuple[int, ...] | None) -> list[Piece]:
-    """Cut the runs of a shard where a document ends.
+    """Cut the runs of a shard at the boundaries of documents.
 
     Raises:
         ShapeError: a position outside the documents.
@@ -92,7 +92,7 @@ def cut(shard: tuple[Run, ...], boundaries: tuple[int, ...] | None) -> list[Piec
 
 
 def _cut_run(index: int, run: Run, boundaries: tuple[int, ...] | None) -> Iterator[Piece]:
-    """Yield the pieces of one run, by bisection for every document it meets."""
+    """Yield the pieces of one run. Each document is found by bisection."""
     if boundaries is None:
         yield Piece(index, run, 0)
         return
@@ -116,7 +116,7 @@ def chunk(shard: tuple[Run, ...], size: int) -> list[tuple[range, int, int]]:
 
 
 def _chunk(shard: tuple[Run, ...], stops: list[int], indices: range) -> tuple[range, int, int]:
-    """Bounds of one chunk, from the runs that it touches."""
+    """Return the bounds of one chunk from the runs that it touches."""
     lows, highs = [], []
     number = bisect_left(stops, indices.start + 1)
     begin = indices.start

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_core import arguments
-from sp_core.autograd.replicated import copy_all, describe_all
 from sp_core.collectives.build import check_tensor
+from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_core import arguments
-from sp_core.autograd import copy_to_group, reduce_from_group, reduce_scatter
+from sp_core.collectives.api import reduce_scatter
+from sp_core.collectives.differentiable import copy_to_group, reduce_from_group
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError

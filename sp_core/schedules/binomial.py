@@ -15,7 +15,7 @@ sections 4.2 and 4.6.
 
 from __future__ import annotations
 
-from sp_core.schedules.definition import Combine, Message, Program, Step, copy, inp, out, program, tmp
+from sp_core.schedules.program import Combine, Message, Program, Step, inp, out, program, tmp
 
 
 def broadcast(rank: int, size: int, count: int, root: int) -> Program:
@@ -31,8 +31,6 @@ def reduce(rank: int, size: int, count: int, root: int) -> Program:
     """Add what the children have, those with the smallest families first, then serve the parent."""
     number, whole = (rank - root) % size, range(count)
     children = _children(number, size)
-    if size == 1:
-        return program([Step(then=(copy(inp(whole), out(whole)),))])
     landed = tmp(0, count)
     more = 1 if rank == root or len(children) == 1 else 2  # vectors of scratch
     total = out(whole) if rank == root else tmp((more - 1) * count, count)

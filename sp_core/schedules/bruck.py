@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_core.schedules.definition import Message, Program, Step, copy, inp, joined, out, program, spans, tmp
+from sp_core.schedules.program import Message, Program, Step, copy, inp, joined, out, program, spans, tmp
 
 
 def all_gather(rank: int, counts: Sequence[int]) -> Program:

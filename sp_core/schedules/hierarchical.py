@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sp_core.schedules.definition import Combine, Message, Program, Region, Step, copy, inp, out, program, spans, tmp
+from sp_core.schedules.program import Combine, Message, Program, Region, Step, inp, out, program, spans, tmp
 from sp_core.segments import split_sizes
 
 Group = tuple[int, ...]
@@ -33,12 +33,12 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is: its node among all nodes, and the lanes that it carries."""
+    """Where a rank is: the ranks of each node, the number of its own node, and the lanes of the vector."""
 
+    rank: int
     groups: tuple[Group, ...]
     home: int
     lanes: tuple[range, ...]
-    carried: range
 
     @property
     def mates(self) -> Group:
@@ -56,38 +56,26 @@ class _Place:
 
 def all_reduce(rank: int, size: int, count: int, nodes: Sequence[int] = ()) -> Program:
     """Sums inside the node, a ring of nodes for each lane, copies inside the node."""
-    if size == 1:
-        return program([Step(then=(copy(inp(range(count)), out(range(count))),))])
-    place = _place(rank, nodes or (0,) * size, count)
-    number = len(place.groups)
-    widths = [len(place.lanes[lane]) for lane in place.carried]
+    nodes = nodes or (0,) * size
+    groups = tuple(tuple(r for r in range(size) if nodes[r] == node) for node in dict.fromkeys(nodes))
+    home = next(number for number, group in enumerate(groups) if rank in group)
+    place = _Place(rank, groups, home, spans(split_sizes(count, max(map(len, groups)))))
+    widths = [len(place.lanes[lane]) for lane in place.carried_by(rank)]
     if len(place.mates) == 1:
-        widths = [-(-width // number) for width in widths]
-    slots = dict(zip(place.carried, (span.start for span in spans(widths)), strict=True))
-    steps = [*_sums(place, rank, slots), *_rings(place, slots), *_copies(place, rank)]
+        widths = [-(-width // len(groups)) for width in widths]
+    slots = dict(zip(place.carried_by(rank), (span.start for span in spans(widths)), strict=True))
+    steps = [*_sums(place, slots), *_rings(place, slots), _copies(place, slots)]
     return program(steps, sum(widths))
 
 
-def groups_of(nodes: Sequence[int]) -> tuple[Group, ...]:
-    """The ranks of each node; nodes in the order of their lowest ranks."""
-    return tuple(tuple(rank for rank, other in enumerate(nodes) if other == node) for node in dict.fromkeys(nodes))
-
-
-def _place(rank: int, nodes: Sequence[int], count: int) -> _Place:
-    groups = groups_of(nodes)
-    home = next(number for number, group in enumerate(groups) if rank in group)
-    lanes = spans(split_sizes(count, max(map(len, groups))))
-    return _Place(groups, home, lanes, range(groups[home].index(rank), len(lanes), len(groups[home])))
-
-
-def _sums(place: _Place, rank: int, slots: dict[int, int]) -> list[Step]:
+def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
     """The node's sum of each lane that this rank carries, into OUT."""
     steps, have = [], inp
     for k in range(1, len(place.mates)):
-        dest, source = (place.mates[(place.mates.index(rank) + way * k) % len(place.mates)] for way in (1, -1))
+        dest, source = (place.mates[(place.mates.index(place.rank) + way * k) % len(place.mates)] for way in (1, -1))
         sends = tuple(Message(dest, inp(place.lanes[lane])) for lane in place.carried_by(dest))
-        landed = {lane: tmp(slots[lane], len(place.lanes[lane])) for lane in place.carried}
-        sums = tuple(Combine(out(place.lanes[lane]), (landed[lane], have(place.lanes[lane]))) for lane in place.carried)
+        landed = {lane: tmp(slots[lane], len(place.lanes[lane])) for lane in slots}
+        sums = tuple(Combine(out(place.lanes[lane]), (landed[lane], have(place.lanes[lane]))) for lane in slots)
         steps.append(Step(sends, tuple(Message(source, region) for region in landed.values()), sums))
         have = out
     return steps
@@ -97,7 +85,7 @@ def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
     """The all-reduce of each lane over the nodes, all lanes of this rank side by side."""
     number, home = len(place.groups), place.home
     have = out if len(place.mates) > 1 else inp
-    parts = {lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start) for lane in place.carried}
+    parts = {lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start) for lane in slots}
     steps = []
     for k in range(number - 1):
         going, coming = ({lane: parts[lane][(home - k - behind) % number] for lane in parts} for behind in (1, 2))
@@ -117,9 +105,9 @@ def _passed_on(place: _Place, going: dict[int, Region], coming: dict[int, Region
     return Step(sends, tuple(Message(place.carrier(lane, -1), region) for lane, region in coming.items()), then)
 
 
-def _copies(place: _Place, rank: int) -> list[Step]:
+def _copies(place: _Place, slots: dict[int, int]) -> Step:
     """Every lane from who carries it to the whole node."""
-    others = [mate for mate in place.mates if mate != rank]
-    sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried)
+    others = [mate for mate in place.mates if mate != place.rank]
+    sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in slots)
     receives = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried_by(mate))
-    return [Step(sends, receives)]
+    return Step(sends, receives)

@@ -19,11 +19,11 @@ sections 4.3 and 4.4.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from sp_core.schedules.cutting import Cut, cut
-from sp_core.schedules.definition import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
-from sp_core.schedules.ring import gathered
-from sp_core.segments import split_sizes
+from sp_core.schedules.program import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
+from sp_core.schedules.ring import Cut, cut, gathered
+from sp_core.segments import moved, split_sizes
 
 WINDOW = 4
 """Messages under way at once where none depends on another."""
@@ -63,7 +63,6 @@ def _sums(rank: int, parts: Cut, shift: int) -> list[Step]:
         for k in range(1, size):
             dest, source = (rank + k) % size, (rank - k) % size
             steps.append(Step((Message(dest, inp(parts.parts[dest][g])),), (Message(source, landed[source]),)))
-        total = Combine(out(range(mine.start + shift, mine.stop + shift)), tuple(landed.get(r, inp(mine)) for r in range(size)))
-        last = steps.pop() if size > 1 else Step()
-        steps.append(Step(last.sends, last.receives, (total,)))
+        total = Combine(out(moved(mine, shift)), tuple(landed.get(r, inp(mine)) for r in range(size)))
+        steps.append(replace(steps.pop(), then=(total,)))
     return steps

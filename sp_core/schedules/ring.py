@@ -32,27 +32,68 @@ segments: as `segmented ring` in Open MPI's coll/tuned.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from sp_core.schedules.cutting import Cut, cut
-from sp_core.schedules.definition import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
-from sp_core.segments import split_sizes
+from sp_core.schedules.program import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
+from sp_core.segments import moved, split_ranges, split_sizes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pieces cut into equally many segments, so that one travels while another is added, and scratch stays small.
+
+    Args:
+        parts: by piece, the ranges of its segments.
+        depth: how many steps may be under way: 2 where there are segments to alternate between, else 1.
+    """
+
+    parts: tuple[tuple[range, ...], ...]
+    depth: int
+
+    @property
+    def longest(self) -> int:
+        """Elements of the longest segment."""
+        return max(len(part) for piece in self.parts for part in piece)
+
+    @property
+    def rounds(self) -> tuple[tuple[range, ...], ...]:
+        """For each piece, the ranges sent in one all-gather round. There are as many as may be under way."""
+        count = len(self.parts[0]) // self.depth
+        starts = range(0, len(self.parts[0]), count)
+        return tuple(tuple(range(piece[g].start, piece[g + count - 1].stop) for g in starts) for piece in self.parts)
+
+    def sums(self, rank: int) -> Iterator[tuple[int, range, range]]:
+        """The messages of a reduce-scatter: how often the piece was sent before, what a rank sends, and what it receives.
+
+        As many segments go round together as may be under way, one such group after the other.
+        """
+        size = len(self.parts)
+        for first in range(0, len(self.parts[0]), self.depth):
+            for k in range(size - 1):
+                for g in range(first, first + self.depth):
+                    yield k, self.parts[(rank - k - 1) % size][g], self.parts[(rank - k - 2) % size][g]
+
+
+def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
+    """Cut pieces of `counts` elements into segments of at most `segment`; into one where it is None or long enough.
+
+    The number of segments is the same for every piece, and even where it is not one, so that they go in pairs.
+    """
+    longest = max(counts)
+    number = 1 if segment is None or longest <= segment else 2 * -(-longest // (2 * segment))
+    parts = tuple(tuple(moved(part, piece.start) for part in split_ranges(len(piece), number)) for piece in spans(counts))
+    return Cut(parts, 1 if number == 1 else 2)
 
 
 def all_reduce(rank: int, size: int, count: int, segment: int | None = None) -> Program:
     """Reduce-scatter into OUT, for one group of segments after the other, then all-gather."""
-    if size == 1:
-        return program([Step(then=(copy(inp(range(count)), out(range(count))),))])
     parts = cut(split_sizes(count, size), segment)
-    right, left = (rank + 1) % size, (rank - 1) % size
     steps: list[Step] = []
-    for group in parts.groups:
-        for k in range(size - 1):
-            for g in group:
-                going, coming = parts.parts[(rank - k - 1) % size][g], parts.parts[(rank - k - 2) % size][g]
-                landed = tmp(len(steps) % parts.depth * parts.longest, len(coming))
-                sent = out(going) if k else inp(going)
-                summed = Combine(out(coming), (landed, inp(coming)))
-                steps.append(Step((Message(right, sent),), (Message(left, landed),), (summed,)))
+    for k, going, coming in parts.sums(rank):
+        landed = tmp(len(steps) % parts.depth * parts.longest, len(coming))
+        sent = Message((rank + 1) % size, out(going) if k else inp(going))
+        summed = Combine(out(coming), (landed, inp(coming)))
+        steps.append(Step((sent,), (Message((rank - 1) % size, landed),), (summed,)))
     return program([*steps, *gathered(rank, parts)], parts.depth * parts.longest, parts.depth)
 
 
@@ -66,23 +107,16 @@ def gathered(rank: int, parts: Cut) -> Iterator[Step]:
 
 def reduce_scatter(rank: int, counts: Sequence[int], segment: int | None = None) -> Program:
     """Partial sums stay in scratch: one segment is received while another is sent."""
-    size = len(counts)
-    if size == 1:
-        return program([Step(then=(copy(inp(range(counts[0])), out(range(counts[0]))),))])
-    parts = cut(counts, segment)
-    right, left = (rank + 1) % size, (rank - 1) % size
+    size, parts = len(counts), cut(counts, segment)
     slots = parts.depth * (1 if size == 2 else 2)
     first = parts.parts[rank][0].start
     steps: list[Step] = []
-    for group in parts.groups:
-        for k in range(size - 1):
-            for g in group:
-                going, coming = parts.parts[(rank - k - 1) % size][g], parts.parts[(rank - k - 2) % size][g]
-                landed = tmp(len(steps) % slots * parts.longest, len(coming))
-                sent = tmp((len(steps) - len(group)) % slots * parts.longest, len(going)) if k else inp(going)
-                target = landed if k < size - 2 else out(range(coming.start - first, coming.stop - first))
-                summed = Combine(target, (landed, inp(coming)))
-                steps.append(Step((Message(right, sent),), (Message(left, landed),), (summed,)))
+    for k, going, coming in parts.sums(rank):
+        landed = tmp(len(steps) % slots * parts.longest, len(coming))
+        sent = tmp((len(steps) - parts.depth) % slots * parts.longest, len(going)) if k else inp(going)
+        target = landed if k < size - 2 else out(moved(coming, -first))
+        summed = Combine(target, (landed, inp(coming)))
+        steps.append(Step((Message((rank + 1) % size, sent),), (Message((rank - 1) % size, landed),), (summed,)))
     return program(steps, slots * parts.longest, parts.depth)
 
 

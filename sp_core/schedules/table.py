@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from sp_core.schedules import binomial, bruck, hierarchical, pairwise, rabenseifner, recursive_doubling, ring
-from sp_core.schedules.definition import Program, Schedule
+from sp_core.schedules import binomial, bruck, hierarchical, pairwise, recursive, ring
+from sp_core.schedules.operation import Op, Operation
+from sp_core.schedules.program import Program, Step, copy, inp, out, program
+from sp_core.schedules.proof import Schedule
+from sp_core.schedules.window import in_window
 
-
-@dataclass(frozen=True)
-class Task:
-    """A collective as one rank sees it: the sizes of the pieces that it contributes and gets, in elements.
-
-    Args:
-        op: the collective.
-        rank, size: of the caller, and number of ranks.
-        send, recv: sizes of its pieces, one per rank where they differ by rank, empty where it sends or receives nothing.
-        root: of a broadcast or a reduction.
-        segment: elements per segment, for algorithms that cut pieces.
-        nodes: by rank, the node that it is on; all on one where it is empty.
-    """
-
-    op: str
-    rank: int
-    size: int
-    send: tuple[int, ...]
-    recv: tuple[int, ...]
-    root: int = 0
-    segment: int | None = None
-    nodes: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """Elements of the whole vector, where all ranks have the same."""
-        return sum(self.send) or sum(self.recv)
-
-
-_BUILDERS: dict[str, dict[str, Callable[[Task], Program]]] = {
+_BUILDERS: dict[str, dict[str, Callable[[Operation], Program]]] = {
     "all_gather": {
         "ring": lambda t: ring.all_gather(t.rank, t.recv),
         "bruck": lambda t: bruck.all_gather(t.rank, t.recv),
-        "recursive_doubling": lambda t: recursive_doubling.all_gather(t.rank, t.recv),
+        "recursive_doubling": lambda t: recursive.all_gather(t.rank, t.recv),
     },
     "reduce_scatter": {
         "ring": lambda t: ring.reduce_scatter(t.rank, t.send, None),
@@ -50,16 +24,16 @@ _BUILDERS: dict[str, dict[str, Callable[[Task], Program]]] = {
         "pairwise": lambda t: pairwise.reduce_scatter(t.rank, t.send, t.segment),
     },
     "all_reduce": {
-        "ring": lambda t: ring.all_reduce(t.rank, t.size, t.count, None),
-        "segmented_ring": lambda t: ring.all_reduce(t.rank, t.size, t.count, t.segment),
-        "recursive_doubling": lambda t: recursive_doubling.all_reduce(t.rank, t.size, t.count),
-        "rabenseifner": lambda t: rabenseifner.all_reduce(t.rank, t.size, t.count),
-        "pairwise": lambda t: pairwise.all_reduce(t.rank, t.size, t.count, t.segment),
-        "hierarchical": lambda t: hierarchical.all_reduce(t.rank, t.size, t.count, t.nodes),
+        "ring": lambda t: ring.all_reduce(t.rank, t.size, t.elements, None),
+        "segmented_ring": lambda t: ring.all_reduce(t.rank, t.size, t.elements, t.segment),
+        "recursive_doubling": lambda t: recursive.all_reduce(t.rank, t.size, t.elements),
+        "rabenseifner": lambda t: recursive.rabenseifner(t.rank, t.size, t.elements),
+        "pairwise": lambda t: pairwise.all_reduce(t.rank, t.size, t.elements, t.segment),
+        "hierarchical": lambda t: hierarchical.all_reduce(t.rank, t.size, t.elements, t.nodes),
     },
     "all_to_all": {"pairwise": lambda t: pairwise.all_to_all(t.rank, t.send, t.recv)},
-    "broadcast": {"binomial": lambda t: binomial.broadcast(t.rank, t.size, t.count, t.root)},
-    "reduce": {"binomial": lambda t: binomial.reduce(t.rank, t.size, t.count, t.root)},
+    "broadcast": {"binomial": lambda t: binomial.broadcast(t.rank, t.size, t.elements, t.root)},
+    "reduce": {"binomial": lambda t: binomial.reduce(t.rank, t.size, t.elements, t.root)},
     "shift": {},
 }
 
@@ -84,10 +58,14 @@ IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms whose sums are bitwise those of a loop over the ranks."""
 
 
-@lru_cache(maxsize=64)
-def program_of(task: Task, algorithm: str) -> Program:
-    """What a rank does. A program depends on its task alone, so it is computed once."""
-    return _BUILDERS[task.op][algorithm](task)
+@lru_cache(maxsize=256)
+def program_of(operation: Operation, algorithm: str) -> Program:
+    """Return what a rank does. A program depends on its operation alone, so it is computed once."""
+    if algorithm == "window":
+        return in_window(operation)
+    if operation.size == 1 and operation.reduces:
+        return program([Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))])
+    return _BUILDERS[operation.op][algorithm](operation)
 
 
 def schedule_of(
@@ -98,11 +76,15 @@ def schedule_of(
     root: int = 0,
     segment: int | None = None,
     nodes: tuple[int, ...] = (),
+    **more: Any,
 ) -> Schedule:
-    """What all ranks do, given the sizes of the pieces of each."""
-    size = len(send)
-    tasks = [Task(op, rank, size, send[rank], recv[rank], root, segment, nodes) for rank in range(size)]
-    return Schedule(op, send, recv, root, tuple(program_of(task, algorithm) for task in tasks))
+    """Return what all ranks do, given the sizes of the pieces of each; `more` are other fields of their operations."""
+    size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
+    operations = [
+        Operation(Op(op), rank, size, send[rank], recv[rank], longest, root, segment=segment, nodes=nodes, **more)
+        for rank in range(size)
+    ]
+    return Schedule(op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations))
 
 
 def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:

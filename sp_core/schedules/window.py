@@ -29,13 +29,15 @@ Source: one-shot and two-shot all-reduce as in NVIDIA's TensorRT-LLM custom all-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
-from sp_core.schedules.definition import Region, inp, out, spans, tmp
-from sp_core.schedules.window_definition import SLOTS, Gather, InWindow, Place, Stage, WindowTask
-from sp_core.segments import split_ranges
+from sp_core.schedules.operation import Operation
+from sp_core.schedules.program import Buffer, Combine, Program, Region, Step, copy, inp, out, spans, tmp
+from sp_core.segments import moved, split_ranges
+
+SLOTS = 4
 
 ONE_SHOT_BYTES = 1 << 15
 """Bytes that a rank reads from others in an all-reduce in one shot at most; above that, adding up everything costs more than a
@@ -44,20 +46,38 @@ second step. Measured on two cores."""
 IN_PLACE_BYTES = 1 << 20
 """A chunk of a sum that goes through no slot: there fewer steps, in which ranks wait for each other, count more than a cache."""
 
+Stage = tuple[Combine, ...]
+"""What one chunk needs in one step."""
 
-@lru_cache(maxsize=256)
-def in_window(task: WindowTask) -> InWindow:
-    """What a rank does."""
-    chunks = _BUILDERS[task.op](task)
-    steps = [tuple(gather for gather in stage if len(gather.into)) for stage in _pipelined(list(chunks))]
-    return InWindow(task.rank, ((), *steps, ()) if task.resident else tuple(steps), task.slot)
+Stages = Iterator[tuple[Stage, ...]]
+"""For each chunk, its stages in order."""
 
 
-def _pipelined(chunks: Sequence[tuple[Stage, ...]]) -> Iterator[Stage]:
-    """Stage s of chunk k in step k + s."""
+def in_window(t: Operation) -> Program:
+    """Return what a rank does."""
+    chunks = list(_BUILDERS[t.op](t))
     depth = len(chunks[0])
-    for step in range(len(chunks) + depth - 1):
-        yield tuple(chain.from_iterable(chunks[step - s][s] for s in range(depth) if 0 <= step - s < len(chunks)))
+    steps = []
+    for number in range(len(chunks) + depth - 1):  # stage s of chunk k in step k + s
+        stages = [chunks[number - s][s] for s in range(depth) if 0 <= number - s < len(chunks)]
+        steps.append(Step(then=tuple(combine for combine in chain(*stages) if len(combine.into))))
+    used: dict[int, int] = {}
+    for region in (combine.into for step in steps for combine in step.then if combine.into.buffer is Buffer.TMP):
+        slot, start = divmod(region.start, t.slot)
+        used[slot] = max(used.get(slot, 0), start + len(region))
+    around = [Step()] if t.resident else []
+    return Program((*around, *steps, *around), sum(used.values()), shared=True, in_place=t.in_place)
+
+
+def _others(t: Operation) -> list[int]:
+    """The other ranks, the next one first: not all begin with the same."""
+    return [(t.rank + k) % t.size for k in range(1, t.size)]
+
+
+def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
+    """Elements of every piece that go together, with the place of their slot. Of resident tensors one step goes before."""
+    for number, start in enumerate(range(0, max(t.longest, 1), length)):
+        yield (t.first + number + t.resident) % SLOTS * t.slot, range(start, start + length)
 
 
 def _cut(piece: range, chunk: range) -> range:
@@ -65,140 +85,122 @@ def _cut(piece: range, chunk: range) -> range:
     return range(min(piece.start + chunk.start, piece.stop), min(piece.start + chunk.stop, piece.stop))
 
 
-def _stages(task: WindowTask, write: Stage, read: Stage) -> tuple[Stage, ...]:
-    return (read,) if task.resident else (write, read)
+def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
+    return (read,) if t.resident else (write, read)
 
 
-def _read(task: WindowTask, rank: int, resident: range, slot: int) -> Place:
-    """What another rank offers, where it is."""
-    return Place(rank, inp(resident) if task.resident else tmp(slot, len(resident)))
+def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> Region:
+    """The elements that a rank offers: this one in IN, another where it has put them."""
+    if rank == t.rank:
+        return inp(mine)
+    return replace(inp(there) if t.resident else tmp(slot, len(there)), rank=rank)
 
 
-def _own(task: WindowTask, region: Region) -> Place:
-    return Place(task.rank, region)
-
-
-def _one_piece(task: WindowTask, sources: dict[int, tuple[range, range]], writes: bool) -> Iterator[tuple[Stage, ...]]:
+def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writes: bool) -> Stages:
     """Ranks that offer one piece each; `sources` says where that of a rank lies there, and where it goes here."""
-    for slot, chunk in task.chunks(max(task.longest, 1) if task.resident else task.slot):
-        mine = _cut(range(sum(task.send)), chunk)
-        write = (Gather(tmp(slot, len(mine)), (_own(task, inp(mine)),)),) if writes else ()
+    for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
+        mine = _cut(range(sum(t.send)), chunk)
+        write = (copy(inp(mine), tmp(slot, len(mine))),) if writes else ()
         read = tuple(
-            Gather(
-                out(_cut(into, chunk)),
-                (_own(task, inp(mine)) if rank == task.rank else _read(task, rank, _cut(there, chunk), slot),),
-            )
+            copy(_offered(t, rank, mine, _cut(there, chunk), slot), out(_cut(into, chunk)))
             for rank, (there, into) in sources.items()
         )
-        yield _stages(task, write, read)
+        yield _stages(t, write, read)
 
 
-def _all_gather(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    places = spans(task.recv)
-    sources = {rank: (range(len(places[rank])), places[rank]) for rank in (task.rank, *task.others)}
-    return _one_piece(task, sources, writes=True)
+def _all_gather(t: Operation) -> Stages:
+    places = spans(t.recv)
+    sources = {rank: (range(len(places[rank])), places[rank]) for rank in (t.rank, *_others(t))}
+    return _one_piece(t, sources, writes=True)
 
 
-def _broadcast(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    whole = range(task.count)
-    sources = {} if task.rank == task.root else {task.root: (whole, whole)}
-    return _one_piece(task, sources, writes=task.rank == task.root)
+def _broadcast(t: Operation) -> Stages:
+    whole = range(t.elements)
+    return _one_piece(t, {} if t.rank == t.root else {t.root: (whole, whole)}, writes=t.rank == t.root)
 
 
-def _shift(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    whole = range(sum(task.recv))
-    return _one_piece(task, {(task.rank - task.root) % task.size: (whole, whole)}, writes=bool(task.root % task.size))
+def _shift(t: Operation) -> Stages:
+    whole = range(sum(t.recv))
+    return _one_piece(t, {(t.rank - t.root) % t.size: (whole, whole)}, writes=bool(t.root))
 
 
-def _many_pieces(
-    task: WindowTask, read: Callable[[range, list[Place]], Stage], own_offset: Sequence[range]
-) -> Iterator[tuple[Stage, ...]]:
-    """Ranks that offer a piece to each other one; `read` says what becomes of those for this rank, in the order of the ranks."""
-    room = task.slot // task.size
-    pieces = spans(task.send)
-    for slot, chunk in task.chunks(max(task.longest, 1) if task.resident else room):
-        write = tuple(
-            Gather(tmp(slot + rank * room, len(part)), (_own(task, inp(part)),))
-            for rank in task.others
-            for part in [_cut(pieces[rank], chunk)]
-        )
-        mine = _cut(pieces[task.rank], chunk)
-        offered = []
-        for rank in range(task.size):
-            there = _cut(own_offset[rank], chunk)
-            offered.append(_own(task, inp(mine)) if rank == task.rank else _read(task, rank, there, slot + task.rank * room))
-        yield _stages(task, write, read(chunk, offered))
+def _many_pieces(t: Operation, read: Callable[[range, list[Region]], Stage], there: Sequence[range]) -> Stages:
+    """Ranks that offer a piece to each other one.
+
+    Args:
+        t: the operation.
+        read: returns what becomes of the pieces for this rank, in the order of the ranks.
+        there: for each rank, where the piece for this rank lies in its IN.
+    """
+    room = t.slot // t.size
+    pieces = spans(t.send)
+    for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else room):
+        cuts = [(rank, _cut(pieces[rank], chunk)) for rank in _others(t)]
+        write = tuple(copy(inp(part), tmp(slot + rank * room, len(part))) for rank, part in cuts)
+        mine = _cut(pieces[t.rank], chunk)
+        offered = [_offered(t, rank, mine, _cut(there[rank], chunk), slot + t.rank * room) for rank in range(t.size)]
+        yield _stages(t, write, read(chunk, offered))
 
 
-def _reduce_scatter(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    mine = range(task.send[task.rank])
-
-    def total(chunk: range, offered: list[Place]) -> Stage:
-        return (Gather(out(_cut(mine, chunk)), tuple(offered)),)
-
-    return _many_pieces(task, total, [spans(task.send)[task.rank]] * task.size)
+def _reduce_scatter(t: Operation) -> Stages:
+    mine = range(t.send[t.rank])
+    there = [spans(t.send)[t.rank]] * t.size
+    return _many_pieces(t, lambda chunk, offered: (Combine(out(_cut(mine, chunk)), tuple(offered)),), there)
 
 
-def _all_to_all(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    places = spans(task.recv)
+def _all_to_all(t: Operation) -> Stages:
+    places = spans(t.recv)
 
-    def each(chunk: range, offered: list[Place]) -> Stage:
-        return tuple(Gather(out(_cut(places[rank], chunk)), (offered[rank],)) for rank in (task.rank, *task.others))
+    def each(chunk: range, offered: list[Region]) -> Stage:
+        return tuple(copy(offered[rank], out(_cut(places[rank], chunk))) for rank in (t.rank, *_others(t)))
 
-    return _many_pieces(task, each, [range(count) for count in task.recv])
-
-
-def _reduce(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    for slot, chunk in task.chunks(max(task.longest, 1) if task.resident else task.slot):
-        part = _cut(range(task.count), chunk)
-        mine = _own(task, inp(part))
-        if task.rank != task.root:
-            yield _stages(task, (Gather(tmp(slot, len(part)), (mine,)),), ())
-            continue
-        parts = tuple(mine if rank == task.rank else _read(task, rank, part, slot) for rank in range(task.size))
-        yield _stages(task, (), (Gather(out(part), parts),))
+    return _many_pieces(t, each, [range(count) for count in t.recv])
 
 
-def one_shot(task: WindowTask) -> bool:
-    """Whether every rank adds up everything."""
-    short = task.count * task.itemsize * (task.size - 1) <= ONE_SHOT_BYTES
-    if task.resident:
-        return not task.in_place and (short or task.size == 2)
-    return short and task.count <= task.slot
+def _reduce(t: Operation) -> Stages:
+    for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
+        part = _cut(range(t.elements), chunk)
+        write = copy(inp(part), tmp(slot, len(part)))
+        total = Combine(out(part), tuple(_offered(t, rank, part, part, slot) for rank in range(t.size)))
+        yield _stages(t, (), (total,)) if t.rank == t.root else _stages(t, (write,), ())
 
 
-def _all_reduce(task: WindowTask) -> Iterator[tuple[Stage, ...]]:
-    if one_shot(task):
-        slot, whole = task.first % SLOTS * task.slot, range(task.count)
-        room = inp(whole) if task.resident else tmp(slot, task.count)
-        write = (Gather(room, (_own(task, inp(whole)),)),)
-        yield _stages(task, write, (Gather(out(whole), tuple(Place(r, room) for r in range(task.size))),))
+def one_shot(t: Operation) -> bool:
+    """Return whether every rank adds up everything."""
+    short = t.elements * t.itemsize * (t.size - 1) <= ONE_SHOT_BYTES
+    if t.resident:
+        return not t.in_place and (short or t.size == 2)
+    return short and t.elements <= t.slot
+
+
+def _all_reduce(t: Operation) -> Stages:
+    if one_shot(t):
+        whole = range(t.elements)
+        room = inp(whole) if t.resident else tmp(t.first % SLOTS * t.slot, t.elements)
+        parts = tuple(room if rank == t.rank else replace(room, rank=rank) for rank in range(t.size))
+        yield _stages(t, (copy(inp(whole), room),), (Combine(out(whole), parts),))
         return
-    slotless = task.resident and task.in_place and task.size == 2
-    for slot, chunk in task.chunks(max(IN_PLACE_BYTES // task.itemsize, task.slot) if slotless else task.slot):
-        yield _two_shot(task, slot, _cut(range(task.count), chunk))
+    slotless = t.resident and t.in_place and t.size == 2
+    for slot, chunk in _chunks(t, max(IN_PLACE_BYTES // t.itemsize, t.slot) if slotless else t.slot):
+        yield _two_shot(t, slot, _cut(range(t.elements), chunk))
 
 
-def _two_shot(task: WindowTask, slot: int, chunk: range) -> tuple[Stage, ...]:
-    parts = split_ranges(len(chunk), task.size)
-    here = [range(chunk.start + part.start, chunk.start + part.stop) for part in parts]
-    mine, room = here[task.rank], [tmp(slot + part.start, len(part)) for part in parts]
-    write = tuple(Gather(room[rank], (_own(task, inp(here[rank])),)) for rank in task.others)
-    addends = tuple(
-        _own(task, inp(mine)) if rank == task.rank else _read(task, rank, mine, slot + parts[task.rank].start)
-        for rank in range(task.size)
-    )
-    result = Gather(out(mine), (_own(task, room[task.rank]),))
-    total: Stage = (Gather(room[task.rank], addends), result)
+def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
+    parts = split_ranges(len(chunk), t.size)
+    here = [moved(part, chunk.start) for part in parts]
+    mine, room = here[t.rank], [tmp(slot + part.start, len(part)) for part in parts]
+    write = tuple(copy(inp(here[rank]), room[rank]) for rank in _others(t))
+    addends = tuple(_offered(t, rank, mine, mine, slot + parts[t.rank].start) for rank in range(t.size))
+    total: Stage = (Combine(room[t.rank], addends), copy(room[t.rank], out(mine)))
     where = room
-    if task.resident and task.in_place:  # the others read the sum where it belongs
+    if t.resident and t.in_place:  # the others read the sum where it belongs
         where = [out(part) for part in here]
-        total = (Gather(out(mine), addends),) if task.rank < 2 else total  # the first two addends may be overwritten by their sum
-    read = tuple(Gather(out(here[rank]), (Place(rank, where[rank]),)) for rank in task.others)
-    return (total, read) if task.resident else (write, total, read)
+        total = (Combine(out(mine), addends),) if t.rank < 2 else total  # the first two addends may be overwritten by their sum
+    read = tuple(copy(replace(where[rank], rank=rank), out(here[rank])) for rank in _others(t))
+    return (total, read) if t.resident else (write, total, read)
 
 
-_BUILDERS: dict[str, Callable[[WindowTask], Iterator[tuple[Stage, ...]]]] = {
+_BUILDERS: dict[str, Callable[[Operation], Stages]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,

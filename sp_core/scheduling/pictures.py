@@ -1,4 +1,4 @@
-"""A pipeline as text: a line for each stage, time from left to right, the number of the micro-batch in each slot."""
+"""Draw a pipeline as text: one line for each stage, time from left to right, the micro-batch of each slot."""
 
 from __future__ import annotations
 

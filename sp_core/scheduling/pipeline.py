@@ -1,4 +1,4 @@
-"""The order in which the stages of a pipeline work on micro-batches, as plain data, and the time line that follows from it.
+"""The order in which the stages of a pipeline run micro-batches, and the resulting time line, as plain data.
 
 F of batch b on stage s needs F of b on s - 1;  B of b on s needs B of b on s + 1, and F of b on the last stage
 """
@@ -23,12 +23,12 @@ class Slot:
 
 
 Order = tuple[Slot, ...]
-"""What one stage does, in this order."""
+"""The slots of one stage in the order in which it runs them."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each stage does what, if no time is lost but by waiting for another stage.
+    """The start and end of each slot of each stage, if stages wait only for each other.
 
     Args:
         stages: for each stage its slots with their start and end.
@@ -45,18 +45,18 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they do nothing."""
+        """The share of all stages' time that is idle."""
         return 1 - sum(self.busy) / (len(self.stages) * self.end) if self.end else 0.0
 
 
 def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
-    """Forward alone, for inference: each stage takes the micro-batches as they come."""
+    """Order forwards alone, for inference. Each stage takes the micro-batches as they come."""
     _check(stages, batches)
     return (tuple(Slot("F", batch) for batch in range(batches)),) * stages
 
 
 def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
-    """All forwards, then all backwards, the last micro-batch first.
+    """Order all forwards, then all backwards, with the last micro-batch first.
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, figure 2c.
     """
@@ -65,7 +65,7 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
-    """1F1B: stage s of p holds at most p - s micro-batches between their forward and their backward.
+    """Order 1F1B: stage s of p holds at most p - s micro-batches between their forward and their backward.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv:2104.04473, figure 4 above.
     """
@@ -81,14 +81,14 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
-    """Which slots of which other stages have to be done before one, as (stage, slot)."""
+    """Return the (stage, slot) pairs of other stages that must be done before a slot."""
     if slot.direction == "F":
         return ((stage - 1, slot),) if stage else ()
     return ((stage + 1, slot),) if stage < stages - 1 else ((stage, Slot("F", slot.batch)),)
 
 
 def timeline(orders: Sequence[Order], seconds: Callable[[int, Slot], float] = lambda stage, slot: 1.0) -> Timeline:
-    """Each slot begins as soon as its stage is free and what it needs is done.
+    """Compute when each slot starts: as soon as its stage is free and the slots that it needs are done.
 
     Args:
         orders: for each stage what it does.
@@ -117,7 +117,7 @@ def timeline(orders: Sequence[Order], seconds: Callable[[int, Slot], float] = la
 
 
 def bubble_share(stages: int, batches: int) -> float:
-    """The share of time in which stages do nothing, with equal slots: (p - 1) / (m + p - 1).
+    """Return the idle share of time if all slots are equal: (p - 1) / (m + p - 1).
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
     """

@@ -1,4 +1,4 @@
-"""A plan for sequences of unequal length: which ones all ranks share, which ones one rank computes alone, and in which order."""
+"""A plan for sequences of unequal length: which ones all ranks share, and which ones one rank computes alone."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.packed)
 
     def tokens(self, number: int) -> int:
-        """Tokens of a sequence as it is computed, padding included."""
+        """Return the tokens of a sequence as it is computed, padding included."""
         return self.lengths[number] if self.padded_to is None else self.padded_to
 
     def loads(self, work: Work) -> tuple[int, ...]:
-        """Operations of each rank, if ranks are equally fast: a waiting sequence goes to the rank that has least so far."""
+        """Return the operations of each rank. A waiting sequence goes to the rank with the least load so far."""
         loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
         for number in self.sharded:
             loads = [load + share for load, share in zip(loads, work.shares(self.tokens(number), self.size), strict=True)]
@@ -61,18 +61,18 @@ class Plan:
         return tuple(loads)
 
     def useful(self, work: Work) -> int:
-        """Operations without those on padding."""
+        """Return the number of operations without padding."""
         return sum(map(work.of, self.lengths))
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """max/mean, 1 if all are equal; 1 also where there is nothing to do."""
+    """Return the greatest load over the mean. Return 1 if there is nothing to do."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
-    """For each cost in turn the rank that takes it: the one with least load so far, the lowest of equal ones.
+    """Return the rank of each cost in turn: the one with the least load so far, the lowest of equal ones.
 
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), list scheduling.
     """
@@ -87,7 +87,7 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
 
 
 def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[int, ...]]:
-    """Cut sequences, in their order, into runs of at most `max_tokens` tokens that are computed together; a longer one is alone."""
+    """Cut sequences into consecutive runs of at most `max_tokens` tokens. A longer sequence is a run of its own."""
     together: list[int] = []
     total = 0
     for number in numbers:

@@ -1,4 +1,4 @@
-"""How sequences are dealt out: two policies that balance, and the naive ones to compare them with."""
+"""Policies that assign sequences to ranks: two that balance, and naive ones for comparison."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sp_core.segments import split_ranges
 
 Policy = Callable[[Sequence[int], int, Work], Plan]
 TOLERANCE = 0.02
-"""How far above the mean a balanced plan's greatest load may be."""
+"""The greatest load of a balanced plan may be so much above the mean."""
 
 
 def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """The longest sequences are shared by all ranks; the others go, longest first, to the rank with least work.
+    """Share the longest sequences among all ranks. Give the others, longest first, to the rank with the least work.
 
     The greatest load is at most (1 + tolerance) times the mean, unless it were greater still if every sequence was shared, as with
     few short ones. How many are shared is found by bisection, and is 0 wherever that is enough.
@@ -53,7 +53,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
 
 
 def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """What `balanced` shares is shared; ranks take the others as they finish, the longest first.
+    """Share the sequences that `balanced` shares. Ranks take the others as they finish, longest first.
 
     Args, raises: as `balanced`.
     """
@@ -63,19 +63,19 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
 
 
 def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Naive: as many sequences for each rank, in the caller's order."""
+    """Assign the same number of sequences to each rank, in the caller's order. Naive."""
     _check(lengths, size)
     return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
 
 
 def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Naive: rank r computes the sequences r, r + size, ..."""
+    """Assign the sequences r, r + size, ... to rank r. Naive."""
     _check(lengths, size)
     return Plan(tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size)))
 
 
 def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Naive: as `round_robin`, with all sequences filled up to the longest, so that equal numbers are equal work."""
+    """Assign as `round_robin`, with every sequence padded to the longest, so that equal numbers are equal work. Naive."""
     return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
 
 
@@ -89,7 +89,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def _longest_first(lengths: Sequence[int], size: int, work: Work, order: Sequence[int], count: int) -> Plan:
-    """The `count` longest sequences are shared, the others placed longest first."""
+    """Share the `count` longest sequences. Place the others, longest first."""
     shared, rest = order[:count], order[count:]
     loads = [0] * size
     for number in shared:

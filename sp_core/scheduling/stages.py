@@ -1,4 +1,4 @@
-"""Layers onto the stages of a pipeline."""
+"""Assign layers to the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sp_core.errors import ShapeError
 
 
 def split_stages(layers: Sequence[float], stages: int, *, first: float = 0, last: float = 0) -> tuple[range, ...]:
-    """Consecutive layers for each stage, at least one, such that the most costly stage costs as little as possible.
+    """Give each stage consecutive layers, at least one, so that the most costly stage costs as little as possible.
 
     Args:
         layers: what each layer costs.

@@ -1,4 +1,4 @@
-"""What a sequence costs: a part that grows with its tokens, and attention, which grows with the pairs of them."""
+"""The operations of a sequence: a part that grows with its tokens, and attention, which grows with their pairs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Work:
             raise ShapeError(f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass numbers >= 0, one above 0.")
 
     def of(self, length: int) -> int:
-        """Operations of a whole sequence."""
+        """Return the operations of a whole sequence."""
         return self.between(0, length)
 
     def between(self, start: int, stop: int) -> int:
-        """Operations of the tokens start..stop-1 of a sequence."""
+        """Return the operations of tokens start to stop - 1 of a sequence."""
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         return self.per_token * (stop - start) + self.per_pair * pairs
 
     def shares(self, length: int, size: int) -> tuple[int, ...]:
-        """Operations of each of `size` ranks that share a sequence by `Sharding.zigzag`."""
+        """Return the operations of each of `size` ranks that share a sequence by `Sharding.zigzag`."""
         segments = Sharding.zigzag(length, size).segments
         return tuple(sum(self.between(s.start, s.stop) for s in owned) for owned in segments)

@@ -1,4 +1,4 @@
-"""The ways to split attention over ranks, all with one signature."""
+"""Attention split over ranks: every scheme has the same signature."""
 
 from sp_core.schemes.allgather_kv import allgather_kv_attention
 from sp_core.schemes.hybrid import hybrid_attention
@@ -10,6 +10,6 @@ SCHEMES = {
     "ring": ring_attention,
     "ulysses": ulysses_attention,
 }
-"""Schemes over one group of ranks, by name."""
+"""The schemes over one communicator, by name."""
 
 __all__ = ["SCHEMES", "allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"]

@@ -38,7 +38,7 @@ def allgather_kv_attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the tokens of all ranks, by gathering keys and values.
+    """Compute attention over the tokens of all ranks by gathering keys and values.
 
     Args:
         q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
@@ -122,8 +122,10 @@ class _AllGatherKV(torch.autograd.Function):
 
 
 def _reduced(gradients: Iterator[tuple[Tensor, Tensor]], problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
-    """dk and dv of this rank's tokens (B, S/P, K, D), from everybody's for all tokens (B, K, S, D); one group is summed while the
-    next is computed."""
+    """Yield dk and dv (B, S/P, K, D) of this rank's tokens for each group of heads.
+
+    The gradients of all tokens (B, K, S, D) are summed over the ranks. One group is summed while the next is computed.
+    """
     if problem.comm.size == 1:
         for grads in gradients:
             dk, dv = (problem.kv_sharding.unsort_segments(x.transpose(1, 2), 1) for x in grads)

@@ -1,4 +1,4 @@
-"""Where the keys and values of other ranks come from: out of messages, or out of memory that all ranks see. No scheme knows which.
+"""Keys and values of other ranks, from messages or from shared memory. A scheme does not know which.
 
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim.
 """
@@ -14,44 +14,45 @@ from torch import Tensor
 from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.schemes import in_place
-from sp_core.schemes.homeward import Homeward
 from sp_core.schemes.overlap import head_groups, one_ahead
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.travel import Block, Travel
+from sp_core.schemes.travel import Block, Travel, TravellingSums
 
 
 def reads_in_place(comm: Communicator, op: str) -> bool:
-    """Whether what `op` would bring is read where it lies: the ranks share memory, and no other algorithm was asked for."""
+    """Return whether ranks read each other's tensors in shared memory instead of calling the collective `op`."""
     shared = comm.window is not None and comm.window.has_rooms
     return comm.size > 1 and shared and comm.algorithms[op] in ("auto", "window")
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """(step, block, its k and v (B, S_block, K, D)) of a ring, this rank's own block first; None where none has come this far."""
+    """Yield (step, block, its k and v (B, S_block, K, D)) around the ring, this rank's own block first. None marks a block not
+    received.
+    """
     if reads_in_place(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
     return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])
 
 
 class Sums(Protocol):
-    """Sums of the gradients of blocks."""
+    """The gradients of all blocks, each summed over the ranks that see the block."""
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient (2, B, S_block, K, D) of the block of `step`, or nothing; all ranks do so in every step."""
+        """Add this rank's gradient (2, B, S_block, K, D) of the block of `step`, or None. Every rank calls this in every step."""
         ...
 
     def arrived(self) -> Block:
-        """dk and dv of this rank's block, (B, S_block, K, D) each."""
+        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
         ...
 
 
-def homeward(problem: Problem, like: Tensor) -> Sums:
-    """The sums of gradients of the blocks of a ring; `like` is any tensor (B, *, K, D) of their dtype."""
-    return in_place.SharedSums(problem, like) if reads_in_place(problem.comm, "shift") else Homeward(Travel(problem, like))
+def gradient_sums(problem: Problem, like: Tensor) -> Sums:
+    """Make the sums of a ring's gradients. `like` is any tensor (B, *, K, D) of their dtype."""
+    return in_place.SharedSums(problem, like) if reads_in_place(problem.comm, "shift") else TravellingSums(Travel(problem, like))
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, Block]]:
-    """For each group of heads its query heads, and its keys and values of all ranks (B, K, S, D); the next group is under way."""
+    """Yield each group's query heads with its k and v (B, K, S, D) of all ranks. The next group is gathered meanwhile."""
     comm = problem.comm
     groups = head_groups(q.shape[2], k.shape[2], comm.size)
     if comm.size == 1:

@@ -1,4 +1,4 @@
-"""Which heads each rank computes, and the heads of several tensors side by side in one.
+"""Choose the heads that each rank computes, and join heads of several tensors in one message.
 
 Shapes: B batch, S sequence, H heads, D head dim.
 """
@@ -16,11 +16,11 @@ from sp_core.attention import accumulation_dtype
 from sp_core.sharding import split_ranges
 
 Part = tuple[int, range]
-"""Consecutive heads of one of several tensors: (number of the tensor, heads)."""
+"""Consecutive heads of one of several tensors: (index of the tensor, heads)."""
 
 
 def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
-    """Deal heads out to ranks.
+    """Divide heads among ranks.
 
     With at least one key/value head per rank, whole groups are dealt out and no key or value travels twice. With fewer, query
     heads are dealt out evenly and each rank receives the key/value head of each of its query heads; once, where these all read
@@ -38,27 +38,27 @@ def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[ran
 
 
 def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
-    """One slot if all heads read the same key/value head, else a slot for each of them."""
+    """Return one slot if all heads read the same key/value head, else one for each of them."""
     distinct = sorted(set(kv_of_head))
     equal = {kv_of_head.count(head) for head in distinct}
     return tuple(distinct) if len(equal) == 1 else tuple(kv_of_head)
 
 
 def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
-    """Heads by number, as runs of consecutive ones."""
+    """Group head numbers into ranges of consecutive ones."""
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(heads)) if b != a + 1), len(heads)]
     return [(tensor, range(heads[a], heads[b - 1] + 1)) for a, b in pairwise(cuts) if a < b]
 
 
 def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """Heads of tensors (B, S, *, D) one after the other, (B, S, heads, D); a head may come more than once."""
+    """Concatenate heads of tensors (B, S, *, D) to (B, S, heads, D). A head may be taken more than once."""
     apply: Any = _SideBySide.apply
     joined: Tensor = apply(parts, *tensors)
     return joined
 
 
 class _SideBySide(torch.autograd.Function):
-    """The gradients of a head that comes more than once are summed in float32 or wider, in their order."""
+    """Concatenates heads. The backward sums the gradients of a head taken more than once, in float32 or wider, in order."""
 
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], *tensors: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _SideBySide(torch.autograd.Function):
 
 
 def _summed(pieces: list[tuple[range, Tensor]], number: int, empty: Tensor) -> Tensor:
-    """The gradient of `number` heads from the gradients of some of them each."""
+    """Return the gradient of `number` heads from (heads, gradient) pieces."""
     ordered = sorted(pieces, key=lambda piece: piece[0].start)
     if [head for heads, _ in ordered for head in heads] == list(range(number)):
         return torch.cat([empty, *(grad for _, grad in ordered)], 2)

@@ -41,7 +41,7 @@ def hybrid_attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the tokens of all ranks of two mesh axes.
+    """Compute attention over the tokens of all ranks of two mesh axes.
 
     Args:
         q, k, v, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
@@ -113,7 +113,7 @@ def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator 
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
-    """For each rank of the ring, the ranks of the product that exchange heads with each other there."""
+    """Return, for each rank of the ring, the ranks of the product that exchange heads with each other."""
     if ulysses_fastest:
         return [[ring * fast + rank for rank in range(fast)] for ring in range(slow)]
     return [[rank * fast + ring for rank in range(slow)] for ring in range(fast)]

@@ -1,4 +1,4 @@
-"""Keys and values that stay where they are: every rank puts its own into memory that all ranks see, and reads the others' there.
+"""Read keys and values of other ranks in shared memory, and sum their gradients there. No message is sent.
 
     step 0     rank r writes k_r v_r once, and attends to them
     fence      all have written
@@ -26,7 +26,7 @@ from sp_core.transport import Done, Handle, Window
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """The blocks that this rank sees in the order of a ring, its own first; None for those that it does not see.
+    """Yield the blocks in the order of the ring, this rank's own first, and None for blocks that it does not see.
 
     A block may be read until the next one is asked for.
     """
@@ -46,7 +46,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 
 def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """The blocks of all ranks, this rank's written; and when the others' are."""
+    """Copy this rank's block into shared memory. Return the blocks of all ranks and a handle for when all are written."""
     comm, window = problem.comm, _window(problem)
     batch, _, heads, head_dim = k.shape
     shapes = [(2, batch, length, heads, head_dim) for length in problem.kv_sharding.lengths]
@@ -57,7 +57,7 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handl
 
 
 def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """The blocks of all ranks where their owners have them, and when all owners are here."""
+    """Return the blocks of all ranks where their owners hold them, and a handle for when all ranks have arrived."""
     batch, _, heads, head_dim = k.shape
     window, lengths = _window(problem), problem.kv_sharding.lengths
 
@@ -69,7 +69,7 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Hand
 
 
 def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
-    """Keys and values of all ranks, (B, K, S, D) in the order of `sorted_positions`: one tensor, which all ranks fill and read.
+    """Return k and v of all ranks, (B, K, S, D) each, in the order of `sorted_positions`. All ranks write and read one tensor.
 
     They may be read until the next call.
     """
@@ -90,7 +90,7 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
 
 
 class SharedSums:
-    """Sums of gradients that lie beside each other in shared memory: as `Homeward`, call `add` in every step of the ring.
+    """Sums of gradients in shared memory. Call `add` in every step of the ring, then `arrived`, as for `TravellingSums`.
 
     Args:
         problem: what is computed.
@@ -103,7 +103,7 @@ class SharedSums:
         self._adding: Handle = Done()
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step` to its sum, when the rank before has added its own."""
+        """Add this rank's gradient of the block of `step` to its sum, once the previous rank has added its own."""
         comm = self._problem.comm
         if step == 0:
             self._begin(own)
@@ -117,7 +117,7 @@ class SharedSums:
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
     def _begin(self, own: Tensor | None) -> None:
-        """The sum of this rank's block; nobody else reads or writes it since the fence of its last use."""
+        """Write the first term of this rank's sum. No other rank has used the memory since the fence of its last use."""
         batch, _, heads, head_dim = self._like.shape
         shapes = [(2, batch, length, heads, head_dim) for length in self._problem.kv_sharding.lengths]
         self._sums = _window(self._problem).sums.enter([(shape, self._like.dtype) for shape in shapes])
@@ -125,7 +125,7 @@ class SharedSums:
         mine.zero_() if own is None else mine.copy_(own)
 
     def arrived(self) -> Block:
-        """dk and dv of this rank's block, (B, S_block, K, D) each."""
+        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
         comm = self._problem.comm
         comm.wait(_fence(self._problem), "ring")
         dk, dv = self._sums[comm.rank].clone().unbind()
@@ -138,10 +138,10 @@ def _window(problem: Problem) -> Window:
 
 
 def _fence(problem: Problem) -> Handle:
-    """When every rank has come as far as this."""
+    """Return a handle that completes when every rank has reached this point."""
     return problem.comm.track(_window(problem).start([[], []], "fence of blocks in place"))
 
 
 def _count(comm: Communicator, name: str, block: Block) -> None:
-    """Count a block that is read where another rank has it."""
+    """Count a block that is read in another rank's memory."""
     comm.counters[name].add(messages=1, bytes_sent=sum(x.nbytes for x in block))

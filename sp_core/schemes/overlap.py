@@ -1,4 +1,4 @@
-"""Communication under way while something else is computed."""
+"""Overlap communication with computation."""
 
 from __future__ import annotations
 
@@ -16,39 +16,34 @@ Group = tuple[slice, slice]
 """Query heads, and the key/value heads that they read."""
 
 GROUPS = 4
-"""Pieces into which a computation is cut so that communication can make progress in between."""
+"""The number of pieces of a computation. Communication makes progress between them."""
 
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
-    """The results of collectives, each handed out once the next one has been started."""
-    under_way: deque[tuple[Map, Started]] = deque()
+    """Yield the results of collectives, each after the next one was started."""
+    under_way: deque[Started] = deque()
     for mapping, x in calls:
-        under_way.append((mapping, mapping.start(x)))
+        under_way.append(mapping.start(x))
         if len(under_way) > 1:
-            yield _finished(*under_way.popleft())
+            yield under_way.popleft().wait()
     while under_way:
-        yield _finished(*under_way.popleft())
-
-
-def _finished(mapping: Map, started: Started) -> Tensor:
-    mapping.comm.wait(started.handle, mapping.name)
-    return started.result()
+        yield under_way.popleft().wait()
 
 
 def join_heads(parts: list[Tensor]) -> Tensor:
-    """Groups of heads (B, h, S, D) as one tensor (B, S, H, D), contiguous, so that what follows can use it without a copy."""
+    """Join groups of heads (B, h, S, D) to one contiguous tensor (B, S, H, D)."""
     return parts[0].transpose(1, 2) if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], 2)
 
 
 def head_groups(num_heads: int, num_kv_heads: int, size: int) -> list[Group]:
-    """Query heads and key/value heads of each group; whole groups of query heads, and a single group for a single rank."""
+    """Return the query heads and key/value heads of each group. One rank has one group."""
     group = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
     parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if size > 1 else 1)
     return [(slice(part.start * group, part.stop * group), slice(part.start, part.stop)) for part in parts]
 
 
 def polled(comm: Communicator, groups: Iterable[Group]) -> Iterator[Group]:
-    """The groups; after each one, what is under way on the communicator makes progress."""
+    """Yield the groups. Let communication make progress after each one."""
     for group in groups:
         yield group
         comm.poll()

@@ -1,4 +1,4 @@
-"""The arguments that all schemes share: checked on every rank, and agreed on before the first message."""
+"""Check the arguments that all schemes share, and compare them over the ranks before the first message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention over the tokens of all ranks: what is left once q, k and v are taken away.
+    """The arguments of an attention over all ranks, without q, k and v.
 
     `resident`: k and v are tensors of `shared_empty` on every rank, made in the same two calls.
     """
@@ -35,7 +35,7 @@ class Problem:
     resident: bool = False
 
     def against(self, kv_positions: Positions) -> dict[str, Any]:
-        """What `attend` wants to know of this rank's queries and of keys at some positions."""
+        """Return the arguments of `attend` for this rank's queries and keys at these positions."""
         positions = self.sharding.positions(self.comm.rank)
         return {"q_positions": positions, "kv_positions": kv_positions, "mask": self.mask, "scale": self.scale}
 
@@ -91,7 +91,7 @@ def agree(
 
 
 def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax_scale: float | None, return_lse: bool) -> str:
-    """What all ranks must be about to do; the lengths of their shards may differ."""
+    """Describe the call. The text must be the same on every rank; shard lengths may differ."""
 
     def shown(x: Tensor) -> str:
         shape = ", ".join("S" if dim == 1 else str(length) for dim, length in enumerate(x.shape))
@@ -105,7 +105,7 @@ def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax
 
 
 def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
-    """A number for the two tensors in shared memory that k and v are, from their beginning on; 0 where they are none."""
+    """Identify the shared-memory allocations that hold k and v. Return 0 if either tensor lies elsewhere."""
     if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
         return 0
     numbers = [comm.window.number(x.view(-1)) for x in (k, v)]

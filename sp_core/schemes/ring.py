@@ -2,9 +2,9 @@
 
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
-While a block is computed on, some heads at a time, the next one is under way. A block travels only as far as the last rank that
-sees any of it. In the backward the blocks travel the same way again, each followed by the sum of its gradients so far, which
-goes home from the last rank that adds to it. Ranks that share memory send nothing: in step s they read block j where it lies.
+While a rank computes on a block, some heads at a time, it receives the next one. A block is passed on to the last rank that sees
+any of it. In the backward the blocks travel again, each followed by the sum of its gradients. The last rank that adds to a sum
+sends it to the owner of the block. Ranks that share memory send nothing: in step s they read block j in its owner's memory.
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
@@ -19,7 +19,7 @@ from sp_core.attention import accumulation_dtype, attend, attend_backward, merge
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.blocks import circulate, homeward
+from sp_core.schemes.blocks import circulate, gradient_sums
 from sp_core.schemes.overlap import head_groups, join_heads, polled
 from sp_core.schemes.problem import Problem, agree
 from sp_core.schemes.travel import Block, sees
@@ -38,7 +38,7 @@ def ring_attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the tokens of all ranks, by passing keys and values around a ring.
+    """Compute attention over the tokens of all ranks by passing keys and values around a ring.
 
     Args:
         q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
@@ -72,7 +72,7 @@ def ring_attention(
 
 
 def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """The scheme once its arguments have been agreed on."""
+    """Run the scheme on arguments that the ranks have compared."""
     apply: Any = _Ring.apply
     out, lse = apply(q, k, v, problem)
     return out, lse
@@ -101,7 +101,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), in float32 or wider."""
+    """Run the forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), in float32 or wider."""
     dtype = accumulation_dtype(q.dtype)
     groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
     results: list[tuple[Tensor, Tensor]] = []
@@ -125,11 +125,11 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
 def _ring_gradients(
     upstream: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], k: Tensor, v: Tensor, problem: Problem, *, with_kv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward: dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
+    """Run the backward: return dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
     grad_out, q, out, lse, grad_lse = upstream
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
-    sums = homeward(problem, k[:, :0].to(dq.dtype))
+    sums = gradient_sums(problem, k[:, :0].to(dq.dtype))
     for step, block, held in circulate(k, v, problem):
         own = None
         if held is not None and sees(problem, block):
@@ -148,6 +148,6 @@ def _ring_gradients(
 
 
 def _heads_first(block: Block, heads: slice) -> Block:
-    """Some heads of k and v, (B, K, S_block, D), of a block (B, S_block, K, D)."""
+    """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
     k, v = (x[:, :, heads].transpose(1, 2) for x in block)
     return k, v

@@ -1,5 +1,4 @@
-"""Megatron's tensor parallelism with sequence parallelism: the weights are split over the ranks, and between layers so are the
-tokens.
+"""Megatron's tensor parallelism with sequence parallelism: ranks split the weights, and between layers the tokens.
 
     x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel: a rank has some output features
     y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)    row-parallel: a rank has some input features
@@ -12,6 +11,8 @@ for its backward grows with S/P on the side of E. Shapes: B batch, S sequence, E
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,11 +23,50 @@ from sp_core.attention import accumulation_dtype
 from sp_core.attention.once import Saved, differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter
 from sp_core.communicator import Communicator
-from sp_core.schemes.chunks import Chunk, Tokens
 from sp_core.schemes.overlap import one_ahead
+from sp_core.sharding import split_ranges
 
 Linear = tuple[Tensor, Tensor | None]
 """Weight and bias."""
+
+CHUNKS = 4
+
+Chunk = tuple[tuple[range, ...], tuple[int, ...]]
+"""For each rank, the range of its tokens in a chunk, and the lengths of these ranges."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The number of tokens of each rank, and the number of chunks in which they are sent."""
+
+    comm: Communicator
+    lengths: tuple[int, ...]
+    chunks: int = CHUNKS
+
+    def __iter__(self) -> Iterator[Chunk]:
+        cuts = [split_ranges(length, self.chunks) for length in self.lengths]
+        for number in range(self.chunks):
+            ranges = tuple(cut[number] for cut in cuts)
+            if number == 0 or any(ranges):
+                yield ranges, tuple(map(len, ranges))
+
+    def own(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Return this rank's tokens of a chunk, from (B, S/P, *)."""
+        mine = chunk[0][self.comm.rank]
+        return x[:, mine.start : mine.stop]
+
+    def take(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Return all ranks' tokens of a chunk, from (B, S, *)."""
+        return torch.cat([x[:, rows] for rows in self._rows(chunk)], 1)
+
+    def put(self, x: Tensor, chunk: Chunk, part: Tensor) -> None:
+        """Write all ranks' tokens of a chunk into (B, S, *)."""
+        for rows, piece in zip(self._rows(chunk), part.split(list(chunk[1]), 1), strict=True):
+            x[:, rows] = piece
+
+    def _rows(self, chunk: Chunk) -> list[slice]:
+        starts = accumulate(self.lengths[:-1], initial=0)
+        return [slice(start + r.start, start + r.stop) for start, r in zip(starts, chunk[0], strict=True)]
 
 
 def gather_linears(x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -47,7 +87,7 @@ def gather_linears(x: Tensor, layers: Sequence[Linear], *, comm: Communicator, l
 
 
 def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
-    """Multiply, and give each rank its tokens of the sum over the ranks: y (B, S, F/P), weight (E, F/P) to (B, S/P, E).
+    """Multiply, sum over the ranks, and keep this rank's tokens: y (B, S, F/P), weight (E, F/P) to (B, S/P, E).
 
     Communication:
         Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank. Backward an all-gather of as many.
@@ -63,7 +103,7 @@ def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tu
 
 
 class _GatherLinears(torch.autograd.Function):
-    """Of weights and biases in turn."""
+    """Multiplies gathered tokens with several layers. `layers` holds weights and biases in turn."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tokens, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
@@ -115,14 +155,14 @@ class _LinearScatter(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
-    """Each chunk of the tokens of all ranks, while the next one is under way."""
+    """Yield each chunk with the tokens of all ranks. The next chunk is gathered meanwhile."""
     chunks = list(tokens)
     calls = ((AllGather(tokens.comm, 1, chunk[1]), tokens.own(x, chunk)) for chunk in chunks)
     yield from zip(chunks, one_ahead(calls), strict=True)
 
 
 def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
-    """This rank's tokens of the sum over ranks and products of y @ matrix, (B, S/P, features), while the next is multiplied."""
+    """Return this rank's tokens (B, S/P, features) of the sum over ranks and products of y @ matrix. Chunks overlap."""
     first = products[0][0]
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
@@ -141,12 +181,12 @@ def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: C
 
 
 def _zeros(weight: Tensor) -> Tensor:
-    """Room for the gradient of a weight, which is rounded once."""
+    """Make zeros for the gradient of a weight, in float32 or wider. The sum is rounded once."""
     return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
 
 def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x, (out, in), the part of some tokens in the gradient of a weight."""
+    """Add grad^T x, (out, in), to the gradient of a weight."""
     total += grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 

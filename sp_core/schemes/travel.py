@@ -1,7 +1,7 @@
-"""How blocks of keys and values travel around a ring, and how their gradients come home.
+"""The messages of a ring: which block of keys and values each rank sends and receives in each step.
 
-Block j starts at rank j. In step s it is at rank j + s, which passes it on if a rank further along sees any of it. `hops` says
-how far each block goes; every rank computes the whole table from the positions, so all agree on every message without asking.
+Block j starts at rank j. In step s it is at rank j + s, which passes it on if a later rank sees any of it. `hops` counts the steps
+of each block. Every rank computes all counts from the positions, so all ranks know every message without asking.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Block = tuple[Tensor, Tensor]
 
 @lru_cache(maxsize=64)
 def visibility(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[tuple[bool, ...], ...]:
-    """For each rank and each block, whether the rank's queries see any key of the block."""
+    """Return, for each rank and each block, whether the rank's queries see any key of the block."""
     queries = [sharding.positions(rank) for rank in range(sharding.size)]
     keys = [kv_sharding.positions(rank) for rank in range(sharding.size)]
     return tuple(tuple(bool(plan_blocks(q, k, mask)) for k in keys) for q in queries)
 
 
 def sees(problem: Problem, block: int) -> bool:
-    """Whether this rank's queries see any key of a block."""
+    """Return whether this rank's queries see any key of a block."""
     return visibility(problem.sharding, problem.kv_sharding, problem.mask)[problem.comm.rank][block]
 
 
 @lru_cache(maxsize=64)
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
-    """For each block, how many times it is passed on: to the last rank that sees any of it, in ring order from its owner."""
+    """Return how often each block is passed on: from its owner to the last rank that sees any of its keys."""
     seen, size = visibility(sharding, kv_sharding, mask), sharding.size
     return tuple(max((s for s in range(size) if seen[(block + s) % size][block]), default=0) for block in range(size))
 
 
 class Travel:
-    """The ring as one rank sees it: which messages it sends and receives in which step.
+    """One rank's view of the ring: the messages that it sends and receives in each step.
 
     Args:
         problem: what is computed; its communicator carries the messages.
@@ -56,28 +56,28 @@ class Travel:
 
     @property
     def steps(self) -> int:
-        """Steps until the last block is where it is needed last."""
+        """The number of steps until every block has reached its last rank."""
         return max(self._hops) + 1
 
     def block(self, step: int) -> int:
-        """The block that is at this rank in `step`, if it comes this far."""
+        """Return the number of the block that is at this rank in `step`, if it comes this far."""
         return (self.comm.rank - step) % self.comm.size
 
     def goes_on(self, block: int, step: int) -> bool:
-        """Whether `block` is passed on after `step`."""
+        """Return whether `block` is passed on after `step`."""
         return self._hops[block] > step and self._lengths[block] > 0
 
     def ends(self, block: int, step: int) -> bool:
-        """Whether `block` ends its way in `step`, away from home."""
+        """Return whether `step` is the last step of `block`, on another rank than its owner."""
         return self._hops[block] == step > 0 and self._lengths[block] > 0
 
     def empty(self, block: int) -> Tensor:
-        """Memory for the keys and values of a block, (2, B, S_block, K, D)."""
+        """Make an empty tensor (2, B, S_block, K, D) for the keys and values of a block."""
         batch, _, heads, head_dim = self._like.shape
         return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
 
     def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
-        """Yield (step, block, keys and values) while the next block is under way; None where no block has come this far.
+        """Yield (step, block, keys and values) while the next block is received. None marks a block not received.
 
         Args:
             held: this rank's own block alone; it is taken out of the list, so that nobody holds it longer than needed.
@@ -100,7 +100,7 @@ class Travel:
 
     @property
     def right(self) -> int:
-        """The rank that blocks go to."""
+        """The rank that blocks are sent to."""
         return (self.comm.rank + 1) % self.comm.size
 
     @property
@@ -109,5 +109,61 @@ class Travel:
         return (self.comm.rank - 1) % self.comm.size
 
     def home(self, step: int) -> int:
-        """The rank on which this rank's block is in `step`."""
+        """Return the rank that holds this rank's block in `step`."""
         return (self.comm.rank + step) % self.comm.size
+
+
+class TravellingSums:
+    """Sums of the gradients of keys and values, which follow their blocks. Call `add` in every step of the ring, then `arrived`.
+
+    In step s rank r adds its gradient of block j = r - s to the sum that came from rank r - 1. It sends the sum to rank r + 1, or
+    to the owner, rank j, if no later rank adds to it.
+
+    Args:
+        travel: the messages of the ring, for tensors of the dtype of the sums.
+    """
+
+    def __init__(self, travel: Travel) -> None:
+        self._travel = travel
+        self._handle: Handle = Done()
+        self._coming: Tensor | None = None
+        self._mine: Tensor | None = None
+
+    def add(self, step: int, own: Tensor | None) -> None:
+        """Add this rank's gradient of the block of `step` to its sum. Send the sum to the next rank or to its owner."""
+        travel = self._travel
+        travel.comm.wait(self._handle, "ring")
+        block = travel.block(step)
+        total = self._coming
+        if own is not None:
+            total = own if total is None else total.add_(own)
+        if total is None and (step == 0 or travel.goes_on(block, step) or travel.ends(block, step)):
+            total = travel.empty(block).zero_()
+        if step == 0:
+            self._mine = total  # stays if the block goes nowhere
+        self._send(step, block, total)
+
+    def _send(self, step: int, block: int, total: Tensor | None) -> None:
+        travel, rank = self._travel, self._travel.comm.rank
+        if travel.steps == 1:
+            return
+        sends, recvs = [], []
+        if total is not None and travel.goes_on(block, step):
+            sends.append((travel.right, total.view(-1)))
+        elif total is not None and travel.ends(block, step):
+            sends.append((block, total.view(-1)))
+        coming = travel.block(step + 1)
+        self._coming = travel.empty(coming) if travel.goes_on(coming, step) else None
+        if self._coming is not None:
+            recvs.append((travel.left, self._coming.view(-1)))
+        if travel.ends(rank, step):
+            self._mine = travel.empty(rank)
+            recvs.append((travel.home(step), self._mine.view(-1)))
+        self._handle = travel.comm.exchange(sends, recvs, "ring")
+
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
+        self._travel.comm.wait(self._handle, "ring")
+        assert self._mine is not None
+        dk, dv = self._mine.unbind()
+        return dk, dv

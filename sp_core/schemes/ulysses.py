@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_core.attention import attention
-from sp_core.autograd.apply import apply
+from sp_core.attention import local_attention
+from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
@@ -25,7 +25,7 @@ from sp_core.schemes.problem import Problem, agree
 from sp_core.sharding import Sharding
 
 Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Attention of (B, S, h, D) queries over all tokens that the exchange has brought together: (out, lse)."""
+"""Attention of queries (B, S, h, D) over the tokens of all ranks. Returns (out, lse)."""
 
 
 def ulysses_attention(
@@ -41,11 +41,11 @@ def ulysses_attention(
     return_lse: bool = False,
     inner: Callable[..., Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the tokens of all ranks, each rank computing some of the heads.
+    """Compute attention over the tokens of all ranks; each rank computes some of the heads.
 
     Args:
         q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
-        inner: attention over the whole sequence on one device, `sp_core.attention` if not given; called as that with
+        inner: attention over the whole sequence on one device, `local_attention` if not given; called as that with
             `q_positions`, `kv_positions`, `mask`, `softmax_scale` and `return_lse=True`.
 
     Returns:
@@ -73,7 +73,7 @@ def ulysses_attention(
     )
     positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
 
-    attend: Callable[..., Any] = inner or attention
+    attend: Callable[..., Any] = inner or local_attention
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = attend(
@@ -97,7 +97,7 @@ def _gathered_positions(sharding: Sharding) -> Tensor:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The two all-to-alls: which heads each rank computes, and how many tokens each rank brings.
+    """The two all-to-alls of Ulysses: which heads each rank computes, and how many tokens each rank has.
 
     Args:
         comm: the ranks.
@@ -117,13 +117,13 @@ class Exchange:
 
     @classmethod
     def of(cls, problem: Problem, num_heads: int, num_kv_heads: int) -> Exchange:
-        """The exchange of a problem over all its ranks."""
+        """Make the exchange of a problem over all its ranks."""
         heads, kv_heads = split_heads(num_heads, num_kv_heads, problem.comm.size)
         lengths, kv_lengths = problem.sharding.lengths, problem.kv_sharding.lengths
         return cls(problem.comm, lengths, kv_lengths, heads, kv_heads, alike=lengths == kv_lengths)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool) -> tuple[Tensor, Tensor]:
-        """Exchange, attend, exchange back. Without `return_lse` the lse stays where it is and must not be used."""
+        """Exchange, attend, exchange back. Without `return_lse`, lse is not exchanged back and must not be used."""
         if self.comm.size == 1:
             return inner(q, k, v)
         out, lse = inner(*self._forward(q, k, v))
@@ -134,7 +134,7 @@ class Exchange:
         return out, lse
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's heads of q, k and v for all tokens."""
+        """Return this rank's heads of q, k and v for all tokens."""
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
         if self.alike:
@@ -150,7 +150,7 @@ class Exchange:
         return q, k, v
 
     def _dealt(self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]) -> Tensor:
-        """Heads of tensors (B, S/P, *, D), by the parts that each rank is to have, to (B, S, heads of this rank, D)."""
+        """Exchange heads: (B, S/P, *, D) tensors to (B, S, heads of this rank, D). `parts` lists the heads that each rank gets."""
         widths = tuple(sum(len(heads) for _, heads in dealt) for dealt in parts)
         x = side_by_side(tensors, [part for dealt in parts for part in dealt])
         return apply(x, AllToAll(self.comm, 2, 1, widths, lengths))

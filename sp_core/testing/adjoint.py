@@ -1,4 +1,4 @@
-"""Whether the backward pass of a collective is its adjoint: exactly by inner products, and to any order by differences."""
+"""Check that the backward pass of a collective is its adjoint: exactly by inner products, to any order by differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RankFunction = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
-    """One function of all shards that gives all outputs, so that `gradcheck` and `gradgradcheck` see every rank at once.
+    """Return one function from all shards to all outputs, so that `gradcheck` and `gradgradcheck` see every rank at once.
 
     A check on each rank alone is wrong for a collective, because all ranks would perturb their inputs together.
 
@@ -59,7 +59,7 @@ class _GlobalMap(torch.autograd.Function):
 
 
 def _pullback(f: RankFunction, local: int, given: int) -> RankFunction:
-    """The backward pass of one rank, itself a function that can be differentiated."""
+    """Return the backward pass of one rank as a function that can be differentiated."""
 
     def pullback(comm: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:local], tensors[local : local + given]

@@ -1,4 +1,4 @@
-"""Pytest under mpiexec: what all ranks agree on, and what only rank 0 writes."""
+"""Make one pytest session of the ranks of a launch: they agree on tests and outcomes, and only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, NoReturn, TextIO
 
 import pytest
 
-from sp_core.testing import remarks, unchecked, watchdog
-from sp_core.testing.diary import Diary
+from sp_core.launch import watch
+from sp_core.launch.results import Ledger
+from sp_core.testing import remarks, requests
 from sp_core.testing.lockstep import Call, Record, until
 from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import Kind
@@ -19,6 +20,7 @@ from sp_core.testing.session import Session
 
 _RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")
 _MAX_LISTED = 5
+_PHASES = {"setup": "in the set-up of ", "call": "in ", "teardown": "in the tear-down of "}
 _Report = tuple[str, bool, str]
 
 
@@ -30,7 +32,7 @@ class Ranks:
         session: gets its control communicator and the command that runs a test again.
 
     Raises:
-        pytest.UsageError: on every rank, where the launch is not the one asked for.
+        pytest.UsageError: the launch is not the one asked for; on every rank.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -39,29 +41,28 @@ class Ranks:
         mpi4py.rc.fast_reduce = False  # the shortcut duplicates a communicator while it holds the interpreter's lock
         from mpi4py import MPI
 
-        unchecked.install()  # before any test takes a class out of mpi4py
+        requests.install()  # before any test takes a class out of mpi4py
         world = MPI.COMM_WORLD
         self.config, self.rank, self.size = config, world.rank, world.size
-        self._nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-        self._stdout: TextIO | None = None
         self._lost = False
         self._complaints: list[str] = []
         self._refuse()
-        self._watch = watchdog.start(self.rank)
-        config.pluginmanager.register(Diary(self._watch.directory, config, self.rank), "sp_core_diary")
-        self.control = session.control = MpiCarrier(world.Dup())
-        session.command = self._command(session)
+        self._watch = watch.start(self.rank)
+        watch.limit_phases()
+        self._stdout: TextIO | None = None
+        self._ledger: Ledger | None = None
         if self.rank:
             self._be_quiet()
-
-    def close(self) -> None:
-        """End the watch over this rank."""
-        watchdog.stop()
+        else:
+            xml = config.getoption("xmlpath", None)
+            self._ledger = Ledger(self._watch.directory, xml, config.getini("junit_suite_name") if xml else "")
+        self.control = session.control = MpiCarrier(world.Dup())
+        session.command = f"python -m sp_core.testing.launch -n {self.size} -- python -m pytest {_options(session)} {{test}}"
 
     def leave_result(self, exitstatus: int) -> None:
         """Tell the launcher that the session has come to its end."""
         if self.rank == 0:
-            watchdog.mark(watchdog.RESULT, str(exitstatus))
+            (self._watch.directory / watch.RESULT).write_text(str(exitstatus))
 
     def _refuse(self) -> None:
         expected = self.config.getoption("--sp-expect-ranks")
@@ -76,86 +77,93 @@ class Ranks:
     def _usage(self, text: str) -> NoReturn:
         raise pytest.UsageError(*([] if self.rank else [text]))  # every rank raises; pytest prints each text it is given
 
-    def _command(self, session: Session) -> str:
-        options = ["--with-mpi"]
-        if session.device != "cpu":
-            options.append(f"--sp-device {session.device}")
-        if session.share_gpu:
-            options.append("--sp-share-gpu")
-        if session.seed is not None:
-            options.append(f"--hypothesis-seed={session.seed}")
-        return f"python -m sp_core.testing.launch -n {self.size} -- python -m pytest {' '.join(options)} {{test}}"
-
     def _be_quiet(self) -> None:
-        """Only rank 0 writes: to the terminal, to result files and to the cache."""
+        """Write nothing to the terminal, to result files and to the cache."""
         option = self.config.option
         for name in _RESULT_FILES:
             if hasattr(option, name):
                 setattr(option, name, None)
-        option.basetemp = str(
-            self._watch.directory / f"tmp-rank{self.rank}"
-        )  # processes that share one clear it under each other's feet
-        self._stdout, sys.stdout = sys.stdout, self._nowhere  # until the terminal reporter has taken it
+        option.basetemp = str(self._watch.directory / f"tmp-rank{self.rank}")  # processes that share one clear it for each other
+        self._stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """The terminal reporter has its stream now; tests get the real one back."""
-        watchdog.mark(watchdog.STARTED)
+        """Give tests the real standard output back, now that the terminal reporter has its own."""
+        (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's own plugin has taken it
         if self._stdout is not None:
-            if sys.stdout is self._nowhere:
-                sys.stdout = self._stdout
+            sys.stdout = self._stdout
             if getattr(self.config, "cache", None) is not None:  # ranks may read what failed last time, and must agree on it
                 vars(self.config.cache).update(set=lambda key, value: None)
 
     def pytest_report_header(self) -> str:
-        """Which launch this is."""
+        """Write which launch this is."""
         from mpi4py import MPI
 
         library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
         return f"sp_core.testing: {self.size} ranks, {library}"
 
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """Note that a file or folder is collected."""
+        watch.note(f"collects {collector.nodeid or 'tests'}")
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what a rank could not collect: only rank 0 shows it by itself."""
+        """Keep a failure to collect: only rank 0 shows its own."""
         if report.failed:
             self._complaints.append(f"could not collect {report.nodeid}:\n{report.longreprtext}")
 
     def pytest_internalerror(self, excrepr: object) -> None:
-        """Keep what ends this rank's session."""
+        """Keep the error that ends this rank's session."""
         self._complaints.append(str(excrepr))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Ranks that would run different tests would wait for each other for ever."""
+        """Refuse to run different tests, in which ranks would wait for each other for ever."""
         if (error := sys.exc_info()[1]) is not None:  # pytest calls this also on its way out
             self._complaints.append("left collection:\n" + "".join(traceback.format_exception(error)))
         everyone = self._everyone("the end of collection", ([item.nodeid for item in session.items], self._complaints))
         ids = [found for found, _ in everyone]
-        different = [rank for rank in range(self.size) if ids[rank] != ids[0]]
+        different = "".join(_difference(ids, rank) for rank in range(self.size) if ids[rank] != ids[0])
         if different:
-            self._usage(
-                "the ranks collected different tests, or in another order:"
-                + "".join(_difference(ids, rank) for rank in different)
-                + "".join(f"\nrank {rank} {text}" for rank, (_, complaints) in enumerate(everyone) for text in complaints)
-            )
+            told = "".join(f"\nrank {rank} {text}" for rank, (_, complaints) in enumerate(everyone) for text in complaints)
+            self._usage(f"the ranks collected different tests, or in another order:{different}{told}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Keep that a test begins."""
+        self._keep(test=nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Keep that a test has ended."""
+        self._keep(test=nodeid, ended=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the outcome of a phase of a test."""
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        text = report.longreprtext if report.failed else ""
+        self._keep(test=report.nodeid, outcome=outcome, seconds=report.duration, text=text)
+
+    def _keep(self, **line: object) -> None:
+        if self._ledger is not None:
+            self._ledger.add(**line)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, pytest.TestReport]:
-        """One outcome for all ranks."""
+        """Make one outcome of those of all ranks."""
         report: pytest.TestReport = yield
-        watchdog.progress()
+        watch.progress()
         if not self._lost:
-            mine = (str(report.outcome), hasattr(report, "wasxfail"), report.longreprtext if report.failed else "")
-            self._agree(
-                report,
-                self._everyone(f"{item.nodeid} {report.when}", mine, quiet=report.passed and not hasattr(report, "wasxfail")),
-            )
+            xfail = hasattr(report, "wasxfail")
+            mine = (str(report.outcome), xfail, report.longreprtext if report.failed else "")
+            self._agree(report, self._everyone(f"{item.nodeid} {report.when}", mine, quiet=report.passed and not xfail))
         return report
 
     def _everyone(self, point: str, mine: Any, *, quiet: bool = False) -> list[Any]:
-        """Every rank's value, or nothing where all are quiet.
+        """Return every rank's value, or nothing if all are quiet.
 
         Raises:
-            pytest.exit.Exception: the ranks are at different points, so nothing they say to each other makes sense any more.
+            pytest.exit.Exception: the ranks are at different points, so their messages make no sense any more.
         """
         record = Record(Kind.OK if quiet else Kind.SKIP, Call(point).record().digest)
         records = self.control.drive(until(self.control.post(record)), point)
@@ -167,30 +175,34 @@ class Ranks:
         return [] if all(record.kind is Kind.OK for record in records) else self.control.gather(mine)
 
     def _agree(self, report: pytest.TestReport, reports: Sequence[_Report]) -> None:
-        kinds = {(outcome, xfail) for outcome, xfail, _ in reports}
         failed = [rank for rank, (outcome, _, _) in enumerate(reports) if outcome == "failed"]
-        if len(kinds) > 1 and not failed:
+        if failed and (len(failed) < self.size or len({text for _, _, text in reports}) > 1):
+            text = self._failures(reports, failed)
+        elif not failed and len({(outcome, xfail) for outcome, xfail, _ in reports}) > 1:
             said = ", ".join(f"rank {rank}: {_word(outcome, xfail)}" for rank, (outcome, xfail, _) in enumerate(reports))
-            _fail(report, f"the ranks disagree about the outcome of this test: {said}")
-        elif failed and (len(failed) < self.size or len({text for _, _, text in reports}) > 1):
-            _fail(report, self._failures(reports, failed))
+            text = f"the ranks disagree about the outcome of this test: {said}"
+        else:
+            return
+        report.outcome, report.longrepr = "failed", text
+        vars(report).pop("wasxfail", None)
 
     def _failures(self, reports: Sequence[_Report], failed: Sequence[int]) -> str:
-        first = 0 if 0 in failed else failed[0]
+        first = failed[0]
         text = reports[first][2]
         if len(failed) < self.size:
             text += f"\n\nfailed on rank {', '.join(map(str, failed))} of {self.size}; this is what rank {first} says"
-        others = [f"\nrank {rank}: {_last_line(reports[rank][2])}" for rank in failed if rank != first]
+        last_lines = {rank: [line for line in reports[rank][2].splitlines() if line.strip()] or ["failed"] for rank in failed[1:]}
+        others = [f"\nrank {rank}: {lines[-1]}" for rank, lines in last_lines.items()]
         return text + "".join(line for line in others if "rank 0 has the whole report" not in line)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """One exit status for all ranks: the worst."""
-        watchdog.progress()
+        """Make one exit status for all ranks: the worst."""
+        watch.progress()
         try:
             mine = int(session.exitstatus), remarks.session
             everyone = [] if self._lost else self._everyone("the end of the session", mine)
-        except pytest.exit.Exception as lost:  # raised here, it would keep other plugins from writing what they know
+        except pytest.exit.Exception as lost:  # raised here, it would keep other plugins from writing their results
             everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
@@ -199,25 +211,33 @@ class Ranks:
             remarks.session.merge(told)
 
 
-def _fail(report: pytest.TestReport, text: str) -> None:
-    report.outcome = "failed"
-    report.longrepr = text
-    vars(report).pop("wasxfail", None)
+def _note(words: str) -> Any:
+    @pytest.hookimpl(tryfirst=True)
+    def hook(self: Ranks, item: pytest.Item) -> None:
+        watch.note(words + item.nodeid)
+
+    return hook
+
+
+for _phase, _words in _PHASES.items():
+    setattr(Ranks, f"pytest_runtest_{_phase}", _note(_words))
+
+
+def _options(session: Session) -> str:
+    """Return the options of pytest that run a test again as in this session."""
+    seed = [] if session.seed is None else [f"--hypothesis-seed={session.seed}"]
+    device = [] if session.device == "cpu" else [f"--sp-device {session.device}"]
+    return " ".join(["--with-mpi", *device, *(["--sp-share-gpu"] if session.share_gpu else []), *seed])
 
 
 def _word(outcome: str, xfail: bool) -> str:
     return {"passed": "xpassed", "skipped": "xfailed"}.get(outcome, outcome) if xfail else outcome
 
 
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "failed")
-
-
 def _difference(everyone: Sequence[Sequence[str]], rank: int) -> str:
     mine, first = set(everyone[rank]), set(everyone[0])
     if mine == first:
         return f"\n  rank {rank} has the tests of rank 0 in another order"
-    only = [f"only rank {rank}: {name}" for name in sorted(mine - first)] + [
-        f"only rank 0: {name}" for name in sorted(first - mine)
-    ]
+    only = [f"only rank {rank}: {name}" for name in sorted(mine - first)]
+    only += [f"only rank 0: {name}" for name in sorted(first - mine)]
     return "".join(f"\n  {line}" for line in only[:_MAX_LISTED])

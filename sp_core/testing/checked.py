@@ -7,22 +7,20 @@ import inspect
 import itertools
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from sp_core.testing.beginning import Beginning
-from sp_core.testing.family import Family
+from sp_core.testing.comm import Beginning, forwarded
 from sp_core.testing.lockstep import Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.mpi import MpiCarrier, patiently
 from sp_core.testing.outcome import Catch, Kind, Mismatched, capture, raise_for_peers
-from sp_core.testing.requests import Transfer, announced, begun
-from sp_core.testing.signatures import COLLECTIVES, Edges, Flow
-from sp_core.testing.stuck import Detector
-from sp_core.testing.unchecked import UNCHECKED, install, say
+from sp_core.testing.requests import UNCHECKED, Transfer, announced, begun, install, say
+from sp_core.testing.signatures import Edges, Flow, op_of
+from sp_core.testing.stuck import Detector, Family
 
 if TYPE_CHECKING:
     from sp_core.transport.counter import SharedCounter
@@ -41,33 +39,21 @@ AGREED = {
 """More collectives, and which of their arguments have to be the same on all ranks."""
 
 LOCAL = (
-    *(
-        "Get_",
-        "Is_",
-        "is_",
-        "Set_attr",
-        "Set_name",
-        "Set_errhandler",
-        "Call_errhandler",
-        "Delete_attr",
-        "Compare",
-        "Abort",
-        "Shift",
-    ),
-    *("Attach_buffer", "Detach_buffer", "Flush_buffer", "Iflush_buffer", "py2f", "toint"),
+    *("Get_", "Is_", "is_", "Set_attr", "Set_name", "Set_errhandler", "Call_errhandler", "Delete_attr", "Compare", "Abort"),
+    *("Shift", "Attach_buffer", "Detach_buffer", "Flush_buffer", "Iflush_buffer", "py2f", "toint"),
 )
-"""How the names of calls begin that no other rank need make."""
+"""Prefixes of the calls that no other rank need make."""
 
 
 class CheckedComm(Messages):
     """Wraps an mpi4py communicator, and is one.
 
-    As a context manager it tells the other ranks when its block ends, also by an error: they need not wait for ever.
-    What it does not check between ranks it says; `sp_core.testing.unchecked` lists it.
+    As a context manager it tells the other ranks when its block ends, also by an error, so that they need not wait for ever.
+    It prints the name of a call that it does not check between ranks; `sp_core.testing.requests.UNCHECKED` lists these.
 
     Args:
         raw: the communicator to make the calls on; freed by `Free`.
-        family: where to enter this communicator; a new one, whose ranks find out when they all wait for ever.
+        family: of communicators, which this one joins. Default: a new one, whose ranks find out when they all wait for ever.
         name: what error messages call it.
     """
 
@@ -78,6 +64,7 @@ class CheckedComm(Messages):
         base: Any = next(kind for kind in type(raw).__mro__ if kind.__module__ == "mpi4py.MPI")
         made: Self = base.__new__(_kind(base), raw)
         made._raw, made._mpi = base(raw), sys.modules[base.__module__]
+        made._pickle = made._mpi.pickle
         return made
 
     def __init__(self, raw: Any, family: Family | None = None, name: str = "comm") -> None:
@@ -105,14 +92,10 @@ class CheckedComm(Messages):
         raise_for_peers(error, outcomes)
 
     def settle(self, rounds: int) -> None:
-        """Complete what the detector has begun, given the largest number of rounds of any rank; after each example."""
+        """Complete the rounds of the detector after an example, given the largest number of rounds of any rank."""
         detector = self.family.detector
         if detector is not None:
             patiently(lambda: detector.settle(rounds) or None)
-
-    @property
-    def _pickle(self) -> Any:
-        return self._mpi.pickle
 
     def _look(self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False) -> None:
         """Find out whether all ranks of the example wait, this one among them, and none can go on."""
@@ -124,11 +107,8 @@ class CheckedComm(Messages):
         if deadlock and not ending:
             raise Mismatched(deadlock)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        return self._carrier.gather(value)
-
     def _wrong_root(self, text: str) -> Exception:
-        """The error of mpi4py, which says nothing else than "invalid root", with a text."""
+        """Return mpi4py's error for a root, with a text: its own says only "invalid root"."""
         kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
         error: Exception = kind(self._mpi.ERR_ROOT)
         return error
@@ -136,22 +116,20 @@ class CheckedComm(Messages):
     def _edges(self, op: str) -> Edges:
         return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
 
-    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """A collective on buffers, in one of its forms."""
-
+    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         def make(found: Flow) -> Any:
             plain = [getattr(self._mpi, arg.upper()) if isinstance(arg, str) else arg for arg in args]
             made = getattr(self._raw, form)(*plain, **given)
             what = f"{form} number {next(self._persistent)}" if form.endswith("_init") else f"a started {form}"
             return None if made is None else begun(made, Transfer(self, what))
 
-        return self._agree_on(op, form, args, given, make)
+        return self._agree_on(form, args, given, make)
 
     def _later(self, beginning: Beginning) -> Any:
         return announced(beginning)
 
     def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """A collective that is not on buffers: all ranks call it, with the same of the arguments in `AGREED`."""
+        """Make a collective that is not on buffers. All ranks call it with equal arguments, if `AGREED` names them."""
         call = self._bound(name, args, given)
         self._check_objects(name, call)
         values = ((key, call[key]) for key in AGREED[name].split())
@@ -167,14 +145,12 @@ class CheckedComm(Messages):
         """Find a root, a number of objects or an object that would stop this rank alone in the middle of a call."""
         root = arguments.get("root")
         self._check_root(name, root)
+        number = {"scatter": self.size, "alltoall": self.size, "neighbor_alltoall": getattr(self._raw, "outdegree", 0)}.get(name)
         for key in {"obj", "sendobj"} & arguments.keys() if root in (None, self.rank) or name == "gather" else ():
-            several = {"scatter": self.size, "alltoall": self.size, "neighbor_alltoall": getattr(self._raw, "outdegree", 0)}.get(
-                name
-            )
-            self._pickle.dumps(arguments[key] if several is None else self._one_each(name, arguments[key], several))
+            self._pickle.dumps(arguments[key] if number is None else self._one_each(name, arguments[key], number))
 
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
-        """What a call has given; a communicator of ours where it is one."""
+        """Return the result of a call. A communicator becomes a checked one."""
         if not isinstance(made, self._mpi.Comm):
             return made
         name = f"{self.lockstep.name}.{'' if counter is self.children else 'g'}{next(counter)}"
@@ -188,24 +164,24 @@ class CheckedComm(Messages):
         return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 
     def alone(self) -> CheckedComm:
-        """A communicator of this rank alone, which needs no other rank."""
+        """Return a communicator of this rank alone, which needs no other rank."""
         from mpi4py import MPI
 
         return CheckedComm(MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]")
 
     def make_counter(self) -> SharedCounter:
-        """A counter that these ranks share."""
+        """Return a counter that these ranks share."""
         from sp_core.transport.counter import MpiCounter  # with it comes torch, which other projects may do without
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
 
     def Disconnect(self) -> None:
-        """mpi4py's `Disconnect`."""
+        """Free the communicator."""
         self.Free()
 
     def free(self) -> None:
-        """mpi4py's `free`: nothing where it has been freed."""
+        """Free the communicator unless it has been freed."""
         if self:
             self.Free()
 
@@ -222,7 +198,7 @@ class CheckedComm(Messages):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Free what the protocol has used."""
+        """Free the protocol's communicators."""
         self._freed = True
         for shadow in self._shadows:
             shadow.Free()
@@ -230,28 +206,16 @@ class CheckedComm(Messages):
 
 @functools.cache
 def _kind(base: Any) -> Any:
-    """The class of checked communicators that wraps a class of mpi4py."""
+    """Return the class of checked communicators that wraps a class of mpi4py."""
     own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
-    calls = {
-        name: _call(name) for name, value in inspect.getmembers(base, callable) if not name.startswith("_") and name not in own
-    }
+    names = {name for name, _ in inspect.getmembers(base, callable) if not name.startswith("_")} - own
+    calls = {name: forwarded(method, name) for name in names if (method := method_for(name))}
     name = "CheckedComm" if base.__name__ == "Intracomm" else f"Checked{base.__name__}"
-    own_calls = {name: call for name, call in calls.items() if call is not None}
-    return ABCMeta(name, (CheckedComm, base), {"__module__": __name__, **own_calls})
+    return ABCMeta(name, (CheckedComm, base), {"__module__": __name__, **calls})
 
 
-def _call(name: str) -> Callable[..., Any] | None:
-    """The checked form of a method of mpi4py, or None for one that no other rank need call."""
-    stem = name.removesuffix("_init")
-    ops = [op for op in (stem, stem[1:].capitalize()) if op in COLLECTIVES]
-    if ops:
-        return lambda self, *args, **given: self._collective(ops[0], name, args, given)
-    if name in MESSAGES:
-        return lambda self, *args, **given: self._message(name, args, given)
-    if name in PROBES:
-        return lambda self, *args, **given: self._probe(name, args, given)
-    if name in AGREED:
-        return lambda self, *args, **given: self._agreed(name, args, given)
-    if name in UNCHECKED or not name.startswith(LOCAL):
-        return lambda self, *args, **given: self._unchecked(name, args, given)
-    return None
+def method_for(name: str) -> str:
+    """Return the method that makes the checked form of a call of mpi4py. Return "" if no other rank need make the call."""
+    ways = {"_collective": op_of(name), "_message": name in MESSAGES, "_probe": name in PROBES, "_agreed": name in AGREED}
+    unchecked = "_unchecked" if name in UNCHECKED or not name.startswith(LOCAL) else ""
+    return next((method for method, applies in ways.items() if applies), unchecked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -11,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_core.testing.lockstep import Call, Lockstep, Message, Record, Steps, Ticket
-from sp_core.testing.mpi import drive, packed, unpacked
+from sp_core.testing.lockstep import BytesCarrier, Call, Lockstep, Message, Steps, Ticket
+from sp_core.testing.mpi import drive
 from sp_core.testing.outcome import capture, raise_for_peers
 
 if TYPE_CHECKING:
@@ -23,70 +22,26 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # tor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _Gathering:
-    """An all-gather under way of as many bytes from each rank."""
-
-    def __init__(self, group: ProcessGroup, mine: bytes) -> None:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self._parts = [torch.empty_like(sent) for _ in range(group.size())]
-        self._work = dist.all_gather(self._parts, sent, group=group, async_op=True)
-
-    def poll(self) -> list[bytes] | None:
-        """What every rank gave."""
-        if self._work is None or not self._work.is_completed():
-            return None
-        self._work.wait()
-        return [part.numpy().tobytes() for part in self._parts]
-
-
-class _Records:
-    def __init__(self, group: ProcessGroup, record: Record) -> None:
-        self._gathering = _Gathering(group, packed(record))
-
-    def poll(self) -> list[Record] | None:
-        parts = self._gathering.poll()
-        return None if parts is None else [unpacked(part) for part in parts]
-
-
-class _Values:
-    """Two gatherings, one after the other: of the sizes, then of the pickled values, all as long as the longest."""
-
-    def __init__(self, group: ProcessGroup, value: object) -> None:
-        self._group = group
-        self._mine = pickle.dumps(value)
-        self._sizes = _Gathering(group, len(self._mine).to_bytes(8, "little"))
-        self._values: _Gathering | None = None
-
-    def poll(self) -> list[Any] | None:
-        if self._values is None:
-            sizes = self._sizes.poll()
-            if sizes is None:
-                return None
-            longest = max(int.from_bytes(size, "little") for size in sizes)
-            self._values = _Gathering(self._group, self._mine.ljust(longest, b"\0"))
-        parts = self._values.poll()
-        return None if parts is None else [pickle.loads(part) for part in parts]
-
-
-class _GroupCarrier:
-    """Exchanges of the lockstep protocol between the ranks of a group."""
+class _GroupCarrier(BytesCarrier):
+    """Exchange between the ranks of a group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group = group
 
-    def post(self, record: Record) -> Ticket:
-        return _Records(self._group, record)
-
-    def share(self, value: object) -> Ticket:
-        return _Values(self._group, value)
+    def begin(self, mine: bytes) -> Ticket:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        work = dist.all_gather(parts, sent, group=self._group, async_op=True)
+        assert work is not None
+        return lambda: [part.numpy().tobytes() for part in parts] if work.is_completed() and work.wait() else None
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         return drive(steps)
 
 
 class CheckedGroup:
-    """Wraps a process group: ranks that call different things, or of which one has failed, get an error instead of waiting.
+    """A process group whose ranks get an error instead of waiting if they call different things, or if one has failed.
 
     A context manager; a rank that leaves it, also by an error, tells the others. It offers some calls of torch.distributed by
     their names and arguments, without `group` and `async_op`.
@@ -116,7 +71,7 @@ class CheckedGroup:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """torch's `all_reduce`."""
-        self._agree(lambda: dist.all_reduce(tensor, op, self._group), "all_reduce", _size(tensor), _name(op))
+        self._agree(lambda: dist.all_reduce(tensor, op, self._group), "all_reduce", _size(tensor), f"op={getattr(op, 'name', op)}")
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         """torch's `all_gather_into_tensor`."""
@@ -126,7 +81,12 @@ class CheckedGroup:
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """torch's `reduce_scatter_tensor`."""
         _require(output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input)
-        self._agree(lambda: _reduce_scatter(output, input, op, self._group), "reduce_scatter_tensor", _size(input), _name(op))
+        self._agree(
+            lambda: _reduce_scatter(output, input, op, self._group),
+            "reduce_scatter_tensor",
+            _size(input),
+            f"op={getattr(op, 'name', op)}",
+        )
 
     def all_to_all_single(
         self,
@@ -135,7 +95,7 @@ class CheckedGroup:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """torch's `all_to_all_single`; what each rank sends to each other one has to be what that one expects."""
+        """torch's `all_to_all_single`. The sizes that ranks send must be those that the others expect."""
         sends = self._parts(input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes))
         receives = self._parts(output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes))
         text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
@@ -148,17 +108,17 @@ class CheckedGroup:
         self._agree(lambda: dist.broadcast(tensor, src, self._group), "broadcast", _size(tensor), f"src={src}")
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """torch's `send`; at the same time one rank has to `recv`, and those with no part in it `stand_by`."""
-        message = Message(self.rank, self._inner(dst), 0, tensor.nbytes)
+        """torch's `send`. At the same time one rank calls `recv`, and all others `stand_by`."""
+        message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
         self._point_to_point(f"to {dst}, {_size(tensor)}", lambda: dist.send(tensor, dst, self._group), sends=(message,))
 
     def recv(self, tensor: Tensor, src: int) -> None:
         """torch's `recv` from a named rank, at the same time as its `send`."""
-        message = Message(self._inner(src), self.rank, 0, tensor.nbytes)
+        message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
         self._point_to_point(f"from {src}, {_size(tensor)}", lambda: dist.recv(tensor, src, self._group), receives=(message,))
 
     def stand_by(self) -> None:
-        """Neither send nor receive while other ranks do: every rank takes part in the agreement."""
+        """Take part in the agreement of ranks that send and receive."""
         self._point_to_point("neither", lambda: None)
 
     def barrier(self) -> None:
@@ -170,10 +130,6 @@ class CheckedGroup:
 
     def _point_to_point(self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]) -> None:
         self._lockstep.call(Call("send or recv", text=text, **messages), then)
-
-    def _inner(self, rank: int) -> int:
-        """The rank in this group of a rank of the whole world."""
-        return dist.get_group_rank(self._group, rank)
 
     def _parts(self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]) -> tuple[Message, ...]:
         rows = len(tensor)
@@ -190,10 +146,6 @@ def _size(tensor: Tensor) -> str:
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous. Pass a copy.")
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
-
-
-def _name(op: Any) -> str:
-    return f"op={getattr(op, 'name', op)}"
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:

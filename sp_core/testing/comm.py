@@ -13,43 +13,41 @@ from contextlib import contextmanager
 from typing import Any
 
 from sp_core.errors import CollectiveMismatch, RankError
-from sp_core.testing import watchdog
-from sp_core.testing.beginning import Beginning
-from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Call, Lockstep
-from sp_core.testing.places import here
-from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, listed, op_name, require
+from sp_core.launch import watch
+from sp_core.launch.places import here
+from sp_core.observer import Observer, observer_of
+from sp_core.testing.lockstep import Call, Lockstep, meanwhile
+from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
+from sp_core.testing.stuck import Family
 
 _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
+Announced = Counter[tuple[str, int, int]]
+"""Messages by method, other rank and bytes."""
 
 
-def _on_two(op: Any) -> Callable[[Any, Any], Any]:
-    """The reduction of two objects; an operation of MPI is one itself."""
-    return op if callable(op) else _ON_OBJECTS[op_name(op)]
+def _reduced(op: Any, objects: Sequence[Any]) -> Any:
+    """Reduce objects in rank order. An operation of MPI is a function itself."""
+    return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
 
 
-@contextmanager
-def _told_of(op: str, comm: LockstepComm) -> Iterator[None]:
-    """Say which call of which rank contradicts itself."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError) as problem:
-        raise type(problem)(f"{op} on rank {comm.rank} of {comm.size}: {problem}") from problem
+def _listed(messages: Announced) -> str:
+    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)
 
 
-class LockstepComm(ABC):
+class LockstepComm(Observer, ABC):
     """A communicator whose ranks agree on each call before they make it.
 
     Args:
         lockstep: this rank's side of the protocol.
-        family: where to enter this communicator, so that the end of an example reaches all of them.
+        family: of communicators, which this one joins, so that the end of an example reaches all of them.
     """
+
+    _pickle: Any
 
     def __init__(self, lockstep: Lockstep, family: Family) -> None:
         self.lockstep = lockstep
         self.family = family
-        self._announced: Counter[tuple[str, int, int]] = Counter()
-        self._announced_for_later: Counter[tuple[str, int, int]] = Counter()
+        self._announced, self._announced_for_later = Announced(), Announced()
         self._exchanges = 0  # since the last clean-up; the same on all ranks
         self._requests: list[Any] = []  # begun, and not yet known to be complete
         self.children = itertools.count()
@@ -73,16 +71,16 @@ class LockstepComm(ABC):
         return self.lockstep.carrier.size
 
     def Get_rank(self) -> int:
-        """The rank of the caller."""
+        """Return the rank of the caller."""
         return self.rank
 
     def Get_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.size
 
     def barrier(self) -> None:
         """mpi4py's `barrier`."""
-        self._collective("Barrier", "Barrier", (), {})
+        self._collective("Barrier", (), {})
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """mpi4py's `bcast` of a picklable object."""
@@ -109,20 +107,20 @@ class LockstepComm(ABC):
     def reduce(self, sendobj: Any, op: Any = None, root: int = 0) -> Any:
         """mpi4py's `reduce` of objects, in rank order; the sum unless another operation is given."""
         objects = self._on_objects("reduce", sendobj, root, op)
-        return functools.reduce(_on_two(op), objects) if self.rank == root else None
+        return _reduced(op, objects) if self.rank == root else None
 
     def allreduce(self, sendobj: Any, op: Any = None) -> Any:
         """mpi4py's `allreduce` of objects, in rank order."""
-        return functools.reduce(_on_two(op), self._on_objects("allreduce", sendobj, None, op))
+        return _reduced(op, self._on_objects("allreduce", sendobj, None, op))
 
     def scan(self, sendobj: Any, op: Any = None) -> Any:
         """mpi4py's `scan` of objects: of this rank and those before it."""
-        return functools.reduce(_on_two(op), self._on_objects("scan", sendobj, None, op)[: self.rank + 1])
+        return _reduced(op, self._on_objects("scan", sendobj, None, op)[: self.rank + 1])
 
     def exscan(self, sendobj: Any, op: Any = None) -> Any:
         """mpi4py's `exscan` of objects: of the ranks before this one; None on rank 0."""
         objects = self._on_objects("exscan", sendobj, None, op)[: self.rank]
-        return functools.reduce(_on_two(op), objects) if objects else None
+        return _reduced(op, objects) if objects else None
 
     def announce_exchange(
         self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = (), *, later: bool = False
@@ -138,25 +136,25 @@ class LockstepComm(ABC):
             CollectiveMismatch: the messages sent are not the messages received.
         """
         sends, recvs = list(sends), list(recvs)
-        with _told_of("announce_exchange", self):
+        with self._named("announce_exchange"):
             what = exchange("announce_exchange", self.rank, self.size, sends, recvs, later)
         self._enter(what)
         self._exchanges += 1
         announced = self._announced_for_later if later else self._announced
-        announced.update(("Isend", peer, nbytes) for peer, nbytes in sends)
-        announced.update(("Irecv", peer, nbytes) for peer, nbytes in recvs)
+        announced.update(("Isend", *message) for message in sends)
+        announced.update(("Irecv", *message) for message in recvs)
 
     def announce_call(self, what: str) -> None:
         """Declare that this rank is about to do something, the same on every rank, that is no call of MPI."""
         self._enter(Call("announce_call", (what,), text=what))
 
     def watch(self, what: str) -> None:
-        """Notice that a peer has left the example, while this rank waits for something that is no call of MPI."""
+        """Find out whether a peer has left the example, while this rank waits for something that is no call of MPI."""
         self.progress()
         self.lockstep.waiting(what)
 
     def Free(self) -> None:
-        """mpi4py's `Free`. While an error is on its way out it is put off to the end of the example, not to hide the error."""
+        """mpi4py's `Free`. During an error it is put off to the end of the example, not to hide the error."""
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
@@ -167,37 +165,46 @@ class LockstepComm(ABC):
         self.family.members = [other for other in self.family.members if other is not self]
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise `CollectiveMismatch` where a message was announced and not posted (`later`: or begun and not found complete)."""
-        if missing := self._announced + (self._announced_for_later if later else Counter()):
-            raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {listed(missing)}")
+        """Raise `CollectiveMismatch` if an announced message was not posted or, with `later`, a request was not found complete."""
+        if missing := self._announced + (self._announced_for_later if later else Announced()):
+            raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
         if later and (left := [request for request in self._requests if not request.done]):
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: {', '.join(map(str, left))}"
             )
 
+    @contextmanager
+    def _named(self, op: str) -> Iterator[None]:
+        """Put the call and the rank in front of an error in its arguments."""
+        try:
+            yield
+        except (ValueError, TypeError, KeyError) as problem:
+            raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
+
     def _on_objects(self, op: str, value: Any, root: int | None = None, reduction: Any = None) -> list[Any]:
-        """Every rank's object. Each is pickled before anybody relies on it."""
+        """Return every rank's object. Each is pickled before the ranks agree on the call."""
         self._check_root(op, root)
-        with _told_of(op, self):
+        with self._named(op):
             pickled = self._pickle.dumps(value)
         name = op_name(reduction)
         text = "".join(f"{key}={given}" for key, given in (("root", root), ("op", reduction and name)) if given is not None)
-        everyone = self._enter(Call(op, (root, name), text=text), lambda: self._exchange(pickled))
+        everyone = self._enter(Call(op, (root, name), text=text), lambda: self.lockstep.carrier.gather(pickled))
         return [self._pickle.loads(raw) for raw in everyone]
 
     def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
-        """One object for each rank; none at all is None for each."""
+        """Return one object for each rank, which are None if none are given."""
         objects = [None] * number if sendobj is None else list(sendobj)
-        with _told_of(op, self):
+        with self._named(op):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
         return objects
 
-    def _agree_on(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
-        """Agree on a collective on buffers, then make it. `form` is the name of this variant of it."""
-        with _told_of(form, self):
+    def _agree_on(self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
+        """Agree on a collective on buffers in one of its forms, then make it."""
+        op = op_of(form)
+        with self._named(form):
             values = bind(op, args, given)
         self._check_root(form, values.get("root"))
-        with _told_of(form, self):
+        with self._named(form):
             found = flow(op, self.rank, self.size, values, self._edges(op))
         what = found.call(form, self.rank)
         if form != "Iallgather":
@@ -206,7 +213,7 @@ class LockstepComm(ABC):
         return self._later(Beginning(self, what, lambda: then(found)))
 
     def _later(self, beginning: Beginning) -> Any:
-        """What the caller gets for a collective that has been announced only."""
+        """Return the request of a collective that only this rank has announced yet."""
         return beginning
 
     def _check_root(self, op: str, root: int | None) -> None:
@@ -219,23 +226,20 @@ class LockstepComm(ABC):
         return ValueError(text)
 
     def _edges(self, op: str) -> Edges:
-        """The neighbours of this rank, for a collective between neighbours."""
+        """Return the neighbours of this rank, for a collective between neighbours."""
         return (), ()
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
-        self._prepare(what)
-        return self.lockstep.call(what, then)
-
-    def _prepare(self, what: Call) -> None:
         self._allow(what)
         if self.lockstep.beginning is not None:
             self.lockstep.beginning.settle()
+        return self.lockstep.call(what, then)
 
     def _allow(self, what: Call) -> None:
         if self._freed:
             raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
         self.ensure_posted(what.op)
-        watchdog.note(f"in {what.op}({what.text}) at {here()}")
+        watch.note(f"in {what.op}({what.text}) at {here()}")
         self.progress()
 
     def progress(self) -> None:
@@ -245,37 +249,99 @@ class LockstepComm(ABC):
     def _take(self, op: str, peer: int, nbytes: int) -> None:
         announced = self._announced if self._announced[op, peer, nbytes] else self._announced_for_later
         if not announced[op, peer, nbytes]:
-            left = listed(self._announced + self._announced_for_later) or "nothing"
+            left = _listed(self._announced + self._announced_for_later) or "nothing"
             raise CollectiveMismatch(
                 f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; announced and not yet posted: {left}"
             )
         announced[op, peer, nbytes] -= 1
 
     @abstractmethod
-    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """A collective on buffers; `form` is the name of this variant of it."""
-
-    @property
-    @abstractmethod
-    def _pickle(self) -> Any:
-        """Has `dumps` and `loads`."""
-
-    @abstractmethod
-    def _exchange(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Make a collective on buffers in one of its forms."""
 
     @abstractmethod
     def _release(self) -> None:
         """Let peers complete what this rank has started."""
 
     def _complete(self, clean: bool) -> None:
-        """Forget the example. `clean`: it was broken, so first undo what was started; all ranks say the same."""
-        self._requests.clear()
-        self._announced.clear()
-        self._announced_for_later.clear()
-        self._exchanges = 0
+        """Forget the example. `clean`: it failed on some rank, so first complete the messages under way; all ranks say the same."""
+        self._announced, self._announced_for_later = Announced(), Announced()
+        self._requests, self._exchanges = [], 0
         self.lockstep.forget()
 
     @abstractmethod
     def _free(self) -> None:
-        """Give back what this communicator holds."""
+        """Free the communicator, without agreement."""
+
+
+def forwarded(method: str, name: str) -> Callable[..., Any]:
+    """Return a method that hands its name and arguments to another one."""
+    return lambda self, *args, **given: getattr(self, method)(name, args, given)
+
+
+observer_of.register(LockstepComm, lambda comm: comm)
+
+
+class Beginning:
+    """A request for a call that is made when all ranks have announced it. Until then this rank can do other work.
+
+    Args:
+        comm: the communicator of the call.
+        call: the call.
+        make: makes it, and returns its request.
+    """
+
+    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
+        self._comm = comm
+        self._what, self._steps = comm.lockstep.begin(call, make)
+        self._made: Any = None
+        self._is_driven = False
+        self._before: Beginning | None = comm.lockstep.beginning
+        comm.lockstep.beginning = self
+
+    def step(self) -> bool:
+        """Find out whether all ranks have announced the call, and then make it. Return whether it is made."""
+        if self._made is None and not self._is_driven:
+            self._comm.progress()
+            try:
+                if self._before is not None and not self._before.step():
+                    return False
+                self._before = None
+                next(self._steps)
+            except BaseException as end:
+                self._end()
+                if not isinstance(end, StopIteration):
+                    raise
+                self._made = end.value
+        return self._made is not None
+
+    def settle(self) -> Any:
+        """Wait until all ranks have announced the call, make it, and return its request."""
+        if self._made is None:
+            if self._before is not None:
+                self._before.settle()
+            self._end()
+            self._is_driven = True
+            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
+        return self._made
+
+    def _end(self) -> None:
+        if self._comm.lockstep.beginning is self:
+            self._comm.lockstep.beginning = None
+
+    def Test(self) -> bool:
+        """Make progress and return whether the call is complete."""
+        return self.step() and bool(self.settle().Test())
+
+    def Wait(self) -> bool:
+        """Wait until the call is complete."""
+        return bool(self.settle().Wait())
+
+
+def abandon(requests: Iterable[Any]) -> None:
+    """Let the example end before these requests are complete. The program keeps their memory, and no rank waits for them."""
+    for request in requests:
+        beginning = getattr(request, "beginning", request)
+        if isinstance(beginning, Beginning):
+            ended = (beginning._made, getattr(beginning._made, "transfer", None))
+            beginning._comm._requests = [other for other in beginning._comm._requests if all(other is not one for one in ended)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,12 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from sp_core.testing import profiles, session
-from sp_core.testing.plan import Plan, Search, Spec, Sweep
-from sp_core.testing.tiers import run
+from sp_core.launch.places import owner
+from sp_core.testing import profiles, remarks, session
+from sp_core.testing.outcome import RankFailure, failure_class
+from sp_core.testing.plan import Example, Fed, Plan, Result, Search, Spec, Sweep
+from sp_core.testing.remarks import Remarks
+from sp_core.testing.run import ThreadsHung, run_ranks
 
 Body = Callable[..., None]
 MAX_RANKS = 8
@@ -31,17 +36,17 @@ def given(
     max_ranks: int = MAX_RANKS,
     **strategies: st.SearchStrategy[Any],
 ) -> Callable[[Body], Body]:
-    """A property: the body runs on every rank of a communicator for each drawn example.
+    """Make a test that runs the body on every rank of a communicator, for each drawn example.
 
     The body's first argument is the communicator, the drawn ones come by name, and all others are pytest's. `@settings`,
     `@example`, `@seed` and `@reproduce_failure` go on top; an `@example` names `nprocs` too.
 
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any order. Default: 1 to `max_ranks`, and
-            no more than the launch has. What does not fit the launch is not drawn; where nothing does, the test is skipped.
+            no more than the launch has. Ranks that the launch lacks are not drawn; if it lacks all, the test is skipped.
         max_examples: how many examples; default: the profile's. A profile with more examples than `pr` takes more here too.
         max_ranks: bound of the default `nprocs`.
-        strategies: what to draw. Draw specifications (sizes, a seed), not data: the values are pickled and printed.
+        strategies: by parameter. Draw specifications (sizes, a seed), not data: the values are pickled and printed.
 
     Raises:
         RankFailure: when called, for the smallest example that fails; a subclass for each bug.
@@ -55,10 +60,10 @@ def given(
 
 
 def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
-    """A test without drawing: the body runs once for each number (or tuple) of ranks.
+    """Make a test that runs the body once for each number (or tuple) of ranks.
 
     Args:
-        sizes: default: 1 to the size of the launch, or 1 to 4 where ranks are threads. Sizes above the launch's are left out.
+        sizes: default: 1 to the size of the launch, or 1 to 4 if ranks are threads. Sizes above the launch's are left out.
 
     Raises:
         RankFailure: when called, for the first size that fails.
@@ -71,7 +76,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
 
 def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Body:
-    """The function that pytest calls, with its fixtures."""
+    """Return the function that pytest calls, with its fixtures."""
 
     @functools.wraps(body)
     def test(*instance: Any, **fixtures: Any) -> None:
@@ -87,7 +92,7 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Bo
 
 
 def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
-    """What is left of the body's parameters without the communicator and what is drawn."""
+    """Return the signature of the body without the communicator and the drawn values."""
     parameters = list(inspect.signature(body).parameters.values())
     instance = [p for p in parameters[:1] if p.name == "self"]
     rest = parameters[len(instance) :]
@@ -97,3 +102,107 @@ def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
             f"{body.__qualname__} needs a communicator as its first parameter, and parameters named {missing or 'as drawn'}"
         )
     return inspect.Signature([*instance, *(p for p in rest[1:] if p.name not in drawn)])
+
+
+def run(spec: Spec, plan: Plan) -> None:
+    """Run a test. Under MPI every rank calls this, and all end alike."""
+    __tracebackhide__ = True
+    current = session.current
+    current.tally.tests += 1
+    attempt = current.attempt or _on_threads
+    with warnings.catch_warnings():
+        # Hypothesis knows only the thread that draws; `assume` works on the other ranks all the same
+        warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
+        if current.control is None:
+            _lead(spec, plan, lambda example: attempt(spec, example))
+            return
+        from sp_core.testing.mpitier import follow, lead_ranks
+
+        if current.control.rank == 0:
+            lead_ranks(spec, Fed() if Fed.is_wanted() else plan, _lead)
+        else:
+            follow(spec)
+
+
+def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
+    """Run the plan. A failure gets its example and the command that runs it again."""
+    __tracebackhide__ = True
+
+    def counted(example: Example) -> Result:
+        tally = session.current.tally
+        tally.examples += 1
+        tally.sizes[len(example.ranks)] += 1
+        result = attempt(example)
+        tally.count(result.remarks.features)
+        remarks.session.merge(Remarks(ratios=result.remarks.ratios))
+        return result
+
+    try:
+        plan.run(spec, counted)
+    except (RankFailure, BaseExceptionGroup, ThreadsHung) as error:
+        found = explained(error, spec, plan)
+    else:
+        return
+    raise found from None
+
+
+def _on_threads(spec: Spec, example: Example) -> Result:
+    with remarks.collected() as sink:
+        try:
+            _, outcomes = run_ranks(len(example.ranks), lambda comm: spec.body(comm, **spec.fixtures, **example.values))
+        except ThreadsHung as hung:
+            raise ThreadsHung(f"{hung}\nexample: {example}") from None
+    return Result(outcomes, sink)
+
+
+def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
+    """Return the error to raise at the end of a test.
+
+    Args:
+        error: raised by the plan.
+        spec: the test.
+        plan: knows which example failed.
+
+    Returns:
+        A `RankFailure` of the same class with the whole story as its text, or the error itself if it is none of the kit's.
+    """
+    if isinstance(error, ThreadsHung):
+        return failure_class("Hung", "", 0)(f"{error}\n{rerun(spec)}")
+    stories = [_story(bug, plan) for bug in _leaves(error) if isinstance(bug, RankFailure)]
+    if not stories:
+        return error
+    if isinstance(error, RankFailure):
+        return type(error)(f"{stories[0]}\n{rerun(spec)}")
+    head, notes = error.args[0] if error.args else error, map(_useful, getattr(error, "__notes__", []))
+    return failure_class(type(error).__name__, "", 0)("\n".join([f"{head}\n", "\n\n".join(stories), *notes, rerun(spec)]))
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+def _story(bug: RankFailure, plan: Plan) -> str:
+    lines = [str(bug), *filter(None, map(_useful, getattr(bug, "__notes__", [])))]
+    if type(bug) in plan.failed:
+        lines.append(plan.keeps.format(plan.failed[type(bug)]))
+    return "\n".join(lines)
+
+
+def _useful(note: str) -> str:
+    """Return a note of Hypothesis, without its explanation if that names only lines of the kit: those that report failures."""
+    said, found, lines = note.partition("Explanation:\n")
+    own = [line for line in lines.splitlines() if ":" in line and owner(line.strip().rsplit(":", 1)[0]) != "kit"]
+    return note.rstrip() if not found or len(own) > 1 else said.rstrip()
+
+
+def rerun(spec: Spec) -> str:
+    """Return the command that runs this test again."""
+    prefix = "".join(f"{name}={os.environ[name]} " for name in ("SP_PROFILE", "SP_EXAMPLES") if os.environ.get(name))
+    return "run it again: " + prefix + session.current.command.format(test=f'"{spec.test_id}"')
+
+
+def announce(example: Example, spec: Spec) -> str:
+    """Return what is in flight, for the case that the launch dies of it."""
+    return f"{spec.test_id}\n  {spec.function.__name__}({example})\n  {rerun(spec)}"

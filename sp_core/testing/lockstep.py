@@ -1,35 +1,41 @@
-"""The protocol that keeps ranks together, free of what carries it.
+"""The protocol that keeps ranks together, whatever carries its messages.
 
-Before each blocking call all ranks of a communicator exchange one small record: what I am about to call, or that I am done,
-and how. All call the same: everybody goes on. All done: the example is over, and everybody knows every outcome. Anything else:
-the ranks inside a call raise instead of blocking for ever, leave the body, and are done. There is no timer in this, so the
-outcome is a function of the example alone, and Hypothesis can shrink it.
+Before each blocking call all ranks of a communicator exchange one small record: the call that this rank is about to make, or that
+it is done, and how. If all call the same, they go on. If all are done, the example is over, and every rank knows every outcome.
+Otherwise the ranks inside a call raise instead of blocking for ever, leave the body, and are done. The protocol has no timer, so
+the outcome depends on the example alone, and Hypothesis can shrink it.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import pickle
+import struct
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sp_core import progress
+from sp_core.launch.places import here
 from sp_core.testing.outcome import DONE, QUIET, Kind, Mismatched, Outcome, Woken
-from sp_core.testing.places import here
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Work that yields while it has to wait for other ranks."""
+Ticket = Callable[[], list[Any] | None]
+"""An exchange under way: returns what every rank gave, in rank order, or None as long as some rank has given nothing."""
 
 _MODULUS = 2**128
+_RECORD = struct.Struct("<q16s16s16s")
 UNCOUNTED = "not counted"
-"""In the place of a message's kind: what has come is not known, so nothing can be said about the messages of that communicator."""
+"""A message's kind if the received data is unknown. Then nothing can be said about the messages of that communicator."""
 
 
 class Record(NamedTuple):
-    """What one rank puts into a round: fixed size, so that the exchange costs one small message."""
+    """What one rank puts into a round. Its size is fixed, so that the exchange costs one small message."""
 
     kind: Kind
     digest: int = 0
@@ -37,43 +43,78 @@ class Record(NamedTuple):
     receives: int = 0
 
 
-class Ticket(Protocol):
-    """An exchange under way."""
-
-    def poll(self) -> list[Any] | None:
-        """What every rank gave, in rank order, or None as long as some rank has not given anything."""
-        ...
-
-
-class Request(Protocol):
-    """What a non-blocking call returns."""
-
-    def Test(self) -> bool:
-        """Make progress; True once the transfer is complete."""
-        ...
-
-    def Wait(self) -> bool:
-        """Wait until the transfer is complete."""
-        ...
-
-
-class Carrier(Protocol):
-    """Carries records and values between the ranks of one communicator."""
+class Carrier(ABC):
+    """Carry records and values between the ranks of one communicator."""
 
     rank: int
     size: int
 
+    @abstractmethod
     def post(self, record: Record) -> Ticket:
         """Begin an exchange of records."""
-        ...
 
+    @abstractmethod
     def share(self, value: object) -> Ticket:
         """Begin an exchange of values of any size."""
-        ...
 
+    @abstractmethod
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and wait patiently in between; `ending` where this rank waits only for others to end."""
-        ...
+        """Run steps to their end and sleep in between. `ending`: this rank waits only for others to end."""
+
+    def gather(self, value: object) -> list[Any]:
+        """Return the value of every rank."""
+        return self.drive(until(self.share(value)), "an exchange of values")
+
+
+class BytesCarrier(Carrier):
+    """Carry records and values as bytes."""
+
+    @abstractmethod
+    def begin(self, mine: bytes) -> Ticket:
+        """Begin an exchange of bytes, as many on every rank."""
+
+    def post(self, record: Record) -> Ticket:
+        """Begin an exchange of records."""
+        return begun(self._post(record))
+
+    def _post(self, record: Record) -> Steps[list[Any]]:
+        kind, *numbers = record
+        parts = yield from until(self.begin(_RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers))))
+        kinds_and_numbers = map(_RECORD.unpack, parts)
+        return [Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers)) for kind, *numbers in kinds_and_numbers]
+
+    def share(self, value: object) -> Ticket:
+        """Begin an exchange of picklable values."""
+        return begun(self._share(pickle.dumps(value)))
+
+    def _share(self, mine: bytes) -> Steps[list[Any]]:
+        sizes = yield from until(self.begin(len(mine).to_bytes(8, "little")))
+        longest = max(int.from_bytes(size, "little") for size in sizes)
+        parts = yield from until(self.begin(mine.ljust(longest, b"\0")))
+        return [pickle.loads(part) for part in parts]
+
+
+def until(ticket: Ticket) -> Steps[list[Any]]:
+    """Wait for an exchange."""
+    while (got := ticket()) is None:
+        yield
+    return got
+
+
+def begun(steps: Steps[T]) -> Callable[[], T | None]:
+    """Take the first step. Return a function that takes the next one, and returns the result at the end, None before."""
+    result: list[T] = []
+
+    def ask() -> T | None:
+        if not result:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result.append(end.value)
+        return result[0] if result else None
+
+    ask()
+    return ask
 
 
 class Message(NamedTuple):
@@ -82,9 +123,9 @@ class Message(NamedTuple):
     Attributes:
         source: rank that sends it.
         dest: rank that receives it.
-        turn: counts those of one call between the same two, because MPI keeps their order; the tag of a message of its own.
+        turn: its place among those of one call between the same two ranks, or its tag.
         nbytes: its length.
-        kind: its elements, nothing where that is not known; bytes are received as elements of any kind.
+        kind: type of its elements, "" if unknown. Bytes are received as elements of any kind.
     """
 
     source: int
@@ -99,9 +140,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is about to call.
+    """A call that a rank is about to make.
 
-    `equal` must be equal on all ranks; the messages that the ranks together send must be those that they together receive.
+    `equal` must be equal on all ranks. The messages that the ranks together send must be those that they together receive.
     """
 
     op: str
@@ -111,7 +152,7 @@ class Call:
     text: str = ""
 
     def record(self) -> Record:
-        """The call in fixed size."""
+        """Return the call in fixed size."""
         return Record(Kind.CALL, _hash((self.op, *self.equal)), _sum(self.sends), _sum(self.receives))
 
 
@@ -120,12 +161,12 @@ def _hash(value: object) -> int:
 
 
 def _sum(messages: Iterable[Message]) -> int:
-    """A hash of a multiset that adds up over ranks: what is sent equals what is received iff the sums are equal."""
+    """Hash a multiset of messages so that hashes add up over ranks: all is received as sent if and only if the sums agree."""
     return sum(count * _hash(tuple(message)) for message, count in Counter(messages).items()) % _MODULUS
 
 
 class Decision(enum.Enum):
-    """What a round of records means."""
+    """The meaning of a round of records."""
 
     GO = "all ranks call the same"
     AGAIN = "a rank waits for a message, nothing can be said yet"
@@ -135,7 +176,7 @@ class Decision(enum.Enum):
 
 
 def decide(records: Sequence[Record]) -> Decision:
-    """What a round means. Every rank gets the same records, so every rank decides the same."""
+    """Return the meaning of a round. Every rank gets the same records, so every rank decides the same."""
     kinds = {record.kind for record in records}
     if kinds <= DONE:
         return Decision.OVER
@@ -143,33 +184,16 @@ def decide(records: Sequence[Record]) -> Decision:
         return Decision.PEER_FAILED
     if Kind.WAIT in kinds:
         return Decision.AGAIN
-    return Decision.GO if kinds == {Kind.CALL} and _agree(records) else Decision.MISMATCH
-
-
-def _agree(records: Sequence[Record]) -> bool:
-    return len({record.digest for record in records}) == 1 and _balanced(records)
+    agree = kinds == {Kind.CALL} and len({record.digest for record in records}) == 1 and _balanced(records)
+    return Decision.GO if agree else Decision.MISMATCH
 
 
 def _balanced(records: Sequence[Record]) -> bool:
-    return (sum(r.sends for r in records) - sum(r.receives for r in records)) % _MODULUS == 0
-
-
-def needs_details(decision: Decision, records: Sequence[Record]) -> bool:
-    """Whether the ranks must tell each other more than fits into a record."""
-    if decision is Decision.OVER:
-        return any(record.kind not in QUIET for record in records) or not _balanced(records)
-    return decision in (Decision.PEER_FAILED, Decision.MISMATCH)
-
-
-def until(ticket: Ticket) -> Steps[list[Any]]:
-    """Wait for an exchange."""
-    while (got := ticket.poll()) is None:
-        yield
-    return got
+    return sum(record.sends - record.receives for record in records) % _MODULUS == 0
 
 
 def _nothing() -> None:
-    """A promise that has been kept."""
+    """Do nothing."""
 
 
 class Lockstep:
@@ -178,41 +202,45 @@ class Lockstep:
     def __init__(self, carrier: Carrier, name: str) -> None:
         self.carrier = carrier
         self.name = name
-        self.calls = 0  # that this rank has come to
-        self.sent: list[Message] = []  # since the example began
-        self.received: list[Message] = []
-        # a round begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to its memory
-        self._open: tuple[Ticket, object] | None = None
+        # a round that was begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to it
+        self._open: tuple[Ticket, tuple[Call | None, object]] | None = None
         self._sharing: Ticket | None = None
         self._then: Callable[[], Any] = _nothing
         self._promised: Callable[[], Any] = _nothing  # to all peers, and not yet done
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the example, in which ranks may have made different numbers of calls."""
+        self.calls = 0
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
         self.beginning: Any = None  # a `Beginning` that not all ranks have announced yet
 
-    def call(self, call: Call, then: Callable[[], Any] = lambda: None) -> Any:
-        """Do what is announced as soon as every rank is about to do it; raise `PeerFailed` or `CollectiveMismatch` when one is not.
+    def call(self, call: Call, then: Callable[[], Any] = _nothing) -> Any:
+        """Do `then` as soon as every rank is about to make this call.
 
-        A rank that is interrupted in between (a signal, no memory) does it when it finishes: its peers may have begun.
+        A rank that is interrupted in between (a signal, no memory) does it when it finishes, because its peers may have begun.
+
+        Raises:
+            PeerFailed: a rank has left the example.
+            CollectiveMismatch: the ranks call different things.
         """
-        what = self.told(call)
-        return self.carrier.drive(meanwhile(self.begin(call, what, then)), what)
+        what, steps = self.begin(call, then)
+        return self.carrier.drive(meanwhile(steps), what)
 
-    def told(self, call: Call) -> str:
-        """What to say about a call that this rank is about to make."""
-        return f"{call.op}({call.text}) on {self.name} at {here()}"
+    def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
+        """Return a description of a call, and the call in steps. Between the steps this rank can do other work."""
+        what = f"{call.op}({call.text}) on {self.name} at {here()}"
+        return what, self._agree(call, what, then)
 
-    def begin(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
-        """`call` in steps, between which this rank can do other work; nothing else is called here before the last one."""
+    def _agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
         self._then, decision = then, Decision.AGAIN
         self.calls += 1
         yield from self._settle()
         while decision is Decision.AGAIN:
             self._open = (self.carrier.post(call.record()), (call, what))
             decision = yield from self._settle()
-        return self._keep_word()
-
-    def forget(self) -> None:
-        """Forget the example, in which ranks may have made different numbers of calls."""
-        self.calls, self.beginning, self.sent, self.received = 0, None, [], []
+        return self._keep_promise()
 
     @property
     def is_open(self) -> bool:
@@ -220,20 +248,16 @@ class Lockstep:
         return self._open is not None
 
     def waiting(self, what: str) -> None:
-        """Look, without waiting, whether a peer has left the example while this rank waits for its message."""
+        """Find out, without waiting, whether a peer has left the example while this rank waits for its message."""
         if self.beginning is not None:
             self.beginning.step()
             return
         if self._open is None:
-            self._open = (self.carrier.post(Record(Kind.WAIT)), what)
+            self._open = (self.carrier.post(Record(Kind.WAIT)), (None, what))
         next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
-        """Say that this rank is done until all are.
-
-        Returns:
-            The outcome of every rank.
-        """
+        """Say that this rank is done until all are. Return the outcome of every rank."""
         while self.beginning is not None:
             try:
                 if not self.beginning.step():
@@ -242,7 +266,7 @@ class Lockstep:
                 self.beginning = None
         while self._open is not None:
             yield from self._read()
-        self._keep_word()
+        self._keep_promise()
         end = Call("the end", sends=self.sent, receives=self.received)
         record = end.record()._replace(kind=outcome.kind, digest=0)
         while True:
@@ -251,7 +275,7 @@ class Lockstep:
             if decision is Decision.OVER:
                 return _outcomes(records, details)
 
-    def _keep_word(self) -> Any:
+    def _keep_promise(self) -> Any:
         promised, self._promised = self._promised, _nothing
         return promised()
 
@@ -260,18 +284,19 @@ class Lockstep:
             return Decision.GO
         decision, _, details = yield from self._read()
         if decision is Decision.PEER_FAILED:
-            raise Woken(_describe(details))
+            raise Woken(_described(details))
         if decision is Decision.MISMATCH:
-            raise Mismatched(_explain(details))
+            calls = [call for call, said in details if call is not None and isinstance(said, str)]
+            raise Mismatched(f"the ranks do not call the same: {_described(details)}{_unmatched(calls)}")
         return decision
 
     def _read(self) -> Steps[tuple[Decision, list[Record], list[Any]]]:
         assert self._open is not None
         ticket, detail = self._open
         records = yield from until(ticket)
-        decision = decide(records)
-        details: list[Any] = []
-        if needs_details(decision, records):
+        decision, details = decide(records), []
+        quiet = decision is Decision.OVER and {record.kind for record in records} <= QUIET and _balanced(records)
+        if not quiet and decision not in (Decision.GO, Decision.AGAIN):
             self._sharing = self._sharing or self.carrier.share(detail)
             details = yield from until(self._sharing)
         if decision is Decision.MISMATCH and _fit(details):
@@ -284,38 +309,31 @@ class Lockstep:
 
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
     """Run steps. Between them, test the comparisons that nobody waits for any more, as MPI makes progress inside every call."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    ask = begun(boxed(steps))
+    while (done := ask()) is None:
         for question in progress.of_this_rank().kept:
             question.test()
         yield
+    return done[0]
 
 
-def _text(detail: object) -> str:
-    return str(detail[1]) if isinstance(detail, tuple) else str(detail)
+def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
+    """Run steps. Return the result in a tuple, which is not None."""
+    return ((yield from steps),)
 
 
-def _describe(details: Sequence[object]) -> str:
-    return "; ".join(f"rank {rank}: {_text(detail)}" for rank, detail in enumerate(details))
+def _described(details: Sequence[tuple[Any, object]]) -> str:
+    return "; ".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(details))
 
 
-def _explain(details: Sequence[Any]) -> str:
-    """Who calls what, and which messages nobody sends or nobody receives."""
-    calls = [detail[0] for detail in details if isinstance(detail, tuple) and isinstance(detail[1], str)]
-    return "the ranks do not call the same: " + _describe(details) + _unmatched(calls)
-
-
-def _fit(details: Sequence[Any]) -> bool:
-    """Whether calls whose records differ fit after all: the same call, and the messages too, as bytes are of any kind."""
-    calls = [detail[0] for detail in details if isinstance(detail, tuple)]
+def _fit(details: Sequence[tuple[Any, object]]) -> bool:
+    """Return whether calls whose records differ fit after all: the same call, and bytes are received as any kind."""
+    calls = [call for call, _ in details if call is not None]
     return len(calls) == len(details) and len({(call.op, call.equal) for call in calls}) == 1 and not _unmatched(calls)
 
 
 def _unmatched(calls: Sequence[Call]) -> str:
-    """Which messages nobody sends or nobody receives; nothing if there are none."""
+    """Name the messages that nobody sends or nobody receives. Return "" if there are none."""
     sent = Counter(message for call in calls for message in call.sends)
     received = Counter(message for call in calls for message in call.receives)
     if any(message.kind == UNCOUNTED for message in (*sent, *received)):
@@ -331,38 +349,9 @@ def _unmatched(calls: Sequence[Call]) -> str:
     return "".join(lines[:8])
 
 
-def _outcomes(records: Sequence[Record], details: Sequence[Any]) -> list[Outcome]:
-    """How every rank ended; all in a mismatch where each is content and a message was lost."""
+def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]) -> list[Outcome]:
+    """Return how every rank ended. If each is content and a message was lost, all have ended in a mismatch."""
     outcomes = [outcome for _, outcome in details] or [Outcome(record.kind) for record in records]
     lost = _unmatched([end for end, _ in details]) if {outcome.kind for outcome in outcomes} == {Kind.OK} else ""
     text = "at the end of the body not every message sent has been received as it was sent:" + lost
     return [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
-
-
-def finish_all(locksteps: Sequence[Lockstep], outcome: Outcome, release: Callable[[], object]) -> list[list[Outcome]]:
-    """Finish on several communicators at once, since a peer may be blocked on any of them.
-
-    Args:
-        locksteps: this rank's, one for each communicator.
-        outcome: of this rank.
-        release: lets the other ranks complete what this one has started, as the end of MPI does.
-
-    Returns:
-        For each of them the outcome of every rank.
-    """
-    jobs = [lockstep.finish(outcome) for lockstep in locksteps]
-    return locksteps[0].carrier.drive(_together(jobs, release), "has ended", ending=True)
-
-
-def _together(jobs: Sequence[Steps[list[Outcome]]], release: Callable[[], object]) -> Steps[list[list[Outcome]]]:
-    results: dict[int, list[Outcome]] = {}
-    while len(results) < len(jobs):
-        for index, job in enumerate(jobs):
-            if index not in results:
-                try:
-                    next(job)
-                except StopIteration as stop:
-                    results[index] = stop.value
-        release()
-        yield
-    return [results[index] for index in range(len(jobs))]

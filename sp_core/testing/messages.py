@@ -1,4 +1,4 @@
-"""Messages between two ranks of a checked communicator: each of mpi4py's calls, waited for outside MPI, and counted."""
+"""Send and receive on a checked communicator: every call of mpi4py, waited for outside MPI, and counted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED, Message
 from sp_core.testing.mpi import MpiCarrier, patiently, wait
 from sp_core.testing.outcome import Catch
-from sp_core.testing.requests import OBJECT, Transfer, begun, patient
+from sp_core.testing.requests import OBJECT, UNCHECKED, Transfer, begun, patient, say
 from sp_core.testing.specs import Part, read
-from sp_core.testing.unchecked import UNCHECKED, say
 
 _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
 """Not complete before the receive is there: long messages are sent so."""
@@ -31,7 +30,7 @@ PROBES = {start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "i
 
 
 class Messages(LockstepComm):
-    """The part of `CheckedComm` that sends and receives; no other rank need call at the same time."""
+    """The part of `CheckedComm` that sends and receives. No other rank need call at the same time."""
 
     _raw: Any
     _mpi: Any
@@ -55,7 +54,7 @@ class Messages(LockstepComm):
         return request if begins else request.Wait(status) and None
 
     def _probe(self, name: str, args: Sequence[Any], given: Mapping[str, Any], kind: str = "") -> Any:
-        """Look for a message, in any of mpi4py's forms; `kind`: of its elements, where it is taken."""
+        """Probe for a message, in any of mpi4py's forms. `kind`: type of its elements, if the message is taken."""
         _, source, tag, status = self._bound(name, args, given).values()
         test = name if name[0] in "Ii" else f"{'i' if name.islower() else 'I'}{name.lower()}"
         status = status or self._mpi.Status()
@@ -76,13 +75,13 @@ class Messages(LockstepComm):
         return found
 
     def _bound(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name, `self` among them, with mpi4py's defaults."""
+        """Return the arguments by name, with `self` and mpi4py's defaults."""
         call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
         call.apply_defaults()
         return call.arguments
 
     def _begin(self, name: str, buf: Any, peer: int, tag: int, part: Part | None = None) -> Any:
-        """Begin to send or receive, or make a request that does."""
+        """Begin to send or receive, or make a persistent request."""
         sends = "send" in name.lower()
         if name.islower() and sends:  # as mpi4py does it: the bytes of a pickle
             buf, name = self._pickle.dumps(buf), name.capitalize()
@@ -97,7 +96,7 @@ class Messages(LockstepComm):
         return begun(raw, self._transfer(side, None) if sends else self._transfer(None, side))
 
     def _receive_object(self, values: Sequence[Any]) -> Any:
-        """Receive a pickled object; `buf` is not needed, which mpi4py says."""
+        """Receive a pickled object. mpi4py itself warns of `buf`, which is not needed."""
         buf, *source_and_tag, status = values
         if buf is not None:
             self._raw.recv(buf, self._mpi.PROC_NULL)
@@ -132,7 +131,7 @@ class Messages(LockstepComm):
         return begun(raw, self._transfer(*sides))
 
     def _transfer(self, gives: tuple[Part, int, int] | None, takes: tuple[Part, int, int] | None) -> Transfer:
-        """What a request is for: the parts, whom they go to and come from, and the tags."""
+        """Describe a request by what it gives and takes: each a part, the other rank and the tag."""
         message = ends = None
         whats = []
         if gives is not None and gives[1] != self._mpi.PROC_NULL:
@@ -145,7 +144,7 @@ class Messages(LockstepComm):
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
 
     def count_received(self, status: Any, kind: str) -> None:
-        """Count a message that has come; none does from `MPI.PROC_NULL`."""
+        """Count a received message. None comes from `MPI.PROC_NULL`."""
         if kind == UNCOUNTED:
             self.lockstep.received.append(Message(-1, self.rank, -1, 0, kind))
         elif status.source >= 0:
@@ -153,7 +152,7 @@ class Messages(LockstepComm):
             self.lockstep.received.append(Message(status.source, self.rank, status.tag, nbytes, kind))
 
     def _part(self, buf: Any, peer: int) -> Part:
-        """What a buffer holds for a peer; mpi4py may know memory that we do not, and says itself what it does not take."""
+        """Read a message's buffer. It is not counted if only mpi4py knows this memory; mpi4py itself refuses the rest."""
         if peer == self._mpi.PROC_NULL:
             return Part(0, "")
         try:
@@ -162,7 +161,7 @@ class Messages(LockstepComm):
             return Part(0, UNCOUNTED)
 
     def _clear(self) -> None:
-        """Leave no message of a broken example for the next one: give every receive one, then take all that are left."""
+        """Leave no message of a failed example for the next one: send one to every receive, then receive all that are left."""
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         awaited = MpiCarrier(self._carrier.comm).gather([transfer.takes for transfer in self._requests if transfer.takes])
         sent = []
@@ -182,7 +181,7 @@ class Messages(LockstepComm):
             wait(request)
 
     def _take_all(self, source: int, last: int) -> None:
-        """Receive what a rank has sent, up to the message with the last tag: MPI keeps their order."""
+        """Receive all messages of a rank up to the one with the last tag, as MPI keeps their order."""
         status = self._mpi.Status()
         while status.tag != last:
             message = patiently(lambda: self._raw.Improbe(source, self._mpi.ANY_TAG, status))

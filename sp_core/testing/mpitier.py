@@ -1,4 +1,4 @@
-"""One launch, one engine: rank 0 of the world chooses examples, the other ranks follow it, and all know how each one ended."""
+"""Run examples on the ranks of one launch: rank 0 of the world chooses them, the others follow, and all know how each ended."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from sp_core.testing import remarks, session, watchdog
+import pytest
+
+from sp_core.launch import watch
+from sp_core.testing import remarks, session
 from sp_core.testing.checked import CheckedComm
+from sp_core.testing.engine import announce, rerun
 from sp_core.testing.lockstep import Record, until
 from sp_core.testing.mpi import MpiCarrier
-from sp_core.testing.outcome import FINISHED, Catch, Kind, Outcome, RankFailure, capture, failure, failure_class, first_line
+from sp_core.testing.outcome import FINISHED, Catch, Kind, Outcome, capture, failure, failure_class, first_line
 from sp_core.testing.plan import Example, Plan, Result, Spec
 from sp_core.testing.remarks import Remarks
-from sp_core.testing.report import announce, rerun
 from sp_core.testing.run import run_body
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
@@ -45,74 +45,56 @@ class _Stop:
     skipped: bool = False
 
 
-class _Pool:
-    """Communicators by their world ranks, so that one is not made anew for each example. All ranks call `get` together."""
+_pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
+"""Communicators by their world ranks, so that one is not made anew for each example. All ranks change this together."""
 
-    def __init__(self) -> None:
-        self._made: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
 
-    def get(self, control: MpiCarrier, ranks: tuple[int, ...], raw: bool) -> Any:
-        """The communicator of these ranks, or None on a rank that is not one of them."""
-        key = (ranks, raw)
-        if key not in self._made:
-            self._make_room()
-            self._made[key] = self._make(control, ranks, raw)
-        self._made.move_to_end(key)
-        return self._made[key]
-
-    def drop(self, ranks: tuple[int, ...], raw: bool) -> None:
-        """Do not use a communicator again: messages may be left in it."""
-        self._made.pop((ranks, raw), None)
-
-    def _make(self, control: MpiCarrier, ranks: tuple[int, ...], raw: bool) -> Any:
+def _communicator(control: MpiCarrier, order: _Run) -> Any:
+    """Return the communicator of an example, or None on a rank that is not one of its ranks."""
+    ranks, key = order.example.ranks, (order.example.ranks, order.raw)
+    if key not in _pool:
         from mpi4py import MPI
 
+        if len(_pool) >= MAX_COMMUNICATORS:
+            _, oldest = _pool.popitem(last=False)
+            if oldest is not None:
+                (oldest._free if isinstance(oldest, CheckedComm) else oldest.Free)()
         member = control.rank in ranks
         made = control.comm.Split(0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0)
-        if not member:
-            return None
-        return made if raw else CheckedComm(made)
-
-    def _make_room(self) -> None:
-        # every rank sees the same sequence of orders, so all drop the same one
-        if len(self._made) >= MAX_COMMUNICATORS:
-            _, comm = self._made.popitem(last=False)
-            if isinstance(comm, CheckedComm):
-                comm._free()
-            elif comm is not None:
-                comm.Free()
-
-
-_pool = _Pool()
+        _pool[key] = None if not member else made if order.raw else CheckedComm(made)
+    _pool.move_to_end(key)
+    return _pool[key]
 
 
 def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
-    """Rank 0's side of a test: run the plan, then replay its examples raw; tell the others how it ended."""
+    """Run a test on rank 0: the plan, then its examples without checks. Tell the others how it ended."""
     __tracebackhide__ = True
     control = _control()
     stop = _Stop(("Interrupted", "", 0), "rank 0 left the test")
     try:
         lead(spec, plan, lambda example: _order(control, spec, _Run(example)))
-        _replay_raw(control, spec, plan)
+        if session.current.raw_replay:
+            _replay_raw(control, spec, plan)
         stop = _Stop()
     except BaseException as error:
-        stop = _verdict(error)
+        outcome = capture(error)
+        key = getattr(error, "key", (outcome.type, outcome.file, outcome.line))
+        skipped = outcome.kind is Kind.SKIP
+        stop = _Stop(text=outcome.message, skipped=True) if skipped else _Stop(key, first_line(outcome.message))
         raise
     finally:
-        watchdog.in_flight("")
+        watch.in_flight("")
         control.broadcast(stop)
 
 
 def follow(spec: Spec) -> None:
-    """The other ranks' side: do what rank 0 says until it says stop, then end as it did."""
+    """Run a test on the other ranks: follow rank 0 until it says stop, then end as it did."""
     __tracebackhide__ = True
     control = _control()
     with _or_abort(control):
         while isinstance(order := control.broadcast(), _Run):
             _take_part(control, spec, order)
     if order.skipped:
-        import pytest
-
         pytest.skip(order.text)
     if order.error is not None:
         raise failure_class(*order.error)(f"{order.text} (rank 0 has the whole report)")
@@ -123,88 +105,62 @@ def _control() -> MpiCarrier:
     return session.current.control
 
 
-def _verdict(error: BaseException) -> _Stop:
-    outcome = capture(error)
-    if outcome.kind is Kind.SKIP:
-        return _Stop(text=outcome.message, skipped=True)
-    key = getattr(error, "key", (outcome.type, outcome.file, outcome.line))
-    return _Stop(key, first_line(outcome.message))
-
-
 @contextmanager
 def _or_abort(control: MpiCarrier) -> Iterator[None]:
-    """Outside a body every error is the kit's own. A rank that left now would let the others wait for it, so the launch ends."""
+    """End the launch if the kit itself fails. A rank that left now would let the others wait for it."""
     try:
         yield
     except BaseException:
-        watchdog.tell(f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}")
+        watch.tell(f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}")
         control.comm.Abort(ABORTED)
         raise
 
 
 def _order(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
     with _or_abort(control):
-        return _ordered(control, spec, order)
-
-
-def _ordered(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
-    watchdog.in_flight(("raw replay of " if order.raw else "") + announce(order.example, spec))
-    control.broadcast(order)
-    return _take_part(control, spec, order)
+        watch.in_flight(("raw replay of " if order.raw else "") + announce(order.example, spec))
+        control.broadcast(order)
+        return _take_part(control, spec, order)
 
 
 def _take_part(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
-    """This rank's part of an example, then the outcomes of all."""
-    sink = Remarks()
-    before = remarks.enter(sink)
-    try:
-        with watchdog.limit(watchdog.example_seconds()):
-            mine = _outcome(control, spec, order)
-            everyone = _gather(control, order, mine, sink)
-    finally:
-        remarks.enter(before)
-    watchdog.note(f"waits for the next example of {spec.function.__name__}")
-    outcomes = [everyone[rank][0] for rank in order.example.ranks]
+    """Run this rank's part of an example, then gather the outcomes and remarks of all."""
+    comm = _communicator(control, order)
+    with remarks.collected() as sink, watch.limit(watch.example_seconds()):
+        outcome = FINISHED if comm is None else _ended(spec, comm, order)
+        family = None if comm is None or order.raw else comm.family
+        rounds = 0 if family is None else family.rounds
+        records = control.drive(until(control.post(Record(outcome.kind, digest=bool(sink), sends=rounds))), "gather")
+        if family is not None:
+            comm.settle(max(record.sends for record in records))
+        quiet = all(record.kind is Kind.OK and not record.digest for record in records)
+        everyone = [(FINISHED, Remarks())] * control.size if quiet else control.gather((outcome, sink))
+    watch.note(f"waits for the next example of {spec.function.__name__}")
+    outcomes, total = [everyone[rank][0] for rank in order.example.ranks], Remarks()
+    for _, remark in everyone:
+        total.merge(remark)
     if order.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
-        _pool.drop(order.example.ranks, raw=True)
-    return Result(outcomes, remarks.merged([remark for _, remark in everyone]))
+        _pool.pop((order.example.ranks, True), None)  # messages may be left in it
+    return Result(outcomes, total)
 
 
-def _outcome(control: MpiCarrier, spec: Spec, order: _Run) -> Outcome:
-    comm = _pool.get(control, order.example.ranks, order.raw)
-    if comm is None:
-        return FINISHED
-    watchdog.note(f"in the body of {spec.function.__name__}")
+def _ended(spec: Spec, comm: Any, order: _Run) -> Outcome:
+    """Run the body on this rank, and end the example if the communicator is checked."""
+    watch.note(f"in the body of {spec.function.__name__}")
+    values = {**spec.fixtures, **order.example.values}
     if order.raw:
-        return _bare(spec, comm, order.example)
-    _, outcome = run_body(comm.family, lambda: spec.body(comm, **spec.fixtures, **order.example.values))
-    watchdog.note(f"after the body: {outcome}")
-    return cast("Outcome", comm.family.finish(outcome)[comm.rank])
-
-
-def _bare(spec: Spec, comm: Intracomm, example: Example) -> Outcome:
-    with Catch() as caught:
-        spec.body(comm, **spec.fixtures, **example.values)
-    return caught.outcome
-
-
-def _gather(control: MpiCarrier, order: _Run, outcome: Outcome, sink: Remarks) -> list[tuple[Outcome, Remarks]]:
-    """Every world rank's outcome and remarks; one small message where there is nothing to tell."""
-    checked = None if order.raw else _pool.get(control, order.example.ranks, raw=False)
-    rounds = 0 if checked is None else checked.family.rounds
-    records = control.drive(until(control.post(Record(outcome.kind, digest=bool(sink), sends=rounds))), "gather")
-    if checked is not None:
-        checked.settle(max(record.sends for record in records))
-    if all(record.kind is Kind.OK and not record.digest for record in records):
-        return [(FINISHED, Remarks())] * control.size
-    return control.gather((outcome, sink))
+        with Catch() as caught:
+            spec.body(comm, **values)
+        return caught.outcome
+    _, outcome = run_body(comm.family, lambda: spec.body(comm, **values))
+    watch.note(f"after the body: {outcome}")
+    ended: Outcome = comm.family.finish(outcome)[comm.rank]
+    return ended
 
 
 def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     """Run passed examples again without the protocol, because its exchanges can hide a race."""
     __tracebackhide__ = True
-    if not session.current.raw_replay:
-        return
     distinct = list({str(example): example for example in plan.passed}.values())
     step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)
     for example in (distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))):
@@ -213,9 +169,6 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         remarks.session.merge(Remarks(ratios=result.remarks.ratios))
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
-            raise _raw_failure(problem, spec, example) from None
-
-
-def _raw_failure(problem: RankFailure, spec: Spec, example: Example) -> RankFailure:
-    head = "raw replay: this example passes with checked communicators and fails without, so its ranks race\n"
-    return type(problem)(f"{head}{problem}\nexample: {spec.function.__name__}({example})\n{rerun(spec)}")
+            head = "raw replay: this example passes with checked communicators and fails without, so its ranks race\n"
+            text = f"{head}{problem}\nexample: {spec.function.__name__}({example})\n{rerun(spec)}"
+            raise type(problem)(text) from None

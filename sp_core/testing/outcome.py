@@ -1,4 +1,4 @@
-"""How a rank left an example, and what that says about the whole example."""
+"""Record how each rank left an example, and judge the whole example by that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from sp_core.errors import CollectiveMismatch, PeerFailed
-from sp_core.testing.places import owner, short
+from sp_core.launch.places import owner, short
 
 
 class Kind(enum.IntEnum):
-    """What a rank tells the others: it is about to call, it waits for a message, or it is done, and how."""
+    """A rank is about to call, waits for a message, or is done, and how."""
 
     CALL = 0
     WAIT = 1
@@ -35,6 +35,8 @@ _WORDS = {
     Kind.WOKEN: "stopped",
     Kind.FAIL: "failed",
 }
+_KINDS = {"UnsatisfiedAssumption": Kind.REJECT, "Skipped": Kind.SKIP}
+"""By the class of an error; all others are failures."""
 
 
 class Woken(PeerFailed):
@@ -62,21 +64,17 @@ class Outcome:
     line: int = 0
     traceback: str = ""
 
-    @property
-    def place(self) -> str:
-        """File and line of the error."""
-        return f"{short(self.file)}:{self.line}" if self.file else ""
-
     def __str__(self) -> str:
         word = _WORDS.get(self.kind, "stopped")
-        return f"{word}: {self.type} at {self.place}: {first_line(self.message)}" if self.type else word
+        place = f"{short(self.file)}:{self.line}" if self.file else ""
+        return f"{word}: {self.type} at {place}: {first_line(self.message)}" if self.type else word
 
 
 FINISHED = Outcome(Kind.OK)
 
 
 class Catch:
-    """A context that keeps whatever its block raises: what a rank raises is for all ranks to judge, not for this one to handle."""
+    """A context that keeps the error of its block: all ranks judge it, so this one does not handle it."""
 
     error: BaseException | None = None
 
@@ -89,27 +87,28 @@ class Catch:
 
     @property
     def outcome(self) -> Outcome:
-        """What it raised, as an outcome."""
+        """The error as an outcome."""
         return capture(self.error)
 
 
 def first_line(text: str) -> str:
-    """The first line of a text that says something."""
+    """Return the first line of a text that is not blank."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def capture(error: BaseException | None) -> Outcome:
-    """The outcome of a body that returned (None) or raised."""
+    """Return the outcome of a body that returned (None) or raised."""
     if error is None:
         return FINISHED
     root, kind = _root(error)
-    file, line = _origin(root.__traceback__)
-    text = _traceback(error)
-    return Outcome(kind, _type_name(root), str(root), file, line, text)
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(root.__traceback__)]
+    file, line = ([place for place in frames if owner(place[0]) != "kit"] or frames or [("", 0)])[-1]
+    name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
+    return Outcome(kind, name, str(root), file, line, _traceback(error))
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback without the kit's own frames."""
+    """Return the traceback without the kit's own frames."""
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
     while link is not None:
@@ -119,81 +118,54 @@ def _traceback(error: BaseException) -> str:
 
 
 def _root(error: BaseException) -> tuple[BaseException, Kind]:
-    """The error to report: cleaning up after an error often raises a second one, which must not hide the first."""
+    """Return the error to report: cleaning up after an error often raises a second one, which must not hide the first."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     ours = [i for i, link in enumerate(chain) if isinstance(link, Woken | Mismatched)]
-    if ours and ours[-1] + 1 < len(chain):
+    if not ours:
+        return error, _KINDS.get(type(error).__name__, Kind.FAIL)
+    if ours[-1] + 1 < len(chain):
         return chain[ours[-1] + 1], Kind.FAIL
-    if ours:
-        return chain[ours[-1]], Kind.WOKEN if isinstance(chain[ours[-1]], Woken) else Kind.MISMATCH
-    return error, _kind(error)
-
-
-def _kind(error: BaseException) -> Kind:
-    name = type(error).__name__
-    if name == "UnsatisfiedAssumption":
-        return Kind.REJECT
-    return Kind.SKIP if name == "Skipped" else Kind.FAIL
-
-
-def _type_name(error: BaseException) -> str:
-    public = next(kind for kind in type(error).__mro__ if kind not in (Woken, Mismatched))
-    return public.__name__
-
-
-def _origin(trace: TracebackType | None) -> tuple[str, int]:
-    """File and line of the innermost frame that is not the kit's."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
-    outside = [place for place in frames if owner(place[0]) != "kit"]
-    return (outside or frames or [("", 0)])[-1]
+    return chain[ours[-1]], Kind.WOKEN if isinstance(chain[ours[-1]], Woken) else Kind.MISMATCH
 
 
 @functools.cache
 def failure_class(type_name: str, file: str, line: int) -> type[RankFailure]:
-    """One exception class per origin, because Hypothesis tells bugs apart by class and all are raised from one line here."""
+    """Return one exception class for each origin. Hypothesis tells bugs apart by class, as all are raised from one line here."""
     place = f" at {short(file)}:{line}" if file else ""
     return type(f"RankFailure[{type_name}{place}]", (RankFailure,), {"key": (type_name, file, line)})
 
 
-def leading(outcomes: Sequence[Outcome]) -> int | None:
-    """The rank whose outcome explains the example: the lowest one that failed by itself, else that saw a mismatch."""
-    kinds = [outcome.kind for outcome in outcomes]
-    return next((kinds.index(kind) for kind in (Kind.FAIL, Kind.MISMATCH, Kind.SKIP, Kind.WOKEN) if kind in kinds), None)
-
-
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line for each rank."""
+    """Write one line for each rank."""
     return "\n".join(f"  rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
 
 
 def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> RankFailure | None:
-    """The failure that these outcomes amount to, or None where all finished, all skipped, or one rejected the example.
+    """Return the failure of an example, or None if all ranks finished, all skipped, or one rejected the example.
 
     Args:
         outcomes: one for each rank of the communicator.
-        ranks: the ranks' numbers in the world, where those differ.
+        ranks: the ranks' numbers in the world, if they differ.
     """
-    kinds = {outcome.kind for outcome in outcomes}
-    lead = leading(outcomes)
-    if lead is None or (kinds & {Kind.REJECT, Kind.SKIP} and not kinds & {Kind.FAIL, Kind.MISMATCH} and not _skips_differ(kinds)):
+    kinds = [outcome.kind for outcome in outcomes]
+    found = set(kinds)
+    if not found & {Kind.FAIL, Kind.MISMATCH} and (Kind.REJECT in found or found in ({Kind.OK}, {Kind.SKIP})):
         return None
+    # the lowest rank that failed by itself explains the example, else one that saw a mismatch
+    lead = next(kinds.index(kind) for kind in (Kind.FAIL, Kind.MISMATCH, Kind.SKIP, Kind.WOKEN) if kind in kinds)
     worst = outcomes[lead]
     where = "" if ranks is None or list(ranks) == list(range(len(outcomes))) else f" (world ranks {tuple(ranks)})"
     if worst.kind is Kind.SKIP:
         return failure_class("SkipMismatch", "", 0)(f"the ranks disagree about skipping{where}:\n{table(outcomes)}")
-    # one class for all mismatches: which of the ranks is at fault, nobody can say
-    kind = failure_class(worst.type, "", 0) if worst.kind is Kind.MISMATCH else failure_class(worst.type, worst.file, worst.line)
+    # one class for all mismatches: nobody can say which of the ranks is at fault
+    kind = failure_class(worst.type, *(("", 0) if worst.kind is Kind.MISMATCH else (worst.file, worst.line)))
     head = f"{worst.type} on rank {lead} of {len(outcomes)}{where}: {worst.message}"
     return kind(f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank {lead}:\n{worst.traceback.rstrip()}")
 
 
-def _skips_differ(kinds: set[Kind]) -> bool:
-    return Kind.SKIP in kinds and kinds != {Kind.SKIP} and Kind.REJECT not in kinds
-
-
 def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) -> None:
-    """Raise `PeerFailed` on a rank without an error of its own, where another one has failed."""
+    """Raise `PeerFailed` on a rank without an error of its own, if another one has failed."""
     if error is None and any(outcome.kind in DONE - QUIET for outcome in outcomes):
         raise PeerFailed(f"another rank has failed:\n{table(outcomes)}")

@@ -1,38 +1,43 @@
-"""Which examples a test tries: those that Hypothesis draws, or one for each number of ranks."""
+"""Choose the examples of a test: Hypothesis draws them, there is one for each number of ranks, or another process sends them."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 
+from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
-from sp_core.testing.outcome import Kind, Outcome, RankFailure, failure
+from sp_core.testing.outcome import Kind, Outcome, failure
 from sp_core.testing.remarks import Remarks
 
-_COPIED = (
-    "_hypothesis_internal_use_seed",
-    "_hypothesis_internal_use_reproduce_failure",
-    "_hypothesis_internal_add_digest",
-    "hypothesis_explicit_examples",
-)
+_SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
+_COPIED = (_SEED, "_hypothesis_internal_use_reproduce_failure", "_hypothesis_internal_add_digest", "hypothesis_explicit_examples")
+Nprocs = int | tuple[int, ...]
+"""The number of the first ranks, or world ranks in any order."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a body is run with."""
+    """The ranks and values that a body is run with."""
 
     ranks: tuple[int, ...]
     values: dict[str, Any]
 
     @property
-    def nprocs(self) -> int | tuple[int, ...]:
-        """The ranks as a person writes them: their number where they are the first ones in order."""
+    def nprocs(self) -> Nprocs:
+        """The ranks as a person writes them: their number if they are the first ones in order."""
         return len(self.ranks) if self.ranks == tuple(range(len(self.ranks))) else self.ranks
 
     def __str__(self) -> str:
@@ -41,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an example on all its ranks."""
+    """How an example ended on each of its ranks, and what they said."""
 
     outcomes: list[Outcome]
     remarks: Remarks
@@ -57,7 +62,7 @@ class Spec:
     Attributes:
         body: takes the communicator, then fixtures and drawn values by name.
         fixtures: from pytest.
-        function: what the author wrote.
+        function: as the author wrote it.
         marks: attributes that decorators have left on the test.
     """
 
@@ -68,52 +73,52 @@ class Spec:
 
     @property
     def test_id(self) -> str:
-        """What pytest calls the test."""
+        """Pytest's name of the test."""
         return session.current.test_id(f"{self.function.__module__}::{self.function.__qualname__}")
 
 
-class Plan(Protocol):
-    """A way to choose examples."""
-
-    passed: list[Example]
-    failed: dict[type[BaseException], Example]
-
-    def run(self, spec: Spec, attempt: Try) -> None:
-        """Try examples until enough have passed; raise for one that fails."""
-        ...
-
-
-def ranks_of(nprocs: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The world ranks that an `nprocs` stands for."""
+def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
+    """Return the world ranks that an `nprocs` stands for."""
     return tuple(range(nprocs)) if isinstance(nprocs, int) else tuple(nprocs)
 
 
-def fits(nprocs: int | tuple[int, ...]) -> bool:
-    """Whether the launch has these ranks. Threads can always be made."""
+def fits(nprocs: Nprocs) -> bool:
+    """Return whether the launch has these ranks. Threads can always be made."""
     ranks, size = ranks_of(nprocs), session.current.world_size
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise ValueError(f"nprocs={nprocs!r} is neither a number of ranks nor a tuple of different ranks")
     return size == 0 or max(ranks) < size
 
 
-@dataclass
-class _Attempts:
-    """Examples tried so far."""
+class Plan(ABC):
+    """A way to choose examples, and what came of them."""
 
-    passed: list[Example] = field(default_factory=list)
-    failed: dict[type[BaseException], Example] = field(default_factory=dict)
+    keeps = "failed with {}"
+    """Tells how to run an example that failed."""
+
+    def __init__(self) -> None:
+        self.passed: list[Example] = []
+        self.failed: dict[type[BaseException], Example] = {}
+
+    @abstractmethod
+    def run(self, spec: Spec, attempt: Try) -> None:
+        """Try examples until enough have passed; raise for one that fails."""
 
     def judge(self, example: Example, result: Result) -> None:
-        """Raise if an example failed."""
+        """Raise if an example failed or was skipped. Keep it otherwise, unless a rank has rejected it."""
         __tracebackhide__ = True
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
             self.failed[type(problem)] = example
             raise problem from None
+        kinds = {outcome.kind for outcome in result.outcomes}
+        if kinds == {Kind.SKIP}:
+            pytest.skip(result.outcomes[0].message)
+        if Kind.REJECT not in kinds:
+            self.passed.append(example)
 
 
-@dataclass
-class Search(_Attempts):
+class Search(Plan):
     """Examples drawn by Hypothesis.
 
     Args:
@@ -122,15 +127,13 @@ class Search(_Attempts):
         max_examples: overrides the profile's.
     """
 
-    nprocs: st.SearchStrategy[Any] = field(default_factory=lambda: st.just(1))
-    strategies: dict[str, st.SearchStrategy[Any]] = field(default_factory=dict)
-    max_examples: int | None = None
+    keeps = "to keep this example: @example({})"
 
     def __init__(
         self, nprocs: st.SearchStrategy[Any], strategies: dict[str, st.SearchStrategy[Any]], max_examples: int | None
     ) -> None:
         super().__init__()
-        self.nprocs, self.strategies, self.max_examples = nprocs, strategies, max_examples
+        self._nprocs, self._strategies, self._max_examples = nprocs, strategies, max_examples
         self._some_fit = False
 
     def run(self, spec: Spec, attempt: Try) -> None:
@@ -139,89 +142,90 @@ class Search(_Attempts):
 
         def driver(**values: Any) -> None:
             __tracebackhide__ = True
-            self._one(Example(ranks_of(values.pop("nprocs")), values), attempt)
+            example = Example(ranks_of(values.pop("nprocs")), values)
+            if not self._fits(example.nprocs):  # an explicit example for a larger launch
+                hypothesis.reject()
+            result = attempt(example)
+            result.remarks.replay()
+            self.judge(example, result)
+            if any(outcome.kind is Kind.REJECT for outcome in result.outcomes):
+                hypothesis.reject()
 
         try:
             self._decorated(spec, driver)()
         except (Unsatisfiable, FailedHealthCheck):
             if self._some_fit:
                 raise
-            _skip(f"draws no ranks that a launch of {session.current.world_size} has")
+            pytest.skip(f"draws no ranks that a launch of {session.current.world_size} has")
 
-    def _fits(self, nprocs: int | tuple[int, ...]) -> bool:
+    def _fits(self, nprocs: Nprocs) -> bool:
         found = fits(nprocs)
         self._some_fit |= found
         return found
 
-    def _one(self, example: Example, attempt: Try) -> None:
-        __tracebackhide__ = True
-        if not self._fits(example.nprocs):  # an explicit example for a larger launch
-            hypothesis.reject()
-        result = attempt(example)
-        result.remarks.replay()
-        self.judge(example, result)
-        kinds = {outcome.kind for outcome in result.outcomes}
-        if Kind.REJECT in kinds:
-            hypothesis.reject()
-        _skip_if_skipped(result)
-        self.passed.append(example)
-
     def _decorated(self, spec: Spec, driver: Callable[..., None]) -> Callable[[], None]:
-        names = ["nprocs", *self.strategies]
-        driver.__name__, driver.__qualname__, driver.__module__ = (
-            spec.function.__name__,
-            spec.function.__qualname__,
-            spec.function.__module__,
-        )
-        # by the body's source Hypothesis tells tests apart, both for its seed and in its database
-        vars(driver).update(__wrapped__=spec.function)
-        vars(driver).update(__signature__=inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]))
+        names = ("__name__", "__qualname__", "__module__")
+        for name in names:
+            setattr(driver, name, getattr(spec.function, name))
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nprocs", *self._strategies)]
         copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
-        vars(driver).update(copied)
+        # by the body's source Hypothesis tells tests apart, both for its seed and in its database
+        vars(driver).update(copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters))
         seed = session.current.seed
-        own = profiles.chosen(spec.marks.get("_hypothesis_internal_use_settings"), self.max_examples, seeded=seed is not None)
-        if seed is not None and vars(driver).get("_hypothesis_internal_use_seed") is None:
+        own = profiles.chosen(spec.marks.get(_SETTINGS), self._max_examples, seeded=seed is not None)
+        if seed is not None and copied.get(_SEED) is None:
             driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)  # each test draws other examples
-        test = hypothesis.given(nprocs=self.nprocs.filter(self._fits), **self.strategies)(own(driver))
+        test = hypothesis.given(nprocs=self._nprocs.filter(self._fits), **self._strategies)(own(driver))
         vars(test).update(copied)
         return test
 
 
-@dataclass
-class Sweep(_Attempts):
+class Sweep(Plan):
     """One example for each number of ranks."""
 
-    sizes: Sequence[int | tuple[int, ...]] = ()
-
-    def __init__(self, sizes: Sequence[int | tuple[int, ...]]) -> None:
+    def __init__(self, sizes: Sequence[Nprocs]) -> None:
         super().__init__()
-        self.sizes = sizes
+        self._sizes = sizes
 
     def run(self, spec: Spec, attempt: Try) -> None:
         """Try each size that the launch has."""
         __tracebackhide__ = True
-        fitting = [ranks_of(size) for size in self.sizes if fits(size)]
+        fitting = [Example(ranks_of(size), {}) for size in self._sizes if fits(size)]
         if not fitting:
-            _skip(f"needs {min(map(max, map(ranks_of, self.sizes))) + 1} ranks, the launch has {session.current.world_size}")
-        for ranks in fitting:
-            example = Example(ranks, {})
-            result = attempt(example)
-            self.judge(example, result)
-            _skip_if_skipped(result)
-            self.passed.append(example)
+            least = min(max(ranks_of(size)) for size in self._sizes) + 1
+            pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
+        for example in fitting:
+            self.judge(example, attempt(example))
 
 
-def _skip_if_skipped(result: Result) -> None:
-    __tracebackhide__ = True
-    if all(outcome.kind is Kind.SKIP for outcome in result.outcomes):
-        _skip(result.outcomes[0].message)
+class Fed(Plan):
+    """Examples that come from an engine outside the launch, which gets the results."""
+
+    FILE = "feed"
+
+    @classmethod
+    def listen(cls, directory: Path) -> socket.socket:
+        """Open the socket in a launch's directory at which the launch will ask for examples."""
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(directory / cls.FILE))
+        listener.listen(1)
+        return listener
+
+    @classmethod
+    def is_wanted(cls) -> bool:
+        """Return whether the launch of this process is fed."""
+        return RUN_DIR in os.environ and Path(os.environ[RUN_DIR], cls.FILE).exists()
+
+    def run(self, spec: Spec, attempt: Try) -> None:
+        """Try the examples that come one by one, until the other side hangs up."""
+        with Client(str(Path(os.environ[RUN_DIR], self.FILE)), "AF_UNIX") as connection:
+            while (example := _received(connection)) is not None:
+                connection.send(attempt(example))
 
 
-def _skip(reason: str) -> None:
-    __tracebackhide__ = True
-    import pytest
-
-    pytest.skip(reason)
-
-
-__all__ = ["Example", "Plan", "RankFailure", "Result", "Search", "Spec", "Sweep"]
+def _received(connection: Connection) -> Example | None:
+    try:
+        example: Example = connection.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+    return example

@@ -1,21 +1,22 @@
-"""The pytest plugin: one report, one exit code and one result file for all ranks of a launch. Works beside pytest-mpi.
+"""The pytest plugin: one report, one exit code and one result file for all ranks of a launch. It works beside pytest-mpi.
 
-Where no test uses `given` or `spmd` and `--with-mpi` is not there, it does nothing and imports nothing.
+If no test uses `given` or `spmd`, and without `--with-mpi`, it does nothing and imports nothing.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sp_core.launch import watch
 from sp_core.testing import remarks, session
-from sp_core.testing.remarks import Remarks
+from sp_core.testing.remarks import Remarks, Tally
 from sp_core.testing.session import Session
-from sp_core.testing.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
 _RANKS: pytest.StashKey[Ranks] = pytest.StashKey()
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MAX_ERROR_RATIO = 0.5
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "expect-ranks": {"type": int, "metavar": "N", "help": "fail unless the launch has N ranks"},
+    "no-raw-replay": {"action": "store_true", "help": "do not run passed examples again without the checks between ranks"},
+    "device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "device of the tests' tensors (default: cpu)"},
+    "share-gpu": {"action": "store_true", "help": "let several ranks use one GPU"},
+    "max-error-ratio": {"type": float, "help": "fail if a recorded error over bound is larger (default: the ini option, 0.5)"},
+    "tally": {"metavar": "FILE", "help": "write the counts of drawn examples, and the worst errors, to a JSON file"},
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Our options; `--with-mpi` and `--only-mpi` are pytest-mpi's."""
+    """Add our options; `--with-mpi` and `--only-mpi` are pytest-mpi's."""
     group = parser.getgroup("sp_core", "tests on several ranks")
-    group.addoption("--sp-expect-ranks", type=int, metavar="N", help="fail unless the launch has N ranks")
-    group.addoption(
-        "--sp-no-raw-replay", action="store_true", help="do not run passed examples again without the checks between ranks"
-    )
-    group.addoption("--sp-device", choices=("cpu", "cuda"), default="cpu", help="where tests put their tensors (default: cpu)")
-    group.addoption("--sp-share-gpu", action="store_true", help="let several ranks use one GPU")
-    group.addoption(
-        "--sp-max-error-ratio", type=float, help="fail where a recorded error over bound is larger (default: the ini option, 0.5)"
-    )
-    group.addoption("--sp-tally", metavar="FILE", help="write what was drawn, and the worst errors, to a JSON file")
+    for name, option in _OPTIONS.items():
+        group.addoption(f"--sp-{name}", **option)
     parser.addini("sp_max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO))
 
 
@@ -47,13 +48,9 @@ def _with_mpi(config: pytest.Config) -> bool:
     return bool(config.getoption("--with-mpi", False) or config.getoption("--only-mpi", False))
 
 
-def _launched_size() -> int:
-    return max(int(os.environ.get(name, "1")) for name in _SIZES)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Find out where we are, before other plugins look at their options."""
+    """Set the session up, before other plugins look at their options."""
     config.addinivalue_line(
         "markers", "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with --only-mpi)"
     )
@@ -75,10 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _choose_profile(config: pytest.Config, session: Session) -> None:
-    """Our profiles must be known before Hypothesis looks for the one that the command line names."""
+    """Make our profiles known before Hypothesis looks for the one that the command line names."""
     named, seed = config.getoption("--hypothesis-profile", None), config.getoption("--hypothesis-seed", None)
-    if seed is not None and str(seed).isdigit():
-        session.seed = int(seed)
+    session.seed = int(seed) if str(seed).isdigit() else None
     if not named and not os.environ.get("SP_PROFILE"):
         return
     from sp_core.testing import profiles
@@ -92,9 +88,9 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Give back what `pytest_configure` took."""
-    if (ranks := config.stash.get(_RANKS, None)) is not None:
-        ranks.close()
+    """End the watch over this rank."""
+    if _RANKS in config.stash:
+        watch.stop()
 
 
 def _is_ours(item: pytest.Item) -> bool:
@@ -106,19 +102,18 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Our tests get the marker by which pytest-mpi selects, and may use fixtures of function scope."""
+    """Give our tests the marker by which pytest-mpi selects, and let them use fixtures of function scope."""
     if _with_mpi(item.config) and _runs_on_ranks(item):
         item.add_marker("mpi")
-    if not _is_ours(item):
-        return
-    from sp_core.testing.profiles import allow_fixtures
+    if _is_ours(item):
+        from sp_core.testing.profiles import allow_fixtures
 
-    allow_fixtures(getattr(item, "obj", None))
+        allow_fixtures(getattr(item, "obj", None))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse a launch of several processes that were not told of each other."""
-    size = _launched_size()
+    size = max(int(os.environ.get(name, "1")) for name in _SIZES)
     if size > 1 and not _with_mpi(config) and any(map(_runs_on_ranks, items)):
         raise pytest.UsageError(
             f"mpiexec started {size} processes, but --with-mpi is missing, so each would run every test by itself. "
@@ -147,26 +142,28 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A recorded error too near its bound fails the session."""
-    if session.exitstatus == pytest.ExitCode.OK and _too_large(session.config):
+    """Fail the session if a recorded error is too near its bound, and hand over the counts."""
+    config = session.config
+    if session.exitstatus == pytest.ExitCode.OK and any(late for *_, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    _leave_tally(session.config)
-    if _RANKS in session.config.stash:
-        session.config.stash[_RANKS].leave_result(int(session.exitstatus))
-
-
-def _leave_tally(config: pytest.Config) -> None:
-    tally = session.current.tally
-    tally.ratios = remarks.session.ratios
+    tally = _counts()
     if hasattr(config, "workeroutput"):
         config.workeroutput["sp_core"] = tally.text()
     elif (file := config.getoption("--sp-tally")) is not None:
-        tally.write(Path(file))
+        Path(file).write_text(tally.text())
+    if _RANKS in config.stash:
+        config.stash[_RANKS].leave_result(int(session.exitstatus))
+
+
+def _counts() -> Tally:
+    tally = session.current.tally
+    tally.ratios = remarks.session.ratios
+    return tally
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add what a worker of pytest-xdist has drawn."""
+    """Add the counts of a worker of pytest-xdist."""
     told = getattr(node, "workeroutput", {}).get("sp_core")
     if told is not None:
         found = Tally.parse(told)
@@ -174,29 +171,25 @@ def pytest_testnodedown(node: Any) -> None:
         remarks.session.merge(Remarks(ratios=found.ratios))
 
 
-def _limit(config: pytest.Config) -> float:
+def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
+    """Return the recorded ratios with the limit, and whether they are above it. NaN is above any."""
     option = config.getoption("--sp-max-error-ratio")
-    return float(config.getini("sp_max_error_ratio")) if option is None else float(option)
-
-
-def _too_large(config: pytest.Config) -> dict[str, float]:
-    """Recorded ratios above the limit; NaN is above any."""
-    limit = _limit(config)
-    return {name: ratio for name, ratio in remarks.session.ratios.items() if not ratio <= limit}
+    limit = float(config.getini("sp_max_error_ratio") if option is None else option)
+    for name, ratio in sorted(remarks.session.ratios.items(), key=lambda item: -item[1]):
+        yield name, ratio, limit, not ratio <= limit
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """One line of counts, and the worst error over bound."""
-    current, ratios = session.current, remarks.session.ratios
-    if not current.tally.tests and not ratios and not remarks.session.notes:
+    """Write one line of counts, and the worst error over bound."""
+    current, said = session.current, remarks.session
+    if not current.tally.tests and not said.ratios and not said.notes:
         return
     terminalreporter.section("sp_core.testing")
     terminalreporter.write_line(current.summary())
     if current.seed is not None:
         terminalreporter.write_line(f"seed: {current.seed} (again with --hypothesis-seed={current.seed})")
-    for note in remarks.session.notes:
+    for note in said.notes:
         terminalreporter.write_line(note)
-    for name, ratio in sorted(ratios.items(), key=lambda item: -item[1]):
-        late = name in _too_large(config)
-        text = f"worst error over bound: {ratio:.3g} in {name}" + (f", above the limit {_limit(config):g}: FAILED" if late else "")
+    for name, ratio, limit, late in _worst(config):
+        text = f"worst error over bound: {ratio:.3g} in {name}" + (f", above the limit {limit:g}: FAILED" if late else "")
         terminalreporter.write_line(text, red=late)

@@ -1,4 +1,4 @@
-"""How many examples, and which: the profiles `pr` (default), `quick`, `brief`, `soak` and `explore`, and what a test says itself.
+"""Choose how many examples a test draws: the profiles `pr` (default), `quick`, `brief`, `soak` and `explore`.
 
 SP_PROFILE names the profile; SP_EXAMPLES says how many examples a test gets in `explore`.
 """
@@ -26,7 +26,7 @@ _TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbos
 
 
 def register() -> None:
-    """Make the profiles known to Hypothesis. Times are of no use as deadlines: they include waiting for other ranks."""
+    """Make the profiles known to Hypothesis. They have no deadlines, because times include waiting for other ranks."""
     _OWN["explore"]["max_examples"] = int(os.environ.get("SP_EXAMPLES", EXPLORED))
     for name, values in _OWN.items():
         settings.register_profile(name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **values)
@@ -40,19 +40,19 @@ def load_from_environment() -> None:
 
 
 def name() -> str:
-    """The profile in use: the one loaded if it is one of these, else the environment's SP_PROFILE, else `pr`."""
+    """Return the profile in use: the loaded one if it is one of these, else the environment's SP_PROFILE, else `pr`."""
     loaded = settings.get_current_profile_name()
     return loaded if loaded in _OWN else _known(os.environ.get("SP_PROFILE") or DEFAULT)
 
 
 def draws_at_random(profile: str | None = None) -> bool:
-    """Whether a profile (default: the one in use) takes other examples on every run, so that its seed must be told."""
+    """Return whether a profile (default: the one in use) draws other examples on every run, so that its seed is printed."""
     chosen = profile or name()
     return chosen in _OWN and not _OWN[chosen]["derandomize"]
 
 
 def allow_fixtures(test: Any) -> None:
-    """Let a test use pytest's function-scoped fixtures: they are set up once for all its examples, which is what is meant."""
+    """Let a test use pytest's function-scoped fixtures, which are set up once for all its examples."""
     function = getattr(test, "__func__", test)
     own = function._hypothesis_internal_use_settings
     suppressed = {*own.suppress_health_check, HealthCheck.function_scoped_fixture}
@@ -60,7 +60,7 @@ def allow_fixtures(test: Any) -> None:
 
 
 def _grown(max_examples: int, profile_examples: int) -> int:
-    """A test's own number of examples, kept in proportion where the profile has more than usual, or is a smaller one."""
+    """Return a test's own number of examples, in proportion if the profile has more than usual, or is a smaller one."""
     usual: int = _OWN[DEFAULT]["max_examples"]
     scaled = max_examples * profile_examples // usual
     return max(scaled, FEWEST) if name() in SMALLER else max(max_examples, scaled)
@@ -73,10 +73,10 @@ def _known(chosen: str) -> str:
 
 
 def chosen(own: settings | None, max_examples: int | None = None, *, seeded: bool = False) -> settings:
-    """The settings for one test.
+    """Return the settings for one test.
 
     Args:
-        own: what `@settings` on the test says. What it leaves at Hypothesis' default is taken from the profile.
+        own: of `@settings` on the test. Values that it leaves at Hypothesis' default are taken from the profile.
         max_examples: given to `given`; wins over both, and grows in a profile with more examples than `pr`.
         seeded: a seed was asked for, so the examples are drawn from it and not from the test's name.
     """

@@ -1,4 +1,4 @@
-"""Requests of mpi4py that notice, while a rank waits for them, that a peer has left.
+"""Replace requests of mpi4py by ones whose waits end when a peer has left, and name the calls that are not checked.
 
 mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and `MPI.Prequest` are replaced, once in a
 process, by subclasses that test again and again; requests of other communicators are handed on to mpi4py as they are.
@@ -7,17 +7,20 @@ process, by subclasses that test again and again; requests of other communicator
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sp_core.launch.places import here
+from sp_core.testing import remarks
+from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import Call, Message
 from sp_core.testing.mpi import patiently
 from sp_core.testing.stuck import AFTER_SECONDS, Ends
-from sp_core.testing.unchecked import replacement
 
 if TYPE_CHECKING:
-    from sp_core.testing.beginning import Beginning
+    from sp_core.testing.comm import Beginning
     from sp_core.testing.messages import Messages
 
 OBJECT = "a pickled object"
@@ -25,13 +28,13 @@ TESTS = ("Test", "Testany", "Testall", "Testsome", "test", "testany", "testall",
 
 
 class Transfer:
-    """What a request is for.
+    """The message or collective of a request.
 
     Args:
         comm: the communicator that has begun it.
-        what: says so, for people.
+        what: describes it.
         sends: the message that it sends.
-        takes: the message that it waits for; negative numbers stand for any.
+        takes: source, destination and tag of the message that it waits for; negative numbers stand for any.
         kind: of the elements that are received.
 
     Attributes:
@@ -49,7 +52,7 @@ class Transfer:
         return self.what
 
     def waits(self) -> tuple[bool, Ends]:
-        """Whether it waits for a receive rather than for a message, and for which one."""
+        """Return whether it waits for a receive rather than for a message, and for which one."""
         sends = self.takes is None
         return sends, (self.comm.lockstep.name, *(self.sends[:3] if sends and self.sends else self.takes or (-1, -1, -1)))
 
@@ -59,13 +62,13 @@ class Transfer:
         return self.sends is not None or self.takes is not None
 
     def start(self, request: Any) -> None:
-        """It has begun."""
+        """Note that it has begun."""
         self.done, self.request = False, request
         self.comm._requests.append(self)
         self.comm.lockstep.sent += [] if self.sends is None else [self.sends]
 
     def end(self, status: Any) -> None:
-        """It is over; `status` says how, None that nobody knows."""
+        """Note that it is over, with its status if that is known."""
         self.done, self.request = True, None
         self.comm._requests = [other for other in self.comm._requests if other is not self]
         if status is not None and status.Is_cancelled():
@@ -75,7 +78,7 @@ class Transfer:
 
 
 def begun(raw: Any, transfer: Transfer) -> Any:
-    """A request of mpi4py as one that notices; a persistent one has not started yet."""
+    """Return a request of mpi4py as one of ours. A persistent one has not started yet."""
     from mpi4py import MPI
 
     persistent = isinstance(raw, MPI.Prequest)
@@ -87,7 +90,7 @@ def begun(raw: Any, transfer: Transfer) -> Any:
 
 
 def announced(beginning: Beginning) -> Any:
-    """A request for a collective that is made when all ranks have announced it; until then mpi4py has none."""
+    """Return a request for a collective that is made when all ranks have announced it. Until then mpi4py has none."""
     from mpi4py import MPI
 
     request: Any = MPI.Request()
@@ -96,13 +99,13 @@ def announced(beginning: Beginning) -> Any:
 
 
 def _made(request: Any) -> Any:
-    """mpi4py's request, when all ranks have announced it."""
+    """Return mpi4py's request, after all ranks have announced it."""
     beginning: Beginning | None = getattr(request, "beginning", None)
     return request if beginning is None else beginning.settle()
 
 
 def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
-    """What replaces the classes `MPI.Request` and `MPI.Prequest`."""
+    """Return the replacements of the classes `MPI.Request` and `MPI.Prequest`."""
 
     def start(self: Any) -> None:
         transfer = _under(self)
@@ -137,7 +140,7 @@ def _under(request: Any) -> Transfer | None:
 
 
 def _method(base: Any, name: str) -> Any:
-    """`name` of the class, for requests of ours and others."""
+    """Return a method to test or wait for requests, ours and others."""
     test = name.replace("Wait", "Test").replace("wait", "test")
 
     def run(requests: Sequence[Any], target: Any, status: Any) -> Any:
@@ -166,14 +169,14 @@ def _method(base: Any, name: str) -> Any:
 
 
 def _room(mpi: Any, several: str, given: Any) -> Any:
-    """A place for what mpi4py says of the requests that are complete, the caller's where there is one."""
+    """Return a status, or a list for statuses, for the complete requests: the caller's if there is one."""
     if several in ("", "any"):
         return given or mpi.Status()
     return given if isinstance(given, list) else list(given or ())
 
 
 def _ask(base: Any, test: str, requests: Sequence[Any], target: Any, status: Any) -> tuple[bool, Any, Any]:
-    """Whether requests are complete, what `Test` would return, and what `Wait` would."""
+    """Test requests. Return whether they are complete, the result of `Test`, and the result of `Wait`."""
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
@@ -190,7 +193,7 @@ def _ask(base: Any, test: str, requests: Sequence[Any], target: Any, status: Any
 
 
 def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:
-    """Whether a test was successful, what a wait would return, and which requests are complete."""
+    """Read the result of a test: whether it was successful, the result of a wait, and which requests are complete."""
     if several == "some":
         return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
     if several == "any":
@@ -201,12 +204,12 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
 
 
 def patient(ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False) -> Any:
-    """Wait for an answer, and meanwhile hear of peers that leave and find out whether no rank can go on.
+    """Wait for an answer. Meanwhile raise if a peer has left, or if no rank can go on.
 
     Args:
-        ask: whether it is there, and last the answer.
-        transfers: what is waited for.
-        every: for all of it, not for one.
+        ask: returns whether the answer is there, and last the answer.
+        transfers: of the requests.
+        every: all of them are needed, not one.
     """
     begin = time.monotonic()
 
@@ -224,8 +227,91 @@ def patient(ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], e
 
 
 def _hear(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """The messages among these that are under way still; hear of peers that have left them."""
+    """Return the messages among these that are under way. Raise if a peer has left the example."""
     pending = [transfer for transfer in transfers if transfer.is_message and not transfer.done]
     for transfer in pending:
         transfer.comm.lockstep.waiting(transfer.what)
     return pending
+
+
+_ENDS = "what it gives connects two groups, and its calls are mpi4py's own"
+_FAULTS = "it is there for ranks that die, with which no other rank can agree"
+_PARTS = "its partitions are handed over one by one, by no call of a communicator"
+_ONE_SIDED = "the target of a one-sided call makes none itself"
+UNCHECKED = {
+    "Create_group": "only the members of the group call it; what it gives is checked",
+    **dict.fromkeys(("Create_intercomm", "Accept", "Connect", "Spawn", "Spawn_multiple"), _ENDS),
+    **dict.fromkeys(("Revoke", "Agree", "Iagree", "Shrink", "Ishrink", "Get_failed", "Ack_failed", "Is_revoked"), _FAULTS),
+    **dict.fromkeys(("Psend_init", "Precv_init"), _PARTS),
+    **dict.fromkeys(("Win.Create", "Win.Allocate", "Win.Allocate_shared", "Win.Create_dynamic"), _ONE_SIDED),
+    **dict.fromkeys(
+        ("Isendrecv", "Isendrecv_replace"), "MPICH does not say what they have received; the messages of others neither, then"
+    ),
+    "a message in memory of a kind that only mpi4py knows": "its length is not known, nor what became of the others then",
+    "File.Open": "calls on a file do not go through its communicator",
+}
+"""Names of `MPI.Comm` and its subclasses, and functions that take a communicator, with the reason."""
+
+_said: set[str] = set()
+
+
+def say(name: str) -> None:
+    """Print once that a call is not checked between ranks, and again at the end of a session."""
+    if name in _said:
+        return
+    _said.add(name)
+    text = f"not checked between ranks: {name}, because {UNCHECKED.get(name, 'this version of the kit does not know it')}"
+    remarks.session.notes[text] = None
+    print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)
+
+
+class _Replaced(type):
+    """The metaclass of a replaced class of mpi4py. Objects of the original count as objects of the replacement."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        base = vars(cls).get("replaced")
+        return super().__instancecheck__(instance) if base is None else isinstance(instance, base)
+
+
+def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
+    """Make a class that replaces one of mpi4py's, with other methods."""
+    for name in ("fromhandle", "fromint", "f2py"):
+        methods[name] = classmethod(lambda cls, number, name=name: cls(getattr(base, name)(number)))
+    return _Replaced(base.__name__, (base, *others), {**methods, "replaced": base, "__module__": base.__module__})
+
+
+@functools.cache
+def install() -> None:
+    """Replace, once in a process, the classes of mpi4py that wait inside MPI, or take a communicator."""
+    from mpi4py import MPI
+
+    from sp_core.testing.requests import request_classes
+
+    replaced = dict(zip(("Request", "Prequest"), request_classes(MPI.Request, MPI.Prequest), strict=True))
+    for base in (MPI.Win, MPI.File):
+        names = [name for name in UNCHECKED if name.startswith(f"{base.__name__}.")]
+        replaced[base.__name__] = replacement(base, {name.split(".")[1]: _named(base, name) for name in names})
+    probes = {"Probe": "Mprobe", "Iprobe": "Improbe", "probe": "mprobe", "iprobe": "improbe"}
+    replaced["Message"] = replacement(MPI.Message, {name: _probe(MPI.Message, name, own) for name, own in probes.items()})
+    vars(MPI).update(replaced)
+
+
+def _named(base: Any, name: str) -> Any:
+    """Make a class method that says it is not checked if it is given a checked communicator."""
+
+    def call(cls: type, *args: Any, **given: Any) -> Any:
+        if any(isinstance(each, LockstepComm) for each in (*args, *given.values())):
+            say(name)
+        return vars(base)[name.split(".")[1]].__get__(None, cls)(*args, **given)
+
+    return classmethod(call)
+
+
+def _probe(base: Any, name: str, of_comm: str) -> Any:
+    """Make a class method of messages that calls the communicator itself if that is checked."""
+
+    def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
+        checked = isinstance(comm, LockstepComm)
+        return getattr(comm, of_comm)(*args, **given) if checked else vars(base)[name].__get__(None, cls)(comm, *args, **given)
+
+    return classmethod(probe)

@@ -1,4 +1,4 @@
-"""Running a body on ranks that are threads."""
+"""Run a body on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sp_core import progress
-from sp_core.testing import remarks, watchdog
-from sp_core.testing.beginning import abandon
-from sp_core.testing.family import Family
+from sp_core.launch import watch
+from sp_core.testing import remarks
+from sp_core.testing.comm import abandon
 from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
-from sp_core.testing.threads import ThreadComm
-from sp_core.testing.world import Stopped, World
+from sp_core.testing.stuck import Family
+from sp_core.testing.threads import Stopped, ThreadCarrier, ThreadComm, World
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
@@ -36,7 +36,7 @@ def run_threads(size: int, body: Callable[[ThreadComm], T], *, timeout: float | 
         timeout: seconds after which a rank that has not arrived counts as hung; default: the limit of one example.
 
     Returns:
-        What the body returned, in rank order.
+        The results of the body, in rank order.
 
     Raises:
         RankFailure: a rank failed; the text says what each rank did.
@@ -50,66 +50,55 @@ def run_threads(size: int, body: Callable[[ThreadComm], T], *, timeout: float | 
 
 
 def run_ranks(size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None) -> tuple[list[T], list[Outcome]]:
-    """Run a body on `size` threads.
-
-    Returns:
-        What the body returned on each rank (None where it did not return) and how each rank ended.
-    """
+    """Run a body on `size` threads. Return each rank's result, None if it did not return, and how each rank ended."""
     world = World(size)
     ranks = [_Rank(world, rank, body) for rank in range(size)]
     with _one_thread_each():
         for rank in ranks:
             rank.start()
-        _join(world, ranks, watchdog.example_seconds() if timeout is None else timeout)
+        _join(world, ranks, watch.example_seconds() if timeout is None else timeout)
     return [rank.result for rank in ranks], [rank.outcome for rank in ranks]
 
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Ranks share the cores. Who does not use torch does not wait for it to be imported."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    intra_op = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Share the cores between ranks. torch is not imported for that."""
+    torch: Any = sys.modules.get("torch")
+    intra_op = torch.get_num_threads() if torch else 1
+    if torch:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(intra_op)
+        if torch:
+            torch.set_num_threads(intra_op)
 
 
 class _Rank(threading.Thread):
-    """One rank: runs the body, then waits for the others to end."""
+    """One rank. It runs the body, then waits for the others to end."""
 
     def __init__(self, world: World, rank: int, body: Callable[[ThreadComm], Any]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
-        self._world, self._body = world, body
+        self._world, self._body, self.number = world, body, rank
         self._family = Family()
-        self.number = rank
-        self.comm = ThreadComm(world, "comm", rank, world.size, world_rank=rank, family=self._family)
+        self.comm = ThreadComm(ThreadCarrier(world, "comm", rank, world.size, rank), self._family)
         self.result: Any = None
         self.outcome = FINISHED
-        self.crash: BaseException | None = None
+        self.crash: BaseException | None = None  # a fault of the kit itself: the main thread raises it
         self._sink = remarks.current()
 
     def run(self) -> None:
-        """The body, then the end of the example."""
+        """Run the body, then end the example."""
         remarks.enter(self._sink)
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
             self.outcome = self._family.finish(self.outcome)[self.number]
-        if not isinstance(caught.error, Stopped):
-            self.crash = caught.error  # a fault of the kit itself: the main thread raises it
+        self.crash = None if isinstance(caught.error, Stopped) else caught.error
         self._world.leave(self.number)
 
 
 def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
-    """Run one rank's part of an example.
-
-    Returns:
-        What it returned, and how it ended.
-    """
+    """Run one rank's part of an example. Return its result, and how it ended."""
     result = None
     with Catch() as caught:
         result = body()
@@ -134,10 +123,8 @@ def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:
 
 
 def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
-    print(
-        f"\nranks {[rank.number for rank in late]} of {world.size} have not arrived after {timeout:g} s; all stacks:",
-        file=sys.__stderr__,
-    )
+    numbers = [rank.number for rank in late]
+    print(f"\nranks {numbers} of {world.size} have not arrived after {timeout:g} s; all stacks:", file=sys.__stderr__)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     blame = world.running()
     world.stop()

@@ -1,7 +1,7 @@
 """Shrink an example that ends its launch: `python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
 
-Hypothesis runs in this process, without MPI; a launch of the same test takes its examples one by one. When it dies or hangs,
-the example has failed, and the next one gets a new launch.
+Hypothesis runs in this process, without MPI. A launch of the same test takes its examples one by one. When the launch dies or
+hangs, the example has failed, and the next one gets a new launch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from sp_core.testing import feed, session
-from sp_core.testing.launch import POLL_SECONDS, Launch
+from sp_core.launch.command import POLL_SECONDS, Launch
+from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
-from sp_core.testing.plan import Example, Result, Spec
+from sp_core.testing.plan import Example, Fed, Result, Spec
 from sp_core.testing.remarks import Remarks
 
 LOSSES = 25
@@ -58,7 +58,7 @@ class Job:
     def __init__(self, ranks: int, test: str, options: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="sp_core-")
         directory = Path(self._folder.name)
-        self._listener = feed.listen(directory)
+        self._listener = Fed.listen(directory)
         self._connection: Connection | None = None
         command = ["python", "-m", "pytest", "--with-mpi", *options, test]
         self._printed = directory / "printed"
@@ -72,24 +72,21 @@ class Job:
             Lost: the launch has not outlived it.
             NotStarted: it has not come so far.
         """
-        try:
-            connection = self._connected()
-        except Lost as lost:
-            raise NotStarted(f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{lost}") from None
+        if self._connection is None:
+            self._connect()
+        assert self._connection is not None
         with contextlib.suppress(EOFError, ConnectionError):
-            connection.send(example)
-            self._until(lambda: connection.poll(POLL_SECONDS))
-            result: Result = connection.recv()
+            self._connection.send(example)
+            while not self._connection.poll(POLL_SECONDS):
+                self._check()
+            result: Result = self._connection.recv()
             return result
-        self._until(lambda: threading.Event().wait(POLL_SECONDS))  # rank 0 has hung up, so it is dying
-        raise AssertionError("unreachable")
+        while True:  # rank 0 has hung up, so it is dying
+            self._check()
+            threading.Event().wait(POLL_SECONDS)
 
     def close(self, patience: float = END_SECONDS) -> None:
-        """End the launch, which has nothing more to do.
-
-        Args:
-            patience: seconds in which it may end by itself.
-        """
+        """End the launch, which may first end by itself for some seconds."""
         if self._connection is not None:
             self._connection.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,40 +95,35 @@ class Job:
         self._launch.end()
         self._folder.cleanup()
 
-    def _connected(self) -> Connection:
-        if self._connection is None:
-            self._listener.settimeout(POLL_SECONDS)
-            self._until(self._accepted)
-        assert self._connection is not None
-        return self._connection
+    def _connect(self) -> None:
+        self._listener.settimeout(POLL_SECONDS)
+        while self._connection is None:
+            try:
+                client, _ = self._listener.accept()
+                client.setblocking(True)
+                self._connection = Connection(client.detach())
+            except TimeoutError:
+                self._check(started=False)
 
-    def _accepted(self) -> bool:
-        try:
-            client, _ = self._listener.accept()
-        except TimeoutError:
-            return False
-        client.setblocking(True)
-        self._connection = Connection(client.detach())
-        return True
-
-    def _until(self, ready: Callable[[], bool]) -> None:
-        while not ready():
-            reason = self._launch.trouble(0.0)
-            if reason:
-                self._launch.dump()
-            elif self._launch.process.poll() is not None:
-                reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
-            if reason:
-                raise Lost(self._launch.report(reason), self._launch.deaths.first())
+    def _check(self, *, started: bool = True) -> None:
+        """Raise if the launch has ended or hangs."""
+        reason = self._launch.trouble(0.0)
+        if not reason and self._launch.process.poll() is not None:
+            reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
+        if reason:
+            report = self._launch.report(reason)
+            if started:
+                raise Lost(report, self._launch.deaths.first())
+            raise NotStarted(f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{report}")
 
 
 class Jobs:
-    """Launches, one after the other, and what they have found.
+    """Launches, one after the other, and what they have found. As a plugin of pytest it has every test run by launches.
 
     Args:
         ranks: of each.
         options: for pytest.
-        losses: launches that may be lost; then the smallest example so far has to do.
+        losses: launches that may be lost. Then the smallest example so far is reported.
     """
 
     def __init__(self, ranks: int, options: Sequence[str], losses: int = LOSSES) -> None:
@@ -142,23 +134,17 @@ class Jobs:
         self._job: Job | None = None
 
     def attempt(self, spec: Spec, example: Example) -> Result:
-        """What comes of an example; the same one is not run twice."""
+        """Return what comes of an example. The same one is not run twice."""
         key = (spec.test_id, str(example))
         if key not in self._known:
             self._known[key] = self._ask(spec.test_id, example)
         return self._known[key]
 
-    def close(self) -> None:
-        """End the last launch."""
-        if self._job is not None:
-            self._job.close()
-            self._job = None
-
     def _ask(self, test: str, example: Example) -> Result:
         if self.lost >= self._most:
             return Result([FINISHED] * len(example.ranks), Remarks())
         if self._job is None or self._test != test:
-            self.close()
+            self.pytest_sessionfinish()
             self._test, self._job = test, Job(self.ranks, test, self._options)
             self.launches += 1
         try:
@@ -169,6 +155,24 @@ class Jobs:
             self._job = None
             return Result(outcomes(example, lost), Remarks())
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        """Let tests be run by launches, now that the session is there."""
+        current = session.current
+        current.ranks, current.attempt = self.ranks, self.attempt
+        current.command = f"python -m sp_core.testing.launch -n {self.ranks} -- python -m pytest --with-mpi {{test}}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """End the last launch."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Write how many launches there were."""
+        terminalreporter.write_line(f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost")
+
 
 def outcomes(example: Example, lost: Lost) -> list[Outcome]:
     """How the ranks of an example left it when their launch was lost; one class for all ways: not every system tells them."""
@@ -177,36 +181,8 @@ def outcomes(example: Example, lost: Lost) -> list[Outcome]:
     return [crash if rank == fallen else Outcome(Kind.WOKEN) for rank in example.ranks]
 
 
-class Supervisor:
-    """A pytest plugin that has every test of `given` and `spmd` run by launches."""
-
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_configure(self) -> None:
-        """The session is there now."""
-        current = session.current
-        current.ranks, current.attempt = self._jobs.ranks, self._jobs.attempt
-        current.command = f"python -m sp_core.testing.launch -n {self._jobs.ranks} -- python -m pytest --with-mpi {{test}}"
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        """No launch outlives the session."""
-        self._jobs.close()
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """How much was started."""
-        jobs = self._jobs
-        terminalreporter.write_line(f"{jobs.launches} launches of {jobs.ranks} ranks, {jobs.lost} of them lost")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        pytest's exit code.
-    """
+    """Run the command line and return pytest's exit code."""
     parser = argparse.ArgumentParser(prog="python -m sp_core.testing.shrink_crash", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks of each launch")
     parser.add_argument("--losses", type=int, default=LOSSES, help="launches that may be lost (default: %(default)s)")
@@ -215,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     jobs = Jobs(options.ranks, options.options, options.losses)
     arguments = ["-W", IMPORTED_BEFORE, *options.options, options.tests]
-    return int(pytest.main(arguments, plugins=[Supervisor(jobs)]))
+    return int(pytest.main(arguments, plugins=[jobs]))
 
 
 if __name__ == "__main__":

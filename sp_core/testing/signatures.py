@@ -1,16 +1,21 @@
-"""What goes where in each call of mpi4py, what ranks must agree on, and what a rank's own arguments must satisfy."""
+"""What each collective of mpi4py sends where, what ranks must agree on, and its meaning for ranks that are threads."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sp_core.testing.lockstep import Call, Message
-from sp_core.testing.specs import Part, Spec, read
+from sp_core.testing.specs import Array, Part, Spec, read
 
 Values = Mapping[str, Any]
+Sized = tuple[int, int]
+"""Another rank, and bytes."""
 Edges = tuple[Sequence[int], Sequence[int]]
 """The ranks that a rank hears from in a neighbourhood, and those that it sends to."""
 
@@ -65,16 +70,21 @@ class Flow:
     reduction: str = ""
 
     def call(self, op: str, rank: int) -> Call:
-        """The call to announce. What a rank sends to itself, and a reduction, are no messages."""
-        going, coming = (
-            [(peer, part.nbytes, part.kind) for peer, part in parts if peer != rank and peer >= 0]
-            for parts in (self.gives, self.takes)
-        )
-        return Call(op, self.equal, *_messages(rank, going, coming, count=not op.lower().startswith(("n", "in"))), self.text)
+        """Return the call to announce. A message of a rank to itself, and a reduction, are no messages."""
+        count = not op.lower().startswith(("n", "in"))
+        going = [(rank, peer, part.nbytes, part.kind) for peer, part in self.gives if peer != rank and peer >= 0]
+        coming = [(peer, rank, part.nbytes, part.kind) for peer, part in self.takes if peer != rank and peer >= 0]
+        return Call(op, self.equal, _messages(going, count=count), _messages(coming, count=count), self.text)
+
+
+def op_of(form: str) -> str:
+    """Return the collective on buffers that a call is a form of: blocking, "I" or "_init". Return "" if it is none."""
+    stem = form.removesuffix("_init")
+    return next((op for op in (stem, stem[1:].capitalize()) if op in COLLECTIVES), "")
 
 
 def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
-    """The arguments of a collective on buffers, by name.
+    """Return the arguments of a collective on buffers by name.
 
     Raises:
         TypeError: one is missing, or not one of this operation.
@@ -88,53 +98,51 @@ def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
 
 
 def in_place(argument: object) -> bool:
-    """Whether it is `MPI.IN_PLACE`, for which None may stand; asked without importing mpi4py."""
+    """Return whether it is `MPI.IN_PLACE`, for which None may stand. mpi4py is not imported for that."""
     return argument is None or type(argument).__name__ == "InPlaceType"
 
 
 def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ())) -> Flow:
-    """What a rank sends and receives in a collective on buffers, given its arguments by name.
+    """Return what a rank sends and receives in a collective on buffers, given its arguments by name.
 
     Raises:
         ValueError, TypeError: this rank's own arguments contradict each other, or are none.
     """
-    root = values.get("root")
     if not values:
         return Flow()
     if "op" in values:
         return _reduction(op, rank, size, values)
+    root, is_scatter = values.get("root"), op.startswith("Scatter")
     sender, receiver = ("buf", "buf") if op == "Bcast" else ("sendbuf", "recvbuf")
     sources, dests = edges if op.startswith("Neighbor") else _ends(op, rank, size, root)
-    inside = op.startswith(("Allgather", "Alltoall")) or (op.startswith(("Gather", "Scatter")) and rank == root)
-    no_send = inside and not op.startswith("Scatter") and in_place(values[sender])
-    no_receive = inside and op.startswith("Scatter") and in_place(values[receiver])
-    sent = read(values[sender], COLLECTIVES[op][sender], len(dests)) if dests and not no_send else None
-    received = (
-        read(values[receiver], COLLECTIVES[op][receiver], len(sources), writable=True) if sources and not no_receive else None
-    )
+    may_be_in_place = op.startswith(("Allgather", "Alltoall")) or (op.startswith(("Gather", "Scatter")) and rank == root)
+    inside = may_be_in_place and in_place(values[receiver if is_scatter else sender])
+    forms = COLLECTIVES[op]
+    sent = read(values[sender], forms[sender], len(dests)) if dests and (is_scatter or not inside) else None
+    takes_any = sources and not (is_scatter and inside)
+    received = read(values[receiver], forms[receiver], len(sources), writable=True) if takes_any else None
     gives, takes = _paired(dests, sent), _paired(sources, received)
-    if no_send and received is not None and not op.startswith("Gather"):
+    if inside and sent is None and received is not None and not op.startswith("Gather"):
         gives = tuple((peer, received.parts[rank if op.startswith("Allgather") else peer]) for peer in dests)
-    if no_send or no_receive:
+    if inside:
         gives, takes = (tuple(pair for pair in pairs if pair[0] != rank) for pairs in (gives, takes))
     elif not op.startswith("Neighbor"):
         _check_self(dict(gives).get(rank), dict(takes).get(rank))
     if sent is not None and received is not None:
         _check_apart(sent, received)
-    texts = {sender: sent, receiver: received}
-    text = ", ".join(f"{name}={value.text}" for name, value in texts.items() if value) + _named(values)
-    return Flow(gives, takes, (root,), text)
+    text = ", ".join(f"{name}={value.text}" for name, value in {sender: sent, receiver: received}.items() if value)
+    return Flow(gives, takes, (root,), text + _named(values))
 
 
 def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
-    """The ranks that a rank hears from in this operation, and those that it sends to."""
-    everyone = tuple(range(size))
+    """Return the ranks that a rank hears from in this operation, and those that it sends to."""
+    everyone, at_root = tuple(range(size)), (int(root or 0),)
     if op.startswith("Gather"):
-        return everyone if rank == root else (), (int(root or 0),)
+        return everyone if rank == root else (), at_root
     if op.startswith("Scatter"):
-        return (int(root or 0),), everyone if rank == root else ()
+        return at_root, everyone if rank == root else ()
     if op == "Bcast":
-        return ((), everyone[:rank] + everyone[rank + 1 :]) if rank == root else ((int(root or 0),), ())
+        return ((), everyone[:rank] + everyone[rank + 1 :]) if rank == root else (at_root, ())
     return everyone, everyone
 
 
@@ -145,7 +153,7 @@ def _paired(ranks: Sequence[int], spec: Spec | None) -> tuple[tuple[int, Part], 
 
 
 def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
-    """A reduction: all contribute as much, and what comes out fits."""
+    """Return a rank's part in a reduction, to which all contribute as much."""
     root, counts = values.get("root"), values.get("recvcounts")
     inside = in_place(values["sendbuf"]) and root in (None, rank)
     result = root in (None, rank) and not inside
@@ -169,7 +177,7 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
 
 
 def _named(values: Values) -> str:
-    """The arguments that are no buffers, for people."""
+    """Return the arguments that are no buffers as text."""
     rest = {name: op_name(value) if name == "op" else value for name, value in values.items() if name in _DEFAULTS}
     return "".join(f", {name}={value}" for name, value in rest.items() if value is not None)
 
@@ -181,49 +189,88 @@ def _check_self(gives: Part | None, takes: Part | None) -> None:
 
 
 def _check_apart(sent: Spec, received: Spec) -> None:
-    """MPI forbids that the buffers of one call overlap."""
+    """Refuse buffers of one call that overlap, as MPI does."""
     shared = any(a < d and c < b for a, b in sent.spans for c, d in received.spans)
     require(not shared, "two buffers of this call share memory")
 
 
 def op_name(op: Any) -> str:
-    """The name of a reduction: None is the sum, a string or an operation of MPI is its name; one's own cannot be compared."""
+    """Return the name of a reduction: "SUM" for None. Operations of the program itself cannot be compared, so all have one name."""
     if isinstance(op, str):
         return op.upper()
     return "SUM" if op is None else str(op.__reduce__()) if getattr(op, "is_predefined", False) else "one's own"
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raise a ValueError where a rank contradicts itself."""
+    """Raise a ValueError if a rank contradicts itself."""
     if not condition:
         raise ValueError(problem)
 
 
-def exchange(
-    op: str, rank: int, size: int, sends: Iterable[tuple[int, int]], recvs: Iterable[tuple[int, int]], later: bool
-) -> Call:
-    """The announcement of messages, as (rank, bytes)."""
-    sends, recvs = list(sends), list(recvs)
+def exchange(op: str, rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool) -> Call:
+    """Return the announcement of messages, as (rank, bytes)."""
     for peer, _ in (*sends, *recvs):
         require(0 <= peer < size, f"rank {peer} is not one of the {size} ranks of this communicator")
-    messages = _messages(rank, [(*pair, "") for pair in sends], [(*pair, "") for pair in recvs])
-    return Call(op, (later,), *messages, f"sends={sends}, recvs={recvs}")
+    sent = _messages([(rank, peer, nbytes, "") for peer, nbytes in sends])
+    received = _messages([(peer, rank, nbytes, "") for peer, nbytes in recvs])
+    return Call(op, (later,), sent, received, f"sends={list(sends)}, recvs={list(recvs)}")
 
 
-def _messages(
-    rank: int, going: Iterable[tuple[int, int, str]], coming: Iterable[tuple[int, int, str]], *, count: bool = True
-) -> tuple[list[Message], list[Message]]:
-    """The messages that a rank sends to others and receives from them, as (rank, bytes, kind), counted by rank."""
-    made: tuple[list[Message], list[Message]] = ([], [])
-    for pairs, messages, sends in ((going, made[0], True), (coming, made[1], False)):
-        turns: Counter[int] = Counter()
-        for peer, nbytes, kind in pairs:
-            source, dest = (rank, peer) if sends else (peer, rank)
-            messages.append(Message(source, dest, turns[peer], int(nbytes), kind if nbytes else ""))
-            turns[peer] += count
+def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True) -> list[Message]:
+    """Return messages of (source, destination, bytes, kind). Those between the same two ranks are counted."""
+    turns, made = Counter[tuple[int, int]](), []
+    for source, dest, nbytes, kind in parts:
+        made.append(Message(source, dest, turns[source, dest], int(nbytes), kind if nbytes else ""))
+        turns[source, dest] += count
     return made
 
 
-def listed(messages: Counter[tuple[str, int, int]]) -> str:
-    """Messages (method, peer, bytes) as text."""
-    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)
+_UFUNCS: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.fmax,  # an MPI library may lose a NaN, so this one does
+    "MIN": np.fmin,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+def contribution(flow: Flow) -> dict[int, Array]:
+    """Copy what a rank gives to each rank; in a reduction, all of it to itself."""
+    given: dict[int, list[Array]] = {}
+    for peer, part in flow.gives:
+        given.setdefault(peer, []).append(view(part))
+    return {peer: np.concatenate(pieces) for peer, pieces in given.items()}
+
+
+def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -> None:
+    """Write the results of a collective into the buffers of a rank, given the contributions of all ranks."""
+    for source, part in flow.takes:
+        place = view(part)
+        if not flow.reduction:
+            place[:] = parts[source][rank].view(place.dtype)
+        elif op.startswith("Reduce_scatter"):
+            result, counts = _reduced(op, rank, parts, flow.reduction), flow.equal[-1] or [len(place)] * len(parts)
+            require(sum(counts) == len(result), f"{len(result)} elements are not {counts}")
+            place[: counts[rank]] = result[sum(counts[:rank]) : sum(counts[: rank + 1])]
+        elif op != "Exscan" or rank:
+            result = _reduced(op, rank, parts, flow.reduction)
+            place[: len(result)] = result
+
+
+def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: str) -> Array:
+    """Reduce in rank order, so that the result is the same on every run."""
+    require(reduction in _UFUNCS, f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {reduction}")
+    members = parts[: {"Scan": rank + 1, "Exscan": rank}.get(op, len(parts))]
+    first, *others = [part[index] for index, part in enumerate(members)]
+    return functools.reduce(lambda total, each: _UFUNCS[reduction](total, each).astype(total.dtype), others, first)
+
+
+def view(part: Part) -> Array:
+    """Return the numbers of a part."""
+    require(part.view is not None, "ranks that are threads take numbers that lie side by side")
+    return np.asarray(part.view)

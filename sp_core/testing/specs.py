@@ -1,4 +1,4 @@
-"""Buffer specifications of mpi4py, read as mpi4py reads them: how much goes to each rank, of what, and from where."""
+"""Read buffer specifications as mpi4py does: how many elements of which type go to each rank, and from where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Part(NamedTuple):
-    """What goes to one rank, or comes from one; `view` where it is numbers that lie side by side."""
+    """The bytes for one rank, or from one. `view`: as an array, if they are numbers without gaps."""
 
     nbytes: int
     kind: str
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a specification says."""
+    """A specification that was read: counts, the part of each rank, address ranges, and text for messages."""
 
     counts: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -32,7 +32,7 @@ class Spec(NamedTuple):
 
 
 class _Element(NamedTuple):
-    """A buffer, and the elements that it is made of; `dtype` where they are numbers without gaps."""
+    """A buffer and the type of its elements. `dtype`: if they are numbers without gaps."""
 
     data: Array
     size: int
@@ -47,7 +47,7 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
     Args:
         spec: a buffer, or a list of it with counts, displacements and a datatype.
         form: B for a block for each rank, V for counts, W for counts and datatypes; else one block.
-        n: number of ranks that it is for.
+        n: number of ranks.
         writable: something is received into it.
 
     Raises:
@@ -76,7 +76,7 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
 
 
 def array(buffer: Any) -> Array:
-    """The memory of a buffer as a flat array.
+    """Return the memory of a buffer as a flat array.
 
     Raises:
         ValueError: it is not contiguous, so MPI would take its elements in another order.
@@ -89,7 +89,7 @@ def array(buffer: Any) -> Array:
 
 
 def _foreign(buffer: Any) -> Array:
-    """Memory that is no array of NumPy: with Python's buffer protocol, a tensor, or memory of a device."""
+    """Return memory that is no array of NumPy: of Python's buffer protocol, a tensor, or a device."""
     if hasattr(buffer, "__array__") and not hasattr(buffer, "__cuda_array_interface__"):
         return np.asarray(buffer)
     if not hasattr(buffer, "__cuda_array_interface__") and not hasattr(buffer, "__dlpack__"):
@@ -103,7 +103,7 @@ def _foreign(buffer: Any) -> Array:
 
 
 def _type_of_tensor(capsule: Any) -> str:
-    """The type of the numbers in a DLPack tensor, which NumPy may not know: behind its data, device and number of dimensions."""
+    """Return the type of the numbers in a DLPack tensor, which lies behind its data, device and number of dimensions."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     code, bits, lanes = struct.unpack_from("=BBH", ctypes.string_at(pointer(capsule, b"dltensor"), 24), 20)
@@ -111,7 +111,7 @@ def _type_of_tensor(capsule: Any) -> str:
 
 
 def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
-    """Buffer, counts, displacements and datatype of a specification; None for what it does not say."""
+    """Return buffer, counts, displacements and datatype of a specification; None for those that are not given."""
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -149,7 +149,7 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
 
 
 def _typed(data: Array, datatype: Any, known: bool) -> _Element:
-    """Elements of a datatype of MPI."""
+    """Return the elements of a buffer with a datatype of MPI."""
     if not datatype:
         raise ValueError("the datatype is null")
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
@@ -159,7 +159,7 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
 
 
 def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
-    """The numbers that a datatype is made of."""
+    """Yield the types of the numbers in a datatype."""
     if datatype.is_predefined:
         yield np.dtype(datatype.typestr)
         return
@@ -171,12 +171,12 @@ def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """What a number is called; bytes may be anything."""
+    """Return the name of a type of numbers, "" for bytes, which may be anything."""
     return "" if dtype.itemsize == 1 else dtype.name
 
 
 def _places(counts: Any, displs: Any, element: _Element, form: str, n: int) -> tuple[list[int], list[int]]:
-    """How many elements for each rank, and where they begin, in the datatype's extent."""
+    """Return how many elements each rank has, and where they begin in units of the datatype's extent."""
     length = element.data.size // element.extent if element.extent > 0 else 0
     if form == "W":
         if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
@@ -195,5 +195,5 @@ def _places(counts: Any, displs: Any, element: _Element, form: str, n: int) -> t
 
 
 def _repeated(given: Any, steps: Sequence[int]) -> list[int]:
-    """A list of numbers, or one number times each step."""
+    """Return a list of numbers, or one number times each step."""
     return [*map(index, given)] if np.ndim(given) else [index(given) * step for step in steps]

@@ -1,17 +1,22 @@
-"""Ranks that wait for each other on different communicators: found by what all of them say, not by a clock.
+"""Find ranks that wait for each other on different communicators, by what all of them say and not by a clock.
 
-A rank that has waited for a while tells the others where, and takes part in such rounds as long as it waits. When every rank has
-said the same twice, all of them were waiting at the moment the first round was complete; if then no exchange has all its ranks,
-none can go on, ever. The time after which a rank speaks up decides only when this is found, not what.
+A rank that has waited for some time tells the others where, and takes part in such rounds as long as it waits. When every rank
+has said the same twice, all of them were waiting at the moment the first round was complete. If then no exchange has all its
+ranks, none can ever go on. The time after which a rank speaks up decides only when this is found.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sp_core.testing.lockstep import Ticket
+from sp_core.testing.lockstep import Steps, Ticket, begun
+from sp_core.testing.outcome import Kind, Outcome
+
+if TYPE_CHECKING:
+    from sp_core.testing.comm import LockstepComm
 
 AFTER_SECONDS = 0.5
 Ends = tuple[str, int, int, int]
@@ -25,9 +30,9 @@ class Report(NamedTuple):
         calls: by communicator that it is a member of, how many calls this rank has come to.
         waits_on: the communicator on whose call it waits; nothing if it has ended, or waits for a message.
         size: of that communicator.
-        what: for people.
+        what: describes the wait.
         awaits: the messages that it waits for, and (True) those of its own whose receive it waits for.
-        accepts: what it has begun to receive.
+        accepts: the messages that it has begun to receive.
         sent: its messages so far.
         received: those that have come to it.
         ended: it makes no more calls, which the others find out wherever they meet it.
@@ -47,7 +52,7 @@ class Report(NamedTuple):
 
 
 def deadlocked(reports: Sequence[Report]) -> bool:
-    """Whether none of these ranks, all of them waiting, can go on."""
+    """Return whether none of these ranks, all of them waiting, can go on."""
     calls = [dict(report.calls) for report in reports]
     under_way = Counter(ends for report in reports for ends in report.sent)
     under_way.subtract(ends for report in reports for ends in report.received)
@@ -72,7 +77,7 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
-    """Whether a receive takes a message."""
+    """Return whether a receive takes a message."""
     return pattern[::2] == message[::2] and all(pattern[place] in (message[place], -1) for place in (1, 3))
 
 
@@ -92,41 +97,81 @@ class Detector:
         self.rounds = 0
 
     def look(self, report: Report) -> str:
-        """Take part as long as this rank waits.
-
-        Returns:
-            Where every rank waits, if none can go on.
-        """
-        if self._ticket is None:
-            self._begin(report)
-        reports = self._poll()
+        """Take part while this rank waits. Return where every rank waits if none can go on, else ""."""
+        reports = self._take_part(report, True)
         if reports is None:
             return ""
         again, self._previous = reports == self._previous, reports
         # another rank may have found it first and left: then this one has been woken, and can go on
-        still = reports[self._rank] == report
-        return _table(reports) if again and still and deadlocked(reports) else ""
+        if not again or reports[self._rank] != report or not deadlocked(reports):
+            return ""
+        return "every rank waits and none can go on:" + "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
 
     def settle(self, rounds: int) -> bool:
-        """Bring this rank to the number of rounds that any rank has begun; True when none is left open."""
+        """Bring this rank to the number of rounds that any rank has begun. Return whether none is left open."""
         self._previous = None
-        if self._ticket is None and self.rounds < rounds:
-            self._begin(None)
-        if self._ticket is not None:
-            self._poll()
+        self._take_part(None, self.rounds < rounds)
         return self._ticket is None and self.rounds >= rounds
 
-    def _begin(self, report: Report | None) -> None:
-        self._ticket = self._share(report)
-        self.rounds += 1
-
-    def _poll(self) -> list[Report] | None:
-        reports = None if self._ticket is None else self._ticket.poll()
-        if reports is not None:
-            self._ticket = None
+    def _take_part(self, report: Report | None, begins: bool) -> list[Report] | None:
+        if self._ticket is None and begins:
+            self._ticket = self._share(report)
+            self.rounds += 1
+        reports = None if self._ticket is None else self._ticket()
+        self._ticket = None if reports is not None else self._ticket
         return reports
 
 
-def _table(reports: Sequence[Report]) -> str:
-    lines = "".join(f"\n  rank {rank}: {report.what}" for rank, report in enumerate(reports))
-    return "every rank waits and none can go on:" + lines
+class Family:
+    """The live communicators of one rank, from the first one of an example to those made out of it."""
+
+    def __init__(self) -> None:
+        self.members: list[LockstepComm] = []
+        self.detector: Detector | None = None
+
+    @property
+    def rounds(self) -> int:
+        """How often this rank has taken part in finding out whether all wait."""
+        return 0 if self.detector is None else self.detector.rounds
+
+    def report(self, waits_on: str, size: int, what: str, awaits: tuple[tuple[bool, Ends], ...], every: bool) -> Report:
+        """Return this rank's report while it waits."""
+        named = [(member.lockstep.name, member) for member in self.members]
+        calls = tuple((name, member.lockstep.calls) for name, member in named)
+        accepts = tuple((name, *transfer.takes) for name, member in named for transfer in member._requests if transfer.takes)
+        sent = tuple((name, *message[:3]) for name, member in named for message in member.lockstep.sent)
+        received = tuple((name, *message[:3]) for name, member in named for message in member.lockstep.received)
+        return Report(calls, waits_on, size, what, awaits, accepts, sent, received, not waits_on and not awaits, every)
+
+    def release(self) -> None:
+        """Let the other ranks complete what this one has started."""
+        for member in self.members:
+            member._release()
+
+    def finish(self, outcome: Outcome) -> list[Outcome]:
+        """End the example on every live communicator at once, then free all but the first.
+
+        Returns:
+            The outcome of every rank of the first communicator; a mismatch if a message was lost on any of this rank's.
+        """
+        first, *others = self.members
+        everyone = first.lockstep.carrier.drive(self._finish(outcome), "has ended", ending=True)
+        for member, outcomes in zip(self.members, everyone, strict=True):
+            member._complete(any(each.kind is not Kind.OK for each in outcomes))
+            if outcomes[member.rank].kind is Kind.MISMATCH and outcome.kind is Kind.OK:
+                everyone[0][first.rank] = outcomes[member.rank]
+        for member in others:
+            member._free()
+        first.children = itertools.count()  # so that an example names its communicators alike every time
+        self.members = [first]
+        return everyone[0]
+
+    def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
+        """Say on each communicator that this rank is done, until all are, as a peer may be blocked on any of them."""
+        asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
+        found = [ask() for ask in asked]
+        while None in found:
+            self.release()
+            yield
+            found = [ask() for ask in asked]
+        return [outcomes for outcomes in found if outcomes is not None]

@@ -1,120 +1,59 @@
 """Ranks as threads of one process: the same methods and the same protocol as under MPI, without mpiexec.
 
-Transfers take the least favourable order that MPI allows: a send buffer is read as late as possible, a receive buffer is
-spoiled when the transfer starts and filled when it completes. Code that touches a buffer too early is wrong here every time,
-not now and then.
+Transfers take the least favourable order that MPI allows: a send buffer is read as late as possible, and a receive buffer is
+spoiled when the transfer starts and filled when it completes. So code that touches a buffer too early is wrong every time.
 """
 
 from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sp_core.errors import CollectiveMismatch
-from sp_core.testing.comm import LockstepComm
-from sp_core.testing.delivery import contribution, deliver, view
-from sp_core.testing.family import Family
-from sp_core.testing.lockstep import Call, Lockstep, Message, Record, Steps, Ticket, until
-from sp_core.testing.signatures import COLLECTIVES, Flow, require
+from sp_core.testing.comm import LockstepComm, forwarded
+from sp_core.testing.lockstep import Call, Carrier, Lockstep, Message, Record, Steps, Ticket
+from sp_core.testing.outcome import Mismatched
+from sp_core.testing.signatures import COLLECTIVES, Flow, contribution, deliver, op_of, require, view
 from sp_core.testing.specs import Array, read
-from sp_core.testing.world import Stopped, World
-
-if TYPE_CHECKING:
-    from sp_core.transport.counter import SharedCounter
-
-T = TypeVar("T")
-
-
-class _Board:
-    """The rounds of one communicator: a round is complete when every rank has put its value."""
-
-    def __init__(self, world: World, size: int) -> None:
-        self.world = world
-        self.size = size
-        self._rounds: dict[int, dict[int, Any]] = defaultdict(dict)
-        self._next = [0] * size
-        self._read: dict[int, int] = defaultdict(int)
-
-    def put(self, rank: int, value: Any) -> Ticket:
-        with self.world.changed:
-            number = self._next[rank]
-            self._next[rank] += 1
-            self._rounds[number][rank] = value
-            if len(self._rounds[number]) == self.size:
-                self.world.touch()
-        return _BoardTicket(self, number)
-
-    def look(self, number: int) -> list[Any] | None:
-        with self.world.changed:
-            values = self._rounds[number]
-            if len(values) < self.size:
-                return None
-            self._read[number] += 1
-            if self._read[number] == self.size:
-                del self._rounds[number], self._read[number]
-            return [values[rank] for rank in range(self.size)]
-
-
-class _BoardTicket:
-    def __init__(self, board: _Board, number: int) -> None:
-        self._board = board
-        self._number = number
-        self._got: list[Any] | None = None
-
-    def poll(self) -> list[Any] | None:
-        self._got = self._got or self._board.look(self._number)
-        return self._got
-
-
-class _ThreadCarrier:
-    """One rank's access to the board of its communicator."""
-
-    def __init__(self, world: World, board: _Board, rank: int, world_rank: int) -> None:
-        self.rank = rank
-        self.size = board.size
-        self._world = world
-        self._board = board
-        self._world_rank = world_rank
-
-    def post(self, record: Record) -> Ticket:
-        return self._board.put(self.rank, record)
-
-    def share(self, value: object) -> Ticket:
-        return self._board.put(self.rank, value)
-
-    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        return self._world.drive(self._world_rank, steps, what, ending=ending)
+from sp_core.testing.stuck import Family
 
 
 class _Request:
-    """A transfer that completes in `Test`."""
+    """A transfer that completes in `Test`.
 
-    def __init__(self, comm: ThreadComm, what: str) -> None:
-        self._comm = comm
-        self._what = what
+    Args:
+        comm: its communicator.
+        what: describes it.
+        advance: completes it if possible, and returns whether it is complete.
+    """
+
+    def __init__(self, comm: ThreadComm, what: str, advance: Callable[[], bool]) -> None:
+        self._comm, self._what, self._advance = comm, what, advance
         self.done = False
+        comm._requests.append(self)
 
     def __str__(self) -> str:
         return self._what
 
     def Test(self) -> bool:
-        """Make progress; True once the transfer is complete."""
+        """Make progress and return whether the transfer is complete."""
         if not self._over():
             self._comm.lockstep.waiting(self._what)
         return self.done
 
     def Wait(self) -> bool:
-        """Wait until the transfer is complete; where no rank can go on, all of them learn it."""
-        self._comm._carrier.drive(self._waiting(), self._what)
+        """Wait until the transfer is complete. If no rank can go on, all of them raise."""
+        self._comm.lockstep.carrier.drive(self._waiting(), self._what)
         return True
 
     def _waiting(self) -> Steps[None]:
-        heard = self._comm.lockstep.waiting  # once: else ranks that all wait would wake each other for ever
+        heard = self._comm.lockstep.waiting  # once: otherwise ranks that all wait would wake each other for ever
         heard(self._what)
         while not self._over():
             yield
@@ -124,90 +63,22 @@ class _Request:
     def _over(self) -> bool:
         self._comm.progress()
         if not self.done and self._advance():
-            self.done = True
-            self._comm._forget(self)  # with its buffers
+            self.done, self._advance = True, lambda: True  # releases the buffers
+            self._comm._forget(self)
         return self.done
-
-    def _advance(self) -> bool:
-        raise NotImplementedError
-
-
-class _Collective(_Request):
-    def __init__(self, comm: ThreadComm, op: str, flow: Flow, slots: dict[int, dict[int, Array]]) -> None:
-        super().__init__(comm, f"a started {op}")
-        self._op, self._flow, self._slots = op, flow, slots
-        for _, part in flow.takes:
-            spoil(part.view)
-
-    def release(self) -> bool:
-        """Read what this rank gives; from now on the others can complete."""
-        self._slots.setdefault(self._comm.rank, contribution(self._flow))
-        self._comm._touch()
-        return True
-
-    def _advance(self) -> bool:
-        if len(self._slots) < self._comm.size:
-            return False
-        deliver(self._op, self._comm.rank, [self._slots[rank] for rank in range(self._comm.size)], self._flow)
-        return True
-
-
-class _Send(_Request):
-    def __init__(self, comm: ThreadComm, numbers: Array, slot: dict[str, Array]) -> None:
-        super().__init__(comm, "a message to be sent")
-        self._numbers, self._slot = numbers, slot
-
-    def release(self) -> bool:
-        """Read the buffer as late as MPI may, which keeps a long message until there is a place for it.
-
-        Returns:
-            Whether the receiver can complete.
-        """
-        if "awaited" not in self._slot:
-            return False
-        self._slot.setdefault("data", self._numbers.copy())
-        self._comm._touch()
-        return True
-
-    def _advance(self) -> bool:
-        return "data" in self._slot
-
-
-class _Receive(_Request):
-    def __init__(self, comm: ThreadComm, numbers: Array, slot: dict[str, Array], message: Message) -> None:
-        super().__init__(comm, f"a message from rank {message.source}")
-        self._buf, self._slot, self._message = numbers, slot, message
-        slot["awaited"] = np.empty(0)  # a mark only: nobody but its owner may keep the buffer alive
-        spoil(self._buf)
-        comm._touch()
-
-    def _advance(self) -> bool:
-        if "data" not in self._slot:
-            return False
-        data = self._slot["data"]
-        if data.nbytes != self._buf.nbytes:
-            raise CollectiveMismatch(
-                f"{self._what} has {data.nbytes} bytes, its buffer {self._buf.nbytes}: "
-                "the ranks' sizes differ, or messages of one tag came in another order"
-            )
-        self._buf[:] = data.view(self._buf.dtype)
-        self._comm.lockstep.received.append(self._message)
-        return True
 
 
 class _Draws:
-    """A counter of ranks that are threads: one step of an iterator in C is never interrupted by another thread."""
+    """A counter of ranks that are threads. One step of an iterator in C is never interrupted by another thread."""
+
+    done = False  # as a request: an example must not end before it is freed
 
     def __init__(self, comm: ThreadComm, numbers: Iterator[int]) -> None:
-        self._comm, self._numbers = comm, numbers
-        self.done = False  # as a request: an example must not end before it is freed
+        self._comm, self.take = comm, numbers.__next__
+        comm._requests.append(self)
 
     def __str__(self) -> str:
         return "a counter"
-
-    def take(self) -> int:
-        """The next number."""
-        return next(self._numbers)
 
     def free(self) -> None:
         """Let the example end."""
@@ -221,7 +92,9 @@ def spoil(buffer: Array | None) -> None:
 
 
 class ThreadComm(LockstepComm):
-    """A communicator whose ranks are threads of this process; `run_threads` makes it."""
+    """A communicator whose ranks are threads of this process. `run_threads` makes it."""
+
+    _pickle = pickle
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -229,137 +102,282 @@ class ThreadComm(LockstepComm):
             "messages that the library announces. Run this test under mpiexec, where every call of mpi4py is there."
         )
 
-    def __init__(self, world: World, name: str, rank: int, size: int, *, world_rank: int, family: Family) -> None:
-        self._world = world
-        self._name = name
-        self._world_rank = world_rank
-        board = world.shared(("board", name), lambda: _Board(world, size))
-        self._carrier = _ThreadCarrier(world, board, rank, world_rank)
-        self._pending: list[_Collective | _Send] = []
+    def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
+        self._carrier, self._world = carrier, carrier.world
+        self._pending: list[Callable[[], bool]] = []  # read the buffer of a transfer, and return whether its receivers can complete
         self._counts: dict[tuple[Any, ...], int] = defaultdict(int)
-        super().__init__(Lockstep(self._carrier, name), family)
+        super().__init__(Lockstep(carrier, carrier.name), family)
+
+    def _made(self, name: str, rank: int, size: int) -> ThreadComm:
+        return ThreadComm(
+            ThreadCarrier(self._world, f"{self._carrier.name}.{name}", rank, size, self._carrier.world_rank), self.family
+        )
 
     def progress(self) -> None:
-        """As in the base class; ends this rank if the run was given up."""
+        """Let the other ranks complete what this one has started. End this rank if the run was given up."""
         if self._world.stopped:
             raise Stopped
         super().progress()
 
-    def _touch(self) -> None:
-        """Wake the ranks that wait: something has changed."""
-        with self._world.changed:
-            self._world.touch()
-
-    def _exchange(self, value: Any) -> list[Any]:
-        return self._carrier.drive(until(self._carrier.share(value)), "an exchange of data")
-
-    def _collective(self, op: str, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> _Request | None:
+    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> _Request | None:
         def make(flow: Flow) -> _Request | None:
+            op = op_of(form)
             if form != op:
-                request = _Collective(self, op, flow, self._slot("member", "collective"))
-                self._pending.append(request)
-                return self._kept(request)
-            deliver(op, self.rank, self._exchange(contribution(flow)), flow)
+                return self._started(op, flow)
+            deliver(op, self.rank, self._carrier.gather(contribution(flow)), flow)
             return None
 
-        made: _Request | None = self._agree_on(op, form, args, given, make)
+        made: _Request | None = self._agree_on(form, args, given, make)
         return made
 
+    def _started(self, op: str, flow: Flow) -> _Request:
+        slots = self._slot("member", "collective")
+        for _, part in flow.takes:
+            spoil(part.view)
+
+        def release() -> bool:
+            slots[self.rank] = contribution(flow)
+            return True
+
+        def advance() -> bool:
+            complete = len(slots) == self.size
+            if complete:
+                deliver(op, self.rank, [slots[rank] for rank in range(self.size)], flow)
+            return complete
+
+        self._pending.append(release)
+        return _Request(self, f"a started {op}", advance)
+
     def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
-        """What sender and receiver of one transfer share; transfers of one key are told apart by their order on each side."""
-        number = self._counts[side, *key]
+        """Return what sender and receiver of one transfer share. Transfers of one key are counted on each side."""
         self._counts[side, *key] += 1
-        slot: dict[Any, Any] = self._world.shared((self._name, *key, number), dict)
+        slot: dict[Any, Any] = self._world.shared((self._carrier.name, *key, self._counts[side, *key]), dict)
         return slot
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> _Request:
-        """mpi4py's `Isend`."""
+        """Begin to send. The buffer is read as late as MPI may, which keeps a long message until a receive is there."""
         message, numbers = self._message("Isend", buf, self.rank, dest, tag)
+        slot = self._slot("sender", self.rank, dest, tag)
         self.lockstep.sent.append(message)
-        request = _Send(self, numbers, self._slot("sender", self.rank, dest, tag))
-        self._pending.append(request)
-        return self._kept(request)
+
+        def release() -> bool:
+            if "awaited" in slot:
+                slot["data"] = numbers.copy()
+            return "data" in slot
+
+        self._pending.append(release)
+        return _Request(self, "a message to be sent", lambda: "data" in slot)
 
     def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
-        """mpi4py's `Irecv` from a named source, with a named tag, of exactly as much."""
+        """Begin to receive from a named source, with a named tag, a message of exactly this length."""
         message, numbers = self._message("Irecv", buf, source, self.rank, tag)
-        return self._kept(_Receive(self, numbers, self._slot("receiver", source, self.rank, tag), message))
+        slot, what = self._slot("receiver", source, self.rank, tag), f"a message from rank {source}"
+        slot["awaited"] = True
+        spoil(numbers)
+        self._world.touch()
+
+        def advance() -> bool:
+            if "data" not in slot:
+                return False
+            data = slot["data"]
+            if data.nbytes != numbers.nbytes:
+                raise CollectiveMismatch(
+                    f"{what} has {data.nbytes} bytes, its buffer {numbers.nbytes}: "
+                    "the ranks' sizes differ, or messages of one tag came in another order"
+                )
+            numbers[:] = data.view(numbers.dtype)
+            self.lockstep.received.append(message)
+            return True
+
+        return _Request(self, what, advance)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """mpi4py's `Send`."""
+        """Send."""
         self.Isend(buf, dest, tag).Wait()
 
     def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
-        """mpi4py's `Recv`, as `Irecv`."""
+        """Receive, as `Irecv`."""
         self.Irecv(buf, source, tag).Wait()
 
     def Sendrecv(self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0) -> None:
-        """mpi4py's `Sendrecv`, from a named source."""
+        """Send and receive, from a named source."""
         requests = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
         for request in requests:
             request.Wait()
 
     def _message(self, op: str, buf: Any, source: int, dest: int, tag: int) -> tuple[Message, Array]:
-        """A message that is announced where any has been, and its numbers."""
+        """Return a message and its numbers. If any message has been announced, this one must have been."""
         peer, part = (dest if op == "Isend" else source), read(buf, "", 1, writable=op == "Irecv").parts[0]
         require(0 <= peer < self.size, f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator")
         if self._exchanges:
             self._take(op, peer, part.nbytes)
         return Message(source, dest, tag, part.nbytes, part.kind), view(part)
 
-    def _kept(self, request: _Request) -> _Request:
-        self._requests.append(request)
-        return request
-
     def _forget(self, request: _Request | _Draws) -> None:
         self._requests = [other for other in self._requests if other is not request]
 
     def Dup(self) -> ThreadComm:
-        """mpi4py's `Dup`: the same ranks with messages of their own."""
+        """Make a communicator of the same ranks with messages of their own."""
         self._enter(Call("Dup"))
-        name = f"{self._name}.{next(self.children)}"
-        return ThreadComm(self._world, name, self.rank, self.size, world_rank=self._world_rank, family=self.family)
+        return self._made(f"{next(self.children)}", self.rank, self.size)
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadComm | None:
-        """mpi4py's `Split`; a negative color (`MPI.UNDEFINED`) gives a false value instead of a communicator."""
-        choices = self._enter(Call("Split"), lambda: self._exchange((color, key)))
-        name = f"{self._name}.{next(self.children)}[{color}]"
-        if color < 0:
-            return None
+        """Make a communicator of the ranks of one color. A negative color (`MPI.UNDEFINED`) gives None."""
+        choices = self._enter(Call("Split"), lambda: self._carrier.gather((color, key)))
+        name = f"{next(self.children)}[{color}]"
         ranks = sorted((k, rank) for rank, (c, k) in enumerate(choices) if c == color)
-        return ThreadComm(
-            self._world, name, ranks.index((key, self.rank)), len(ranks), world_rank=self._world_rank, family=self.family
-        )
-
-    @property
-    def _pickle(self) -> Any:
-        return pickle
+        return None if color < 0 else self._made(name, ranks.index((key, self.rank)), len(ranks))
 
     def alone(self) -> ThreadComm:
-        """A communicator of this rank alone, which needs no other rank."""
-        name = f"{self._name}.alone[{self._world_rank}]"
-        return ThreadComm(self._world, name, 0, 1, world_rank=self._world_rank, family=self.family)
+        """Return a communicator of this rank alone, which needs no other rank."""
+        return self._made(f"alone[{self._carrier.world_rank}]", 0, 1)
 
-    def make_counter(self) -> SharedCounter:
-        """A counter that these ranks share."""
+    def make_counter(self) -> _Draws:
+        """Return a counter that these ranks share."""
         self._enter(Call("make_counter"))
-        counter = _Draws(self, self._world.shared((self._name, "counter", next(self.children)), itertools.count))
-        self._requests.append(counter)
-        return counter
+        return _Draws(self, self._world.shared((self._carrier.name, "counter", next(self.children)), itertools.count))
 
     def _release(self) -> None:
         pending, self._pending = self._pending, []
-        self._pending = [request for request in pending if not request.release()]
+        self._pending = [release for release in pending if not release()]
+        if len(self._pending) < len(pending):
+            self._world.touch()
 
     def _free(self) -> None:
         self._freed = True
 
 
-def _call(op: str, form: str) -> Callable[..., _Request | None]:
-    return lambda self, *args, **given: self._collective(op, form, args, given)
-
-
 for _op in COLLECTIVES:
     if not _op.startswith("Neighbor") and _op != "Alltoallw":
-        setattr(ThreadComm, _op, _call(_op, _op))
-        setattr(ThreadComm, f"I{_op.lower()}", _call(_op, f"I{_op.lower()}"))
+        for _form in (_op, f"I{_op.lower()}"):
+            setattr(ThreadComm, _form, forwarded("_collective", _form))
+
+
+T = TypeVar("T")
+
+
+class Stopped(BaseException):
+    """Raised in a rank when the run as a whole was given up. It is no error of the rank."""
+
+
+class World:
+    """Everything that the ranks of one run share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.version = 0
+        self.stopped = False
+        self._waiting: dict[int, tuple[str, bool]] = {}
+        self._doomed: set[int] = set()
+        self._deadlock = ""
+        self._away: set[int] = set()
+        self._shared: dict[Any, Any] = {}
+
+    def touch(self) -> None:
+        """Wake all ranks that wait."""
+        with self.changed:
+            self.version += 1
+            self._waiting.clear()
+            self.changed.notify_all()
+
+    def shared(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the object of that name. The first rank that asks makes it."""
+        with self.changed:
+            if key not in self._shared:
+                self._shared[key] = make()
+            value: T = self._shared[key]
+            return value
+
+    def put(self, key: Any, rank: int, value: Any, size: int) -> Ticket:
+        """Give a rank's value to a round of so many ranks."""
+        values: dict[int, Any] = self.shared(key, dict)
+        with self.changed:
+            values[rank] = value
+            if len(values) == size:
+                del self._shared[key]
+                self.touch()
+        return lambda: [values[rank] for rank in range(size)] if len(values) == size else None
+
+    def leave(self, rank: int) -> None:
+        """Say that a rank has ended, so that no rank can wait for it."""
+        with self.changed:
+            self._away.add(rank)
+            self.touch()
+
+    def stop(self) -> None:
+        """Wake every waiting rank for good."""
+        self.stopped = True
+        self.touch()
+
+    def running(self) -> list[int]:
+        """Return the ranks that neither wait nor have ended."""
+        with self.changed:
+            return [rank for rank in range(self.size) if rank not in self._waiting and rank not in self._away]
+
+    def drive(self, rank: int, steps: Steps[T], what: str, *, ending: bool = False) -> T:
+        """Run steps to their end. Between two of them sleep until another rank has done something.
+
+        Args:
+            rank: of the caller.
+            steps: work of this rank.
+            what: describes the wait if no rank can go on.
+            ending: this rank only waits for the others to end, so a deadlock is not its own.
+        """
+        while True:
+            seen = self.version
+            try:
+                next(steps)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            with self.changed:
+                self._sleep(rank, seen, what, ending)
+
+    def _sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
+        while self.version == seen and not self.stopped:
+            self._waiting[rank] = (what, ending)
+            self._find_deadlock()
+            if self.version == seen:
+                self.changed.wait()
+        if self.stopped:
+            raise Stopped
+        if rank in self._doomed:
+            self._doomed.remove(rank)
+            raise Mismatched(self._deadlock)
+
+    def _find_deadlock(self) -> None:
+        if len(self._waiting) + len(self._away) < self.size or self._doomed:
+            return
+        table = "".join(f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items()))
+        self._deadlock = "every rank waits and none can go on:" + table
+        self._doomed = {rank for rank, (_, ending) in self._waiting.items() if not ending}
+        self.touch()
+
+
+class ThreadCarrier(Carrier):
+    """Exchange between the ranks of one communicator, which are threads.
+
+    Args:
+        world: of all ranks.
+        name: of the communicator, the same on all its ranks.
+        rank, size: of the communicator.
+        world_rank: of this rank in the world.
+    """
+
+    def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
+        self.world, self.name, self.rank, self.size, self.world_rank = world, name, rank, size, world_rank
+        self._rounds = 0
+
+    def post(self, record: Record) -> Ticket:
+        """Begin an exchange of records."""
+        return self.share(record)
+
+    def share(self, value: object) -> Ticket:
+        """Begin an exchange of values."""
+        self._rounds += 1
+        return self.world.put((self.name, "round", self._rounds), self.rank, value, self.size)
+
+    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
+        """Run steps to their end, and sleep in between."""
+        return self.world.drive(self.world_rank, steps, what, ending=ending)

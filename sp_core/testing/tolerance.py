@@ -1,4 +1,4 @@
-"""How far a result may be from the float64 reference: an elementwise bound from what the arithmetic allows.
+"""Bound how far a result may be from the float64 reference, elementwise, by its arithmetic.
 
     |error| <= C (u + u_acc growth) scale,    growth = longest sum + greatest logit size
 
@@ -21,7 +21,7 @@ C = 20.0
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number of the dtype."""
+    """Return half the distance from 1 to the next number of the dtype."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -32,7 +32,7 @@ def bound(
     extra_roundings: int = 0,
     single_device_error: Tensor | None = None,
 ) -> Tensor:
-    """Elementwise error bound for a result computed in `dtype`.
+    """Return the elementwise error bound for a result computed in `dtype`.
 
     Args:
         scale: the reference's scale of the result, of its shape.
@@ -51,7 +51,7 @@ def bound(
 
 
 def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
-    """Greatest error over bound; above 1 means wrong.
+    """Return the greatest error over bound; above 1 means wrong.
 
     Returns:
         inf for other shapes, for NaN anywhere, for an infinity that is not expected, and for any error where the bound is 0.
@@ -84,7 +84,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
 
 
 def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
-    """Elementwise error over bound, inf where there is no finite answer."""
+    """Return the elementwise error over bound, inf for elements without a finite answer."""
     a, e, b = (t.detach().double().cpu() for t in (actual, expected, bound))
     error = torch.where(a == e, 0.0, (a - e).abs())  # equal infinities have no error
     ratios = torch.where(error == 0, 0.0, error / b)
@@ -93,7 +93,7 @@ def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
 
 
 def _worst(name: str, ratio: float, actual: Tensor, expected: Tensor, bound: Tensor) -> str:
-    """Text that names the worst element."""
+    """Return text that names the worst element."""
     ratios = _ratios(actual, expected, bound)
     flat = int(ratios.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape))

@@ -10,18 +10,13 @@ import torch
 
 from sp_core.errors import DeviceError
 from sp_core.transport import cuda_aware
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
-from sp_core.transport.cuda import CudaMemory, PinnedMemory
-from sp_core.transport.device import CudaStreams
-from sp_core.transport.device_window import PINNED_SLOT_BYTES, DeviceWindow
-from sp_core.transport.distributed import DistributedTransport
-from sp_core.transport.group import make_group
+from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
+from sp_core.transport.cuda import CudaMemory, CudaStreams, PinnedMemory
+from sp_core.transport.distributed import DistributedTransport, make_group
 from sp_core.transport.host import HostTransport
-from sp_core.transport.link import LinkModel
 from sp_core.transport.shared import NotShared, first_of_its_machine
 from sp_core.transport.staged import IpcTransport, PinnedTransport, PipelinedTransport, StagedTransport
-from sp_core.transport.transfer import Op, Transfer
-from sp_core.transport.window import Operation, Window, WindowTransport
+from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window, WindowTransport
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -34,13 +29,11 @@ __all__ = [
     "Done",
     "Handle",
     "HostTransport",
-    "LinkModel",
+    "HostWrapper",
     "Messages",
-    "Op",
-    "Operation",
-    "Transfer",
     "Transport",
     "Window",
+    "WindowRun",
     "make_transport",
     "make_window",
     "wait",
@@ -58,12 +51,12 @@ MAY_BE_REFUSED = ("device", "distributed")
 
 
 def make_transport(
-    name: str | LinkModel, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
+    name: str | HostWrapper, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
 ) -> Transport:
     """The transport of that name for tensors on a device; every rank calls this.
 
     Args:
-        name: "auto", one of `NAMES[device.type]`, or on a CPU a model of a link.
+        name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host tensors.
         comm: an mpi4py communicator that nobody else sends on.
         device: where the tensors live.
         poll: called while waiting.
@@ -74,7 +67,7 @@ def make_transport(
     Raises:
         DeviceError: no such transport for that kind of device, or not here; on every rank.
     """
-    if isinstance(name, LinkModel) and device.type == "cpu":
+    if isinstance(name, HostWrapper) and device.type == "cpu":
         return name.over(HostTransport(comm))
     offered = NAMES.get(device.type, ())
     chosen = offered[0] if name == "auto" and offered else name
@@ -114,9 +107,9 @@ def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[
             case "window":
                 return Window(comm), ""
             case "ipc":
-                return DeviceWindow(comm, CudaMemory(device)), ""
+                return Window(comm, DEVICE_SLOT_BYTES, CudaMemory(device)), ""
             case "pinned":
-                return DeviceWindow(comm, PinnedMemory(device), PINNED_SLOT_BYTES), ""
+                return Window(comm, PINNED_SLOT_BYTES, PinnedMemory(device)), ""
     except NotShared as reason:
         return None, str(reason)
     return None, ""

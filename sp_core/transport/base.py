@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from sp_core.transport.transfer import Transfer
+from sp_core.schedules import Operation
 
 Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: (rank of the other side, flat contiguous tensor)."""
@@ -35,17 +37,17 @@ class Transport(Protocol):
 
     name: str
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective. All ranks of the communicator call this."""
         ...
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective and return without waiting for the other ranks."""
         ...
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """A collective on the same memory that can be carried out many times, by calling what is returned."""
-        ...
+        return partial(self.run, operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
@@ -57,7 +59,7 @@ class Transport(Protocol):
 
     def bind(self, messages: Messages) -> Bound:
         """Bring messages into the form that `post` takes."""
-        ...
+        return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages, whenever this rank is ready for them. They meet messages of the same tag only."""
@@ -65,6 +67,18 @@ class Transport(Protocol):
 
     def close(self, *, together: bool) -> None:
         """Give back what it holds; `together` where all ranks do so, with nothing under way."""
+        return
+
+
+@runtime_checkable
+class HostWrapper(Protocol):
+    """Makes a transport out of the one of host tensors, such as a model of slow links; a mesh takes it as `transport`.
+
+    Its `repr` is the same on all ranks, which agree on it.
+    """
+
+    def over(self, host: Any) -> Transport:
+        """Return a transport whose messages are carried by `host`, a `HostTransport`."""
         ...
 
 
@@ -74,6 +88,13 @@ class Done:
     def test(self) -> bool:
         """True."""
         return True
+
+
+@dataclass(frozen=True)
+class Until:
+    """The handle of something that is complete when `test` says so."""
+
+    test: Callable[[], bool]
 
 
 SPIN_SECONDS = 2e-5

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from sp_core.observer import observer_of
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
@@ -27,8 +29,8 @@ class SharedCounter(Protocol):
 
 def make_counter(comm: Intracomm) -> SharedCounter:
     """A counter over the ranks of a communicator; every rank calls this. A checked communicator makes one of its own kind."""
-    own = getattr(comm, "make_counter", None)
-    return MpiCounter(comm) if own is None else cast("SharedCounter", own())
+    own: SharedCounter | None = observer_of(comm).make_counter()
+    return MpiCounter(comm) if own is None else own
 
 
 class MpiCounter:

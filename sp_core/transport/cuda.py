@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sp_core.machine import loaded_library
-from sp_core.transport.device import CudaEvent, Event
 from sp_core.transport.node_memory import FileMemory, Offer, Work
 
 HANDLE_BYTES = 64
@@ -31,6 +30,58 @@ class Handle(ctypes.Structure):
     """What the runtime calls cudaIpcMemHandle_t."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaEvent:
+    """What has been asked of a stream so far."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def test(self) -> bool:
+        return bool(self._event.query())
+
+
+class CudaStreams:
+    """Copy streams of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Page-locked host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def begin(self) -> None:
+        """Let both copy streams wait for the current stream."""
+        current = torch.cuda.current_stream(self._device)
+        self._down.wait_stream(current)
+        self._up.wait_stream(current)
+
+    def download(self, host: Tensor, device: Tensor) -> None:
+        """Begin a copy on the stream that goes down."""
+        with torch.cuda.stream(self._down):
+            host.copy_(device, non_blocking=True)
+
+    def upload(self, device: Tensor, host: Tensor) -> None:
+        """Begin a copy on the stream that goes up."""
+        with torch.cuda.stream(self._up):
+            device.copy_(host, non_blocking=True)
+
+    def downloaded(self) -> CudaEvent:
+        """An event on the stream that goes down."""
+        return CudaEvent(self._down)
+
+    def uploaded(self) -> CudaEvent:
+        """An event on the stream that goes up."""
+        return CudaEvent(self._up)
+
+    def finish(self) -> None:
+        """Let the current stream wait for the stream that goes up."""
+        torch.cuda.current_stream(self._device).wait_stream(self._up)
 
 
 class CudaStream:
@@ -48,7 +99,7 @@ class CudaStream:
         """Let the stream wait for the current one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def launch(self, work: Sequence[Work]) -> Event:
+    def launch(self, work: Sequence[Work]) -> CudaEvent:
         """Launch on the stream."""
         with torch.cuda.stream(self._stream):
             for item in work:

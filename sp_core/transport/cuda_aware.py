@@ -21,9 +21,9 @@ from torch import Tensor
 
 from sp_core.errors import DeviceError
 from sp_core.probing import bounded, last_line
+from sp_core.schedules import Operation
 from sp_core.transport.base import Done, Handle
-from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy
-from sp_core.transport.transfer import Transfer
+from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy, in_turn
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -67,25 +67,20 @@ class DeviceTransport(HostTransport):
         super().__init__(comm, max_count=max_count)
         self._wait_for_stream = settle
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Carry a collective out."""
-        self.run(transfer, send, recv)
+        self.run(operation, send, recv)
         return Done()
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """The library's call, after the stream has been waited for."""
-        return partial(_one_after_the_other, self._settle, super().prepare(transfer, send, recv))
+        return partial(in_turn, self._settle, super().prepare(operation, send, recv))
 
     def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
         return memory(x)
 
     def _settle(self) -> None:
         self._wait_for_stream()
-
-
-def _one_after_the_other(first: Callable[[], object], then: Callable[[], object]) -> None:
-    first()
-    then()
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:

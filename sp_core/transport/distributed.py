@@ -8,18 +8,24 @@ go over MPI: NCCL would match them by their order alone, and gloo's cannot be as
 
 from __future__ import annotations
 
+import platform
+import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sp_core.errors import PeerFailed
+from sp_core.errors import DeviceError, PeerFailed
+from sp_core.observer import observer_of
+from sp_core.schedules import Op, Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
 from sp_core.transport.host import WIDER, widened
-from sp_core.transport.transfer import Op, Transfer
+from sp_core.transport.shared import together
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -28,7 +34,7 @@ _WIDER = {**WIDER, torch.int16: torch.int32}
 """What gloo or NCCL cannot add, or would round after each addition, and what it is added in."""
 
 
-class DistributedTransport:
+class DistributedTransport(Transport):
     """Moves tensors by torch.distributed.
 
     Args:
@@ -51,31 +57,26 @@ class DistributedTransport:
     ) -> None:
         self._comm, self._group, self._messages, self._poll = comm, group, messages, poll
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._say: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
-        self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
+        self._say, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective."""
-        wait(self.start(transfer, send, recv), self._poll)
+        wait(self.start(operation, send, recv), self._poll)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective."""
-        what = f"{transfer.op} by torch.distributed"
+        what = f"{operation.op} by torch.distributed"
         self._say(what)
-        if transfer.steps == 0:
+        if operation.longest == 0:
             return Done()
-        match transfer.op:
+        match operation.op:
             case Op.ALL_REDUCE | Op.REDUCE:
-                return self._reduction(transfer, send, recv, what)
+                return self._reduction(operation, send, recv, what)
             case Op.BROADCAST:
-                return self._broadcast(transfer, send if recv is None else recv, what)
+                return self._broadcast(operation, send if recv is None else recv, what)
         assert send is not None
         assert recv is not None
-        return self._pieces(transfer, send, recv, what)
-
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """A collective on the same memory."""
-        return partial(self.run, transfer, send, recv)
+        return self._pieces(operation, send, recv, what)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, as one all-to-all; what is alone is not copied."""
@@ -105,7 +106,7 @@ class DistributedTransport:
         if not together:  # its end waits for what is under way, until the others have gone or its time is up
             threading.Thread(target=held.clear, daemon=True).start()
 
-    def _reduction(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, what: str) -> Handle:
+    def _reduction(self, operation: Operation, send: Tensor | None, recv: Tensor | None, what: str) -> Handle:
         """A sum (or max, min), on every rank in memory that may be overwritten."""
         from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions
 
@@ -113,35 +114,35 @@ class DistributedTransport:
         assert wide is not None
         total = wide.clone() if total is None else total
         total.copy_(wide)
-        reduction: Any = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[transfer.reduction]
-        if transfer.op is Op.REDUCE:
+        reduction: Any = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[operation.reduction]
+        if operation.op is Op.REDUCE:
             to_root = ReduceOptions()
-            to_root.reduceOp, to_root.rootRank = reduction, transfer.root
+            to_root.reduceOp, to_root.rootRank = reduction, operation.root
             return self._handle(self._group.reduce([total], to_root), (total, recv), what, after)
         to_all = AllreduceOptions()
         to_all.reduceOp = reduction
         return self._handle(self._group.allreduce([total], to_all), (total, recv), what, after)
 
-    def _broadcast(self, transfer: Transfer, x: Tensor | None, what: str) -> Handle:
+    def _broadcast(self, operation: Operation, x: Tensor | None, what: str) -> Handle:
         from torch.distributed import BroadcastOptions
 
         assert x is not None
         options = BroadcastOptions()
-        options.rootRank = transfer.root
+        options.rootRank = operation.root
         return self._handle(self._group.broadcast([_bytes(x)], options), (x,), what)
 
-    def _pieces(self, transfer: Transfer, send: Tensor, recv: Tensor, what: str) -> Handle:
+    def _pieces(self, operation: Operation, send: Tensor, recv: Tensor, what: str) -> Handle:
         """What goes from every rank to every rank."""
-        size, gathers = self._comm.size, transfer.op is Op.ALL_GATHER
-        if gathers and len(set(transfer.recv)) == 1:
+        size, gathers = self._comm.size, operation.op is Op.ALL_GATHER
+        if gathers and len(set(operation.recv)) == 1:
             work = self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)])
             return self._handle(work, (send, recv), what)
         packed = _bytes(send).repeat(size) if gathers else _bytes(send)
-        sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in transfer.send]
-        if transfer.op is Op.REDUCE_SCATTER:
+        sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in operation.send]
+        if operation.op is Op.REDUCE_SCATTER:
             parts = recv.new_empty((size, recv.numel()))
             return self._all_to_all(_bytes(parts.view(-1)), packed, [recv.nbytes] * size, sent, what, partial(_add, recv, parts))
-        return self._all_to_all(_bytes(recv), packed, [count * recv.itemsize for count in transfer.recv], sent, what)
+        return self._all_to_all(_bytes(recv), packed, [count * recv.itemsize for count in operation.recv], sent, what)
 
     def _all_to_all(
         self,
@@ -221,5 +222,95 @@ def _add(into: Tensor, parts: Tensor) -> None:
     into.copy_(total)
 
 
-def _nothing(what: str) -> None:
-    """A communicator that is not checked."""
+CONNECT_SECONDS = 60
+LIMIT_SECONDS = 300
+"""Of every wait inside the group; then the transfer fails, on this rank."""
+
+LOOPBACK = "127.0.0.1"
+Offer = tuple[str, int, str]
+"""Where the store is, and what went wrong with it."""
+
+
+def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
+    """A process group: gloo for a CPU, NCCL for CUDA. Every rank calls this.
+
+    Args:
+        comm: an mpi4py communicator.
+        device: where the tensors of this rank live.
+        seconds: limit of every transfer.
+
+    Returns:
+        The backend itself, as torch.distributed keeps it inside its groups.
+
+    Communication:
+        Three exchanges of a few bytes; then the ranks connect through a store on rank 0, whose address travels over MPI.
+
+    Raises:
+        DeviceError: on every rank: two ranks have one GPU, this torch has no such backend, or the ranks cannot connect.
+    """
+    if device.type == "cuda":
+        refuse_shared_gpus(comm.allgather(f"GPU {torch.cuda.get_device_properties(device).uuid} of {platform.node()}"))
+    near = together(comm)
+    store, offer = _offered(near) if comm.rank == 0 else (None, ("", 0, ""))
+    host, port, problem = comm.bcast(offer)
+    group = None
+    if not problem:
+        try:
+            store = store or _store(host, port)
+            group = _connected(store, comm, device, near, timedelta(seconds=seconds))
+        except (RuntimeError, ImportError, OSError) as error:
+            problem = str(error).splitlines()[0]
+    problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
+    if problems:
+        rank, text = next(iter(problems.items()))
+        raise DeviceError(
+            f"transport 'distributed' needs a process group of torch.distributed over {comm.size} ranks on {device.type}; "
+            f"rank {rank} has none: {text}. Pass another transport, or see to it that the ranks reach each other over TCP."
+        )
+    return group
+
+
+def refuse_shared_gpus(gpus: Sequence[str]) -> None:
+    """Raise `DeviceError` where two ranks have one GPU; `gpus` names that of each rank."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, gpu in enumerate(gpus):
+        ranks[gpu].append(rank)
+    shared = [f"ranks {', '.join(map(str, found))}: {gpu}" for gpu, found in ranks.items() if len(found) > 1]
+    if shared:
+        raise DeviceError(
+            f"transport 'distributed' uses NCCL, which needs a GPU for each rank; {len(gpus)} ranks have {len(ranks)} "
+            f"({'; '.join(shared)}). Start fewer ranks, or pass transport='ipc' or 'pipelined', which let ranks share one."
+        )
+
+
+def _offered(near: bool) -> tuple[Any, Offer]:
+    """A store, which listens to this machine only if all ranks are on it; and where it is."""
+    try:
+        listener = socket.create_server((LOOPBACK if near else "", 0))
+        host, port = LOOPBACK if near else platform.node(), listener.getsockname()[1]
+        return _store(host, port, listener.detach()), (host, port, "")
+    except (RuntimeError, ImportError, OSError) as error:
+        return None, ("", 0, str(error).splitlines()[0])
+
+
+def _store(host: str, port: int, listening: int | None = None) -> Any:
+    """The store at an address; the one that is there, or one that listens on a socket."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    return TCPStore(host, port, None, listening is not None, limit, wait_for_workers=False, master_listen_fd=listening)
+
+
+def _connected(store: Any, comm: Intracomm, device: torch.device, near: bool, limit: timedelta) -> Any:
+    from torch._C import _distributed_c10d
+
+    backends: Any = _distributed_c10d  # its stubs do not know that options can be passed
+    if device.type == "cuda":
+        options = backends.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return backends.ProcessGroupNCCL(store, comm.rank, comm.size, options)
+    gloo = backends.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = limit
+    options._devices = [gloo.create_device(hostname=LOOPBACK) if near else gloo.create_default_device()]
+    return gloo(store, comm.rank, comm.size, options)

@@ -6,18 +6,17 @@ so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sp_core.transport import transfer as tr
-from sp_core.transport.base import Bound, Done, Handle, Messages
-from sp_core.transport.transfer import Op, Transfer
+from sp_core.observer import observer_of
+from sp_core.schedules import Op, Operation
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transport
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -26,13 +25,14 @@ MAX_COUNT = 2**30
 """Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int as well."""
 
 TAG = 0  # of messages that all ranks post in the same order: the communicator is the transport's own, and MPI keeps their order
+Array = np.ndarray[Any, Any]
 _EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8}
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def as_numpy(x: Tensor | None) -> np.ndarray[Any, Any]:
+def as_numpy(x: Tensor | None) -> Array:
     """The memory of a flat tensor as an array; types that MPI or NumPy lacks as integers of the same width."""
     if x is None:
         return _EMPTY
@@ -60,7 +60,7 @@ class Request:
         return True
 
 
-class HostTransport:
+class HostTransport(Transport):
     """Moves CPU tensors by the MPI library's own collectives and point-to-point messages.
 
     Args:
@@ -72,32 +72,32 @@ class HostTransport:
 
     def __init__(self, comm: Intracomm, *, max_count: int = MAX_COUNT) -> None:
         self._comm = comm
+        self._observer = observer_of(comm)
         self._max_count = max_count
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective, in chunks where its vectors are too long for one call."""
-        if self._fits(transfer):
-            self._call(transfer, send, recv, blocking=True)
+        if self._fits(operation):
+            self._call(operation, send, recv, blocking=True)
         else:
-            self._run_in_chunks(transfer, send, recv)
+            self._run_in_chunks(operation, send, recv)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective. One too long for a single call is carried out at once."""
-        if self._fits(transfer):
-            return self._call(transfer, send, recv, blocking=False)
-        self._run_in_chunks(transfer, send, recv)
+        if self._fits(operation):
+            return self._call(operation, send, recv, blocking=False)
+        self._run_in_chunks(operation, send, recv)
         return Done()
 
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
         """The library's call with its arguments, unless its vectors are too long for one; half types are added in wider memory."""
-        if not self._fits(transfer):
-            return partial(self.run, transfer, send, recv)
-        wide_send, wide_recv, after = widened(send, recv) if transfer.op.reduces else (send, recv, None)
-        arguments = _arguments(transfer, self._comm.rank, self._memory(wide_send), self._memory(wide_recv))
-        call = partial(_method(self._comm, transfer.op, blocking=True), *arguments, **_keywords(transfer))
+        if not self._fits(operation):
+            return partial(self.run, operation, send, recv)
+        wide_send, wide_recv, after = widened(send, recv) if operation.reduces else (send, recv, None)
+        call = _bound(self._comm, operation, self._memory(wide_send), self._memory(wide_recv), blocking=True)
         if send is None or wide_send is None or wide_send is send:
             return call
-        return partial(_in_turn, partial(wide_send.copy_, send), call, after or _nothing)
+        return partial(in_turn, partial(wide_send.copy_, send), call, *([after] if after else []))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages; empty ones and those above the limit of one call included."""
@@ -119,72 +119,54 @@ class HostTransport:
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
         return Request(requests, (sends, recvs))
 
-    def close(self, *, together: bool) -> None:
-        """Nothing to give back."""
-
-    def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
+    def _memory(self, x: Tensor | None) -> Array:
         """What MPI gets in place of a flat tensor."""
         return as_numpy(x)
 
     def _settle(self) -> None:
         """Wait until everything that MPI may read has been written. In host memory it has."""
 
-    def _parts(self, messages: Messages) -> list[tuple[int, Tensor]]:
-        return [(peer, part) for peer, x in messages for part in x.split(self._max_count)]
+    def _parts(self, messages: Messages) -> Iterator[tuple[int, Tensor]]:
+        yield from ((peer, part) for peer, x in messages for part in x.split(self._max_count))
 
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
-        """A checked communicator wants to know who sends what to whom before anybody waits."""
-        announce = getattr(self._comm, "announce_exchange", None)
-        if announce is not None:
-            sent, received = ([(peer, x.nbytes) for peer, x in self._parts(messages)] for messages in (sends, recvs))
-            announce(sends=sent, recvs=received, later=later)
+        """Announce messages. Their sizes are computed only if somebody listens."""
+        sent, received = (((peer, x.nbytes) for peer, x in self._parts(messages)) for messages in (sends, recvs))
+        self._observer.announce_exchange(sent, received, later=later)
 
-    def _fits(self, transfer: Transfer) -> bool:
+    def _fits(self, operation: Operation) -> bool:
         """Whether one call will do; the answer is the same on all ranks, because `steps` is."""
-        return self._comm.size * transfer.steps <= self._max_count
+        return self._comm.size * operation.longest <= self._max_count
 
-    def _run_in_chunks(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def _run_in_chunks(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         length = max(self._max_count // self._comm.size, 1)
-        for offset, chunk in transfer.chunks(length):
-            sent = _packed(send, transfer.send, offset, chunk.send)
+        for offset, chunk in operation.chunks(length):
+            sent = _packed(send, operation.send, offset, chunk.send)
             received = None if recv is None else recv.new_empty(sum(chunk.recv))
             self._call(chunk, sent, received, blocking=True)
-            _unpack(received, recv, transfer.recv, offset, chunk.recv)
+            _unpack(received, recv, operation.recv, offset, chunk.recv)
 
-    def _call(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
+    def _call(self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
         after = None
-        if transfer.op.reduces:
+        if operation.reduces:
             send, recv, after = widened(send, recv)
-        call = _method(self._comm, transfer.op, blocking=blocking)
-        arguments = _arguments(transfer, self._comm.rank, self._memory(send), self._memory(recv))
+        call = _bound(self._comm, operation, self._memory(send), self._memory(recv), blocking=blocking)
         self._settle()
-        request = call(*arguments, **_keywords(transfer))
+        request = call()
         handle = Request([] if request is None else [request], (send, recv), after)
         if blocking:
             handle.test()
         return handle
 
 
-class OverHost(ABC):
-    """What transports that bring tensors to the host and let it move them have in common."""
+class OverHost(Transport):
+    """What transports that bring tensors to the host and let it move them have in common: messages bound when they are posted."""
 
     _host: HostTransport
-
-    @abstractmethod
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective."""
-
-    def prepare(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
-        """A collective on the same memory."""
-        return partial(self.run, transfer, send, recv)
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Say which messages will be posted."""
         self._host.announce(sends, recvs)
-
-    def bind(self, messages: Messages) -> Bound:
-        """The messages themselves: host memory is made when they are posted."""
-        return messages
 
     def close(self, *, together: bool) -> None:
         """Give back what the host holds."""
@@ -210,72 +192,42 @@ def widened(
     return wide_send, wide_recv, lambda: recv.copy_(wide_recv)
 
 
-def _in_turn(*calls: Callable[[], object]) -> None:
+def in_turn(*calls: Callable[[], object]) -> None:
     """Make calls one after the other."""
     for call in calls:
         call()
 
 
-def _nothing() -> None:
-    """Do nothing after a sum: another rank gets it."""
-
-
 def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:
     if flat is None:
         return None
-    return torch.cat([piece[offset : offset + n] for piece, n in zip(tr.pieces(flat, sizes), chunk, strict=True)])
+    return torch.cat([piece[offset : offset + n] for piece, n in zip(flat.split(list(sizes)), chunk, strict=True)])
 
 
 def _unpack(packed: Tensor | None, flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> None:
     if packed is None or flat is None:
         return
-    for piece, part, n in zip(tr.pieces(flat, sizes), tr.pieces(packed, chunk), chunk, strict=True):
+    for piece, part, n in zip(flat.split(list(sizes)), packed.split(list(chunk)), chunk, strict=True):
         piece[offset : offset + n] = part
 
 
-Array = np.ndarray[Any, Any]
-
-_METHODS = {
-    Op.ALL_GATHER: "Allgatherv",
-    Op.REDUCE_SCATTER: "Reduce_scatter",
-    Op.ALL_REDUCE: "Allreduce",
-    Op.ALL_TO_ALL: "Alltoallv",
-    Op.BROADCAST: "Bcast",
-    Op.REDUCE: "Reduce",
+_METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...]]]] = {
+    Op.ALL_GATHER: ("Allgatherv", lambda o, send, recv: (send, [recv, list(o.recv)])),
+    Op.REDUCE_SCATTER: ("Reduce_scatter", lambda o, send, recv: (send, recv, list(o.send))),
+    Op.ALL_REDUCE: ("Allreduce", lambda o, send, recv: (send, recv)),
+    Op.ALL_TO_ALL: ("Alltoallv", lambda o, send, recv: ([send, list(o.send)], [recv, list(o.recv)])),
+    Op.BROADCAST: ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
+    Op.REDUCE: ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
+"""By collective, the communicator's method and its arguments. A shift is messages, no collective of the library."""
 
 
-def _method(comm: Intracomm, op: Op, *, blocking: bool) -> Callable[..., Any]:
-    """The communicator's method for a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
-    name = _METHODS[op]
-    return cast("Callable[..., Any]", getattr(comm, name if blocking else "I" + name.lower()))
-
-
-def _arguments(transfer: Transfer, rank: int, send: Array, recv: Array) -> tuple[Any, ...]:
-    match transfer.op:
-        case Op.ALL_GATHER:
-            return send, [recv, list(transfer.recv)]
-        case Op.REDUCE_SCATTER:
-            return send, recv, list(transfer.send)
-        case Op.ALL_REDUCE:
-            return send, recv
-        case Op.ALL_TO_ALL:
-            return [send, list(transfer.send)], [recv, list(transfer.recv)]
-        case Op.BROADCAST:
-            return (send if rank == transfer.root else recv,)
-        case Op.REDUCE:
-            return send, recv if rank == transfer.root else None
-        case Op.SHIFT:
-            raise AssertionError("a shift is messages, no collective of the library")
-
-
-def _keywords(transfer: Transfer) -> dict[str, Any]:
-    """The root, and the reduction unless it is a sum, which is what every library does by default."""
-    keywords: dict[str, Any] = {}
-    if transfer.op in (Op.BROADCAST, Op.REDUCE):
-        keywords["root"] = transfer.root
-    if transfer.reduction != "sum":
+def _bound(comm: Intracomm, operation: Operation, send: Array, recv: Array, *, blocking: bool) -> Callable[[], Any]:
+    """The call of a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
+    name, arguments = _METHODS[operation.op]
+    keywords: dict[str, Any] = {"root": operation.root} if operation.op in (Op.BROADCAST, Op.REDUCE) else {}
+    if operation.reduction != "sum":  # a sum is what every library does by default
         from mpi4py import MPI
 
-        keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[transfer.reduction]
-    return keywords
+        keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
+    return partial(getattr(comm, name if blocking else "I" + name.lower()), *arguments(operation, send, recv), **keywords)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sp_core.transport.base import wait
-from sp_core.transport.device import Event
+from sp_core.transport.base import Handle, wait
 from sp_core.transport.shared import NotShared, together
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class NodeMemory(Protocol):
         """Let what is launched from now on wait for what has been computed so far."""
         ...
 
-    def launch(self, work: Sequence[Work]) -> Event:
+    def launch(self, work: Sequence[Work]) -> Handle:
         """Ask the device to do something, after what was launched before; the event comes when it has."""
         ...
 

@@ -17,17 +17,49 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, wait
-from sp_core.transport.device import Event, Streams
 from sp_core.transport.host import HostTransport, OverHost
-from sp_core.transport.transfer import Transfer, pieces
 
 CHUNK_BYTES = 1 << 20
 """Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25 to 400 Gbit/s."""
+
+
+class Streams(Protocol):
+    """Two streams of copies, one in each direction, beside the stream that computes."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Host memory, uint8 `(nbytes,)`, that the device can copy from and to asynchronously."""
+        ...
+
+    def begin(self) -> None:
+        """Let the copies that follow wait for what has been computed so far."""
+        ...
+
+    def download(self, host: Tensor, device: Tensor) -> None:
+        """Begin a copy from device to host."""
+        ...
+
+    def upload(self, device: Tensor, host: Tensor) -> None:
+        """Begin a copy from host to device."""
+        ...
+
+    def downloaded(self) -> Handle:
+        """The point after the downloads begun so far."""
+        ...
+
+    def uploaded(self) -> Handle:
+        """The point after the uploads begun so far."""
+        ...
+
+    def finish(self) -> None:
+        """Let what is computed next wait for the uploads begun so far."""
+        ...
 
 
 class _Finishing:
@@ -54,16 +86,16 @@ class StagedTransport(OverHost):
     def __init__(self, host: HostTransport) -> None:
         self._host = host
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective."""
         host_send, host_recv = _to_host(send), _like_on_host(recv)
-        self._host.run(transfer, host_send, host_recv)
+        self._host.run(operation, host_send, host_recv)
         _to_device(recv, host_recv)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective; the copy back is made by whoever tests the handle."""
         host_send, host_recv = _to_host(send), _like_on_host(recv)
-        handle = self._host.start(transfer, host_send, host_recv)
+        handle = self._host.start(operation, host_send, host_recv)
         return _Finishing(handle, lambda: _to_device(recv, host_recv))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
@@ -104,8 +136,8 @@ class _Slot:
 
     send: Tensor
     recv: Tensor
-    downloaded: Event = field(default_factory=Done)
-    uploaded: Event = field(default_factory=Done)
+    downloaded: Handle = field(default_factory=Done)
+    uploaded: Handle = field(default_factory=Done)
 
 
 class PipelinedTransport(OverHost):
@@ -140,13 +172,13 @@ class PipelinedTransport(OverHost):
         self._slots = [_Slot(streams.buffer(self._chunk_bytes), streams.buffer(self._chunk_bytes)) for _ in range(2)]
         self._queue: deque[_Steps] = deque()
 
-    def run(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> None:
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Carry out a collective, after those that were started before it."""
-        wait(self._enqueue(self._collective(transfer, send, recv, self._run_on_host)), self._poll)
+        wait(self._enqueue(self._collective(operation, send, recv, self._run_on_host)), self._poll)
 
-    def start(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective. Those under way advance one after the other, because MPI wants the same order on all ranks."""
-        handle = self._enqueue(self._collective(transfer, send, recv, self._host.start))
+        handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
         handle.test()
         return handle
 
@@ -170,8 +202,8 @@ class PipelinedTransport(OverHost):
         if together:
             self._slots.clear()
 
-    def _run_on_host(self, transfer: Transfer, send: Tensor | None, recv: Tensor | None) -> Handle:
-        self._host.run(transfer, send, recv)
+    def _run_on_host(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        self._host.run(operation, send, recv)
         return Done()
 
     def _enqueue(self, steps: Iterator[None]) -> _Steps:
@@ -181,23 +213,23 @@ class PipelinedTransport(OverHost):
 
     def _collective(
         self,
-        transfer: Transfer,
+        operation: Operation,
         send: Tensor | None,
         recv: Tensor | None,
-        on_host: Callable[[Transfer, Tensor | None, Tensor | None], Handle],
+        on_host: Callable[[Operation, Tensor | None, Tensor | None], Handle],
     ) -> Iterator[None]:
         """The pipeline; it yields where it waits."""
-        chunks = list(transfer.chunks(self._chunk_len(send, recv)))
-        self._download(0, chunks[0], transfer, send)
+        chunks = list(operation.chunks(self._chunk_len(send, recv)))
+        self._download(0, chunks[0], operation, send)
         for index, (offset, chunk) in enumerate(chunks):
             if index + 1 < len(chunks):  # MPI has left the other slot's send buffer: chunk index - 1 is complete
-                self._download(index + 1, chunks[index + 1], transfer, send)
+                self._download(index + 1, chunks[index + 1], operation, send)
             slot = self._slots[index % 2]
             yield from _until(slot.downloaded)
             yield from _until(slot.uploaded)  # of chunk index - 2, or of an earlier call
             host_recv = _prefix(slot.recv, recv, chunk.recv)
             yield from _until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
-            self._upload(slot, offset, chunk, transfer, recv, host_recv)
+            self._upload(slot, offset, chunk, operation, recv, host_recv)
 
     def _chunk_len(self, send: Tensor | None, recv: Tensor | None) -> int:
         """Elements of each piece per chunk: the same on all ranks, so that all make the same number of chunks."""
@@ -205,22 +237,22 @@ class PipelinedTransport(OverHost):
         itemsize = 1 if given is None else given.itemsize
         return self._chunk_bytes // itemsize // self._size
 
-    def _download(self, index: int, step: tuple[int, Transfer], transfer: Transfer, send: Tensor | None) -> None:
+    def _download(self, index: int, step: tuple[int, Operation], operation: Operation, send: Tensor | None) -> None:
         offset, chunk = step
         slot = self._slots[index % 2]
         host = _prefix(slot.send, send, chunk.send)
         if host is None or send is None:
             return
-        for piece, part in zip(pieces(send, transfer.send), pieces(host, chunk.send), strict=True):
+        for piece, part in zip(send.split(list(operation.send)), host.split(list(chunk.send)), strict=True):
             self._streams.download(part, piece[offset : offset + part.numel()])
         slot.downloaded = self._streams.downloaded()
 
     def _upload(
-        self, slot: _Slot, offset: int, chunk: Transfer, transfer: Transfer, recv: Tensor | None, host: Tensor | None
+        self, slot: _Slot, offset: int, chunk: Operation, operation: Operation, recv: Tensor | None, host: Tensor | None
     ) -> None:
         if host is None or recv is None:
             return
-        for piece, part in zip(pieces(recv, transfer.recv), pieces(host, chunk.recv), strict=True):
+        for piece, part in zip(recv.split(list(operation.recv)), host.split(list(chunk.recv)), strict=True):
             self._streams.upload(piece[offset : offset + part.numel()], part)
         slot.uploaded = self._streams.uploaded()
 
@@ -284,7 +316,7 @@ class _Steps:
         return True
 
 
-def _until(event: Event) -> Iterator[None]:
+def _until(event: Handle) -> Iterator[None]:
     while not event.test():
         yield
 

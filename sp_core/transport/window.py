@@ -4,6 +4,14 @@ A rank's flag is the number of steps that it has made. Operations are lists of s
 started, which is the same on all ranks; a step begins when every rank has made those before it. The first step of an operation only
 writes into a slot that nobody reads any more (see `sp_core.schedules.window`), so it need not wait for the last step of the
 operation before it.
+
+The slots may lie in memory of a device. Then the copies of a step are launched on a stream of their own, after those of the steps
+before, and the flag, which stays in host memory, goes up when the device has carried them out:
+
+    host      launch 0 .......... | flag 1, launch 1 .......... | flag 2
+    device             copies of 0                   copies of 1
+
+A rank launches step t + 1 when the OTHERS have made step t; that its own copies are in order is the stream's business.
 """
 
 from __future__ import annotations
@@ -20,11 +28,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import wait
+from sp_core.transport.base import Done, Handle, Until, wait
 from sp_core.transport.host import HostTransport, as_numpy
-from sp_core.transport.rooms import Rooms
-from sp_core.transport.shared import demand, everybodys, share
+from sp_core.transport.node_memory import NodeMemory, Work, give_back, share_on_device
+from sp_core.transport.shared import Rooms, demand, everybodys, share
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -33,10 +42,13 @@ SLOT_BYTES = 1 << 19
 """A chunk: half of a core's second-level cache, so that it is still there when it is read."""
 FLAG_BYTES = 128
 """Flags are so far apart, because cores fetch cache lines in pairs."""
+DEVICE_SLOT_BYTES = 1 << 23
+"""A chunk: large, because each costs a look at the flags of the others, and little beside the memory of a GPU."""
+PINNED_SLOT_BYTES = 1 << 21
+"""Smaller, so that one rank reads a chunk while another writes the next."""
 MAX_DIMS = 16
 """Of a tensor in shared memory."""
 
-Work = Callable[[], object]
 Steps = Sequence[Sequence[Work]]
 
 
@@ -52,50 +64,53 @@ class Window:
     Args:
         comm: an mpi4py communicator.
         slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank, `SLOT_BYTES` if not given.
+        memory: of this rank's device; None for host memory.
 
     Attributes:
+        has_rooms: whether schemes may compute on what others have put there. On a device only the window's copies are in order.
         blocks: rooms for what all ranks read in place; two, so that nobody waits until the others have read.
         sums: a room for sums that ranks add to in turn.
 
     Raises:
-        NotShared: the ranks have no memory in common; on every rank.
+        NotShared: the ranks have no memory in common, or cannot map each other's; on every rank.
     """
 
-    has_rooms = True
-    """Whether schemes may compute on what others have put there. On a device only the copies of the window are in order with it."""
-    keeps_memory = False
-    """Whether what `allocate` gave stays until the process ends, because other ranks may still look there."""
-
-    def __init__(self, comm: Intracomm, slot_bytes: int | None = None) -> None:
+    def __init__(self, comm: Intracomm, slot_bytes: int | None = None, memory: NodeMemory | None = None) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
-        self._comm = comm
+        self._comm, self._memory, self.has_rooms = comm, memory, memory is None
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
-        parts, self.slots = self._flags_and_slots(SLOTS * self.slot_bytes)
+        nbytes = SLOTS * self.slot_bytes
+        parts = share(comm, FLAG_BYTES + (nbytes if memory is None else 0))
+        slots = [part[FLAG_BYTES:] for part in parts] if memory is None else share_on_device(comm, memory, nbytes)
+        self.slots = [part[:nbytes] for part in slots]
         flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self._begun = 0  # steps of all operations started so far
         self._reached = 0  # steps that all ranks are known to have made
-        self._queue: deque[Operation] = deque()
+        self._queue: deque[WindowRun] = deque()
+        self._launched = 0  # steps of the first operation in the queue
+        self._under_way: deque[tuple[WindowRun, Handle]] = deque()
         self._numbers = itertools.count()  # of allocations; the same on all ranks
         self._allocations: dict[int, Allocation] = {}
-        self._announce: Callable[[str], object] = getattr(comm, "announce_call", _nothing)
-        self._watch: Callable[[str], object] = getattr(comm, "watch", _nothing)
+        self._announce, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     @property
     def begun(self) -> int:
         """Steps of all operations started so far; the number of the first step of the next one."""
         return self._begun
 
-    def start(self, steps: Steps, what: str) -> Operation:
-        """Begin an operation; every rank calls this, for as many steps.
+    def start(self, steps: Steps, what: str) -> WindowRun:
+        """Begin an operation, on a device after what has been computed so far; every rank calls this, for as many steps.
 
         Args:
             steps: what is done in each.
             what: what it is, the same on every rank.
         """
+        if self._memory is not None:
+            self._memory.begin()
         self._announce(what)
-        operation = Operation(self, steps, self._begun, what)
+        operation = WindowRun(self, steps, self._begun, what)
         self._begun += len(steps)
         self._queue.append(operation)
         self.advance()
@@ -103,55 +118,71 @@ class Window:
 
     def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
         """An operation to its end, which is what `start` and a wait do, with less around it where nothing else is under way."""
-        if self._queue:
+        if self._queue or self._memory is not None:
             wait(self.start(steps, what), poll)
             return
         self._announce(what)
         number = self._begun
         self._begun += len(steps)
         for place, step in enumerate(steps):
-            if not self.have_made(number if place else number - 1):
-                wait(_Reached(self, number if place else number - 1, what), poll)
+            reached = number if place else number - 1
+            if not self.have_made(reached):
+                wait(Until(partial(self._watched, reached, what)), poll)
             for work in step:
                 work()
             number += 1
             self._mine[0] = number
 
     def advance(self) -> None:
-        """Make the steps that can be made now."""
-        while self._queue:
-            operation = self._queue[0]
-            while operation.made < len(operation.steps):
-                number = operation.first + operation.made
-                if not self.have_made(number if operation.made else number - 1):
-                    return
-                for work in operation.steps[operation.made]:
-                    work()
+        """Make the steps that can be made now, on a device launch them, and say which ones are complete."""
+        while True:
+            while self._under_way and self._under_way[0][1].test():
+                operation, _ = self._under_way.popleft()
                 operation.made += 1
-                self._mine[0] = number + 1
-            self._queue.popleft()
+                self._mine[0] = operation.first + operation.made
+            if not self._queue:
+                return
+            operation = self._queue[0]
+            number = operation.first + self._launched
+            if not self.have_made(number if self._launched else number - 1):
+                return
+            self._under_way.append((operation, self._launch(operation.steps[self._launched])))
+            self._launched += 1
+            if self._launched == len(operation.steps):
+                self._queue.popleft()
+                self._launched = 0
+
+    def _launch(self, step: Sequence[Work]) -> Handle:
+        if self._memory is not None:
+            return self._memory.launch(step)
+        for work in step:
+            work()
+        return _DONE
 
     def watch(self, what: str) -> None:
         """Notice that a rank has left, where the communicator can tell."""
         self._watch(what)
 
+    def _watched(self, steps: int, what: str) -> bool:
+        if self.have_made(steps):
+            return True
+        self._watch(what)
+        return False
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in shared memory; every rank calls this, shapes may differ."""
         shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
-        parts = self._share(math.prod(shape) * dtype.itemsize)
+        nbytes = math.prod(shape) * dtype.itemsize
+        parts = demand(self._comm, nbytes) if self._memory is None else share_on_device(self._comm, self._memory, nbytes)
         tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
         self._allocations = {number: found for number, found in self._allocations.items() if found.is_alive}
-        made = Allocation(tensors, self._comm.rank, keep=self.keeps_memory)
+        made = Allocation(tensors, self._comm.rank, keep=self._memory is not None)
         self._allocations[next(self._numbers)] = made
         return tensors[self._comm.rank]
 
     def peers(self, x: Tensor) -> list[Tensor]:
-        """Where a flat tensor that lives in shared memory lies on every rank, from its place in its allocation on.
-
-        Raises:
-            KeyError: it does not live there.
-        """
-        number, offset = self._locate(x)
+        """Where a flat tensor that lives in shared memory lies on every rank, from its place in its allocation on."""
+        number, offset = divmod(self.place(x), 1 << 40)
         return [tensor.view(-1)[offset:] for tensor in self._allocations[number].tensors(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:
@@ -159,28 +190,25 @@ class Window:
         return next((found.tensors(x) for found in self._allocations.values() if found.is_whole(x)), [])
 
     def number(self, x: Tensor) -> int:
-        """The number of the allocation that a flat tensor begins with, the same for corresponding ones of all ranks; else -1."""
-        place = self.place(x)
-        return -1 if place < 0 or place & (1 << 40) - 1 else place >> 40
+        """Return the index of the allocation that starts at a flat tensor, or -1. Ranks number their allocations alike."""
+        number, offset = divmod(self.place(x), 1 << 40)
+        return -1 if offset else number
 
     def place(self, x: Tensor | None) -> int:
-        """A number for the place of a flat tensor in shared memory, the same for corresponding places of all ranks; else -1."""
-        try:
-            number, offset = self._locate(x)
-        except KeyError:
-            return -1
-        return number << 40 | offset
-
-    def _locate(self, x: Tensor | None) -> tuple[int, int]:
-        """The allocation that a tensor lies in, and at which element of it."""
+        """Return a number for the place of a flat tensor in shared memory, or -1. It is the same for corresponding places."""
         for number, found in self._allocations.items():
             offset = -1 if x is None else found.offset(x)
             if offset >= 0:
-                return number, offset
-        raise KeyError("not in shared memory")
+                return number << 40 | offset
+        return -1
 
     def close(self, *, together: bool) -> None:
-        """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it."""
+        """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it.
+
+        On a device it stays until the process ends, as do slots if other ranks may still look there.
+        """
+        if together and self.slots and self._memory is not None:
+            give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
         self.blocks.clear()
         self.sums.clear()
         self._queue.clear()
@@ -188,16 +216,9 @@ class Window:
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """A copy between tensors, to be made in a step; NumPy begins one sooner than torch."""
+        if self._memory is not None:
+            return self._memory.copying(into, part)
         return partial(np.copyto, as_numpy(into), as_numpy(part))
-
-    def _flags_and_slots(self, nbytes: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Of every rank: memory that begins with its flag, and slots of so many bytes in all."""
-        parts = share(self._comm, FLAG_BYTES + nbytes)
-        return parts, [part[FLAG_BYTES : FLAG_BYTES + nbytes] for part in parts]
-
-    def _share(self, nbytes: int) -> list[Tensor]:
-        """Memory of every rank."""
-        return demand(self._comm, nbytes)
 
     def have_made(self, steps: int) -> bool:
         """Whether every other rank has made so many steps."""
@@ -209,7 +230,7 @@ class Window:
         return True
 
 
-class Operation:
+class WindowRun:
     """Steps under way in a window; a handle.
 
     Attributes:
@@ -229,6 +250,9 @@ class Operation:
                 self._window.watch(self._what)
                 return False
         return True
+
+
+_DONE = Done()
 
 
 class Allocation:
@@ -268,19 +292,6 @@ class Allocation:
         return self._kept or [x.detach().as_strided(*layout) for layout in self._layouts]
 
 
-class _Reached:
-    """The moment when all ranks have made some number of steps; a handle."""
-
-    def __init__(self, window: Window, steps: int, what: str) -> None:
-        self._window, self._steps, self._what = window, steps, what
-
-    def test(self) -> bool:
-        if self._window.have_made(self._steps):
-            return True
-        self._window.watch(self._what)
-        return False
-
-
 def _address(x: Tensor) -> int:
     """Where a tensor begins; torch says so itself only of tensors that have elements."""
     return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.itemsize
@@ -289,7 +300,3 @@ def _address(x: Tensor) -> int:
 def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor at the beginning of some memory."""
     return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _nothing(what: str) -> None:
-    """A communicator that is not checked."""

@@ -1,4 +1,4 @@
-"""Which algorithm is quickest on this machine: constants that were measured on it, and a model that they make. No MPI."""
+"""Choose the quickest algorithm from constants that were measured on this machine. No MPI."""
 
 from sp_core.tuning.constants import LINKS, Curve, Tuning, on_grid
 from sp_core.tuning.decide import decide

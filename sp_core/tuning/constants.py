@@ -1,4 +1,4 @@
-"""What was measured on a machine, as plain numbers: times of messages, sums and copies, and of whole collectives, over their size.
+"""Measured times of messages, sums, copies and whole collectives, by size in bytes.
 
 A message of n bytes takes alpha + beta n, a sum gamma n. On a real machine beta and gamma depend on n, because caches end and
 libraries change their protocol; so each is a curve through measured points, and alpha is what its first point says.
@@ -17,7 +17,7 @@ LINKS = ("node", "network")
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over bytes.
+    """Seconds as a function of bytes.
 
     Between two points it is a power law, below the first one constant, above the last one proportional to the size.
 
@@ -47,12 +47,12 @@ class Curve:
 
     @property
     def per_byte(self) -> float:
-        """Seconds per byte of the longest that was measured."""
+        """Seconds per byte of the largest measured size."""
         return self.points[-1][1] / self.points[-1][0]
 
 
 def straight(alpha: float, per_byte: float) -> Curve:
-    """The curve alpha + per_byte n, where only the two are known."""
+    """Make the curve alpha + per_byte * n."""
     return Curve(tuple((size, alpha + per_byte * size) for size in (1 << place for place in range(41))))
 
 
@@ -85,7 +85,7 @@ class Tuning:
 
     @property
     def alpha(self) -> float:
-        """Seconds of the shortest exchange inside a node, or between nodes where there is nothing else."""
+        """Seconds of the shortest exchange inside a node, or between nodes if that was measured alone."""
         return self._link.points[0][1]
 
     @property
@@ -104,5 +104,5 @@ class Tuning:
 
 
 def on_grid(sizes: Iterable[int], seconds: Iterable[float]) -> Curve:
-    """A curve through measured points."""
+    """Make a curve through measured points."""
     return Curve(tuple(zip(sizes, seconds, strict=True)))

@@ -1,4 +1,4 @@
-"""What "auto" means: the algorithm that the constants say is quickest. Every rank decides alone, from the same numbers."""
+"""Choose an algorithm for "auto". Every rank decides alone, from the same numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sp_core.tuning.constants import Tuning
 from sp_core.tuning.model import Nodes, predict
 
 STEPS_PER_OCTAVE = 4
-"""Sizes between a number and its double for which decisions are made; those between share one."""
+"""Decisions are made for so many sizes between n and 2n. Sizes in between use the nearest one."""
 
 
 def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[str, ...], planned: bool) -> str:
-    """The algorithm for a collective.
+    """Return the quickest algorithm for a collective.
 
     Args:
         tuning: constants, the same on every rank.

@@ -1,4 +1,4 @@
-"""Constants on disk: one JSON file per machine and MPI library in the user's cache. What cannot be used says why."""
+"""Constants on disk: one JSON file for each machine and MPI library, in the user's cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FOLDER = "SP_TUNING_DIR"
 
 
 class FileError(ValueError):
-    """A file of constants that cannot be used; the text says why."""
+    """A file of constants cannot be used. The text says why."""
 
 
 def default_path(fingerprint: Mapping[str, str]) -> Path:
-    """Where the constants of a machine are kept: in $SP_TUNING_DIR, else in sp_core's folder of the user's cache."""
+    """Return the path of a machine's constants: in $SP_TUNING_DIR, else in sp_core's folder of the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_core"
     folder = Path(os.environ.get(FOLDER) or cache)
     name = hashlib.blake2b(json.dumps(dict(fingerprint), sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -32,7 +32,7 @@ def default_path(fingerprint: Mapping[str, str]) -> Path:
 
 
 def find(fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None = None) -> Tuning | None:
-    """The constants to use.
+    """Find the constants to use.
 
     Args:
         fingerprint: gives that of this machine; asked where it is needed.
@@ -57,7 +57,7 @@ def find(fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None
 
 
 def latest(host: str) -> Tuning | None:
-    """The constants that were measured last on a machine, whichever its MPI library was; None if there are none to use."""
+    """Return the newest constants of a machine, with any MPI library. Return None if there are none."""
     folder, found = default_path({}).parent, []
     for path in sorted(folder.glob("tuning-*.json")):
         with contextlib.suppress(FileError):
@@ -67,7 +67,7 @@ def latest(host: str) -> Tuning | None:
 
 
 def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
-    """Read constants.
+    """Read constants from a file.
 
     Args:
         path: the file.
@@ -95,7 +95,7 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
 
 
 def save(tuning: Tuning, path: Path) -> None:
-    """Write constants; who reads meanwhile finds the old file or the new one, whole."""
+    """Write constants. A process that reads meanwhile finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=1, allow_nan=False)
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)

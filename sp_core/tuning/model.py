@@ -1,4 +1,4 @@
-"""Seconds of a collective from the constants: the model adds up a schedule's steps, and what was measured of it corrects the model.
+"""Predict the seconds of a collective: add up the steps of its schedule, and correct the sum by measurements.
 
     step       the messages of a step travel at once: the slowest kind of link they use, with all their bytes
     sum, copy  the curve of each, once per addend
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from sp_core.schedules import SCHEDULED, Program, Step, Task, cost, program_of, segment_length
+from sp_core.schedules import SCHEDULED, Op, Operation, Program, Step, cost, operation, program_of, segment_length
 from sp_core.segments import split_sizes
 from sp_core.tuning.constants import Tuning
 
@@ -30,7 +31,7 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one run of a collective is expected to cost the rank that has most to do.
+    """The expected cost of one run of a collective on the busiest rank.
 
     Attributes:
         seconds: it takes.
@@ -44,39 +45,33 @@ class Prediction:
     scratch: int = 0
 
 
-def even_task(op: str, rank: int, nodes: Nodes, count: int) -> Task:
-    """The collective over a vector of `count` elements that is cut evenly; the root is rank 0."""
+def even_operation(op: str, rank: int, nodes: Nodes, count: int) -> Operation:
+    """Make the operation over a vector of `count` elements that is cut evenly. The root is rank 0."""
     size = len(nodes)
-    pieces, whole = split_sizes(count, size), (count,)
-    square = (pieces[rank],) * size
-    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        "all_gather": ((pieces[rank],), pieces),
-        "reduce_scatter": (pieces, (pieces[rank],)),
-        "all_reduce": (whole, whole),
-        "all_to_all": (pieces, square),
-        "broadcast": (whole, ()) if rank == 0 else ((), whole),
-        "reduce": (whole, whole if rank == 0 else ()),
-    }
-    return Task(op, rank, size, *sizes[op], segment=segment_length(count, size, DTYPE.itemsize), nodes=nodes)
+    pieces = split_sizes(count, size)
+    more: dict[str, Any] = {"segment": segment_length(count, size, DTYPE.itemsize), "nodes": nodes}
+    if op == "all_to_all":
+        return Operation(Op.ALL_TO_ALL, rank, size, pieces, (pieces[rank],) * size, max(pieces), **more)
+    return operation(op, rank, size, pieces, **more)
 
 
 def witnesses(size: int) -> list[int]:
-    """Ranks among which one has most to do: the root, the first that takes another along, and the last."""
+    """Return the ranks that can be the slowest: the root, the first rank that forwards data, and the last rank."""
     return sorted({0, min(1, size - 1), size - 1})
 
 
 @lru_cache(maxsize=4096)
 def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int) -> float:
-    """Seconds by the model alone; infinite where a kind of link is used that was not measured."""
+    """Return seconds by the model alone, or infinity if a kind of link was not measured."""
     if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
     count = max(nbytes // DTYPE.itemsize, 1)
-    programs = {rank: program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))}
+    programs = {rank: program_of(even_operation(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))}
     return tuning.start + max(_seconds(tuning, program, rank, nodes) for rank, program in programs.items())
 
 
 def predict(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, *, planned: bool = True) -> Prediction:
-    """What a collective costs.
+    """Predict the cost of a collective.
 
     Args:
         tuning: constants of the machine.
@@ -97,7 +92,7 @@ def predict(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, 
     if algorithm not in SCHEDULED[op]:
         return Prediction(seconds)
     count = max(nbytes // DTYPE.itemsize, 1)
-    programs = [program_of(even_task(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))]
+    programs = [program_of(even_operation(op, rank, nodes, count), algorithm) for rank in witnesses(len(nodes))]
     figures = max((cost(program, DTYPE) for program in programs), key=lambda found: found.bytes_sent)
     if not planned:
         seconds += tuning.bind[0] + tuning.bind[1] * max(len(program.steps) for program in programs)
@@ -114,7 +109,7 @@ def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float
 
 
 def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
-    """Seconds of the messages of a step: both directions at once, kinds of link side by side."""
+    """Return the seconds of a step's messages: both directions at once, all kinds of link at once."""
     slowest = 0.0
     for kind in ("node", "network"):
         sent, received = (

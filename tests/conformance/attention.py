@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from oracle.attention_check import Shards
+from oracle.strategies import LAYOUTS, AttentionProblem, attention_problems, boundaries, windows
 from torch import Tensor
 
 from sp_core.mask import Mask
 from sp_core.sharding import Sharding
-from sp_core.testing.attention_check import Shards
-from sp_core.testing.strategies import LAYOUTS, AttentionProblem, attention_problems, boundaries, windows
 
 CAPABILITIES = {
     "full": "no mask",

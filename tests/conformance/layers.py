@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from oracle.strategies import seeds
 from torch import Tensor
 
 from conformance import pair
-from sp_core.testing.strategies import seeds
 from sp_core.testing.tolerance import bound
 
 CAPABILITIES = {

@@ -8,13 +8,14 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from oracle.attention_check import Shards, ascending, compare
+from oracle.strategies import DTYPES, LAYOUTS, LISTED, STORAGES, AttentionProblem
+
 import sp_core as sp
 from domains import situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.schemes import SCHEMES
-from sp_core.testing.attention_check import Shards, ascending, compare
-from sp_core.testing.strategies import DTYPES, LAYOUTS, LISTED, STORAGES, AttentionProblem
 
 EVERY_LAYOUT = (*LAYOUTS, LISTED)
 MAGNITUDES = (1.0, 30.0, 1e3)

@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from oracle import reference
 from torch import Tensor
 
 import sp_core as sp
@@ -16,7 +17,6 @@ from domains.layers import COMMON, LOWER, TOKENS, WIDTHS, Kind, Weights, precisi
 from domains.masks import DOCUMENTS
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.schemes import SCHEMES
-from sp_core.testing import reference
 
 ROPE_BASE = 100.0
 

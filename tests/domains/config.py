@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from llama_cases import SCALINGS
+from oracle import reference
 
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from sp_core.llama import LlamaConfig, byte_tokenizer
-from sp_core.testing import reference
 
 Settings = dict[str, Any]
 

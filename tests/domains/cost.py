@@ -9,6 +9,8 @@ from random import Random
 from typing import Any
 
 import torch
+from oracle.attention_check import Shards
+from oracle.strategies import LAYOUTS, AttentionProblem
 from torch import nn
 
 import sp_core as sp
@@ -16,8 +18,6 @@ from domains import attention, situations
 from domains.declared import Call, Draw, Parts, Subject, Values, spans, values
 from sp_core import cost
 from sp_core.schemes import SCHEMES
-from sp_core.testing.attention_check import Shards
-from sp_core.testing.strategies import LAYOUTS, AttentionProblem
 
 TRANSPORT = {False: "host", True: "window"}
 MATTERS = (

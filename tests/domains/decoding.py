@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from llama_cases import Case
+from oracle import reference
+from oracle.once import once
 from torch import Tensor
 
 from domains import models, situations
@@ -22,8 +24,6 @@ from domains.situations import CALLS, LATE_SECONDS
 from sp_core.llama import Decoder, Sampling, generate, prefill_unequal
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan
-from sp_core.testing import reference
-from sp_core.testing.once import once
 
 COUNTS = spans((2, 3), (1, 1), (7, 9))
 ALL_DTYPES = {"dtype": values("float64", "float32", "bfloat16", "float16")}

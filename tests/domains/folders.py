@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from llama_cases import Case
+from oracle.once import once
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,7 +30,6 @@ from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, 
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.testing import run_threads
-from sp_core.testing.once import once
 
 AXES = ("ring, ulysses", "tp", "pp", "dp", "ring, tp", "pp, tp", "dp, pp", "pp, ring, tp", "tp, ulysses, pp")
 UNSTAGED = ("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring")

@@ -9,6 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from oracle import reference
+from oracle.once import contents, once
+from oracle.strategies import DTYPES, LAYOUTS, LISTED, listed
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -17,9 +20,7 @@ from domains.attention import EVERY_LAYOUT
 from domains.collectives import MEMORIES, in_memory
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.situations import COMMUNICATOR, SITUATIONS
-from sp_core.testing import record_ratio, reference
-from sp_core.testing.once import contents, once
-from sp_core.testing.strategies import DTYPES, LAYOUTS, LISTED, listed
+from sp_core.testing import record_ratio
 from sp_core.testing.tolerance import bound, check_close
 
 Weights = Mapping[str, Tensor]

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import torch
+from oracle.strategies import DTYPES
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -20,7 +21,6 @@ from domains.exact import places
 from domains.layers import MODES, TOKENS
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.segments import split_sizes
-from sp_core.testing.strategies import DTYPES
 
 Parallel = sp.ColumnParallelLinear | sp.RowParallelLinear
 SPLIT = {"ColumnParallelLinear": "linear.out_features", "RowParallelLinear": "linear.in_features"}

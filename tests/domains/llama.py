@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from llama_cases import Case
+from oracle import reference
+from oracle.attention_check import ascending
+from oracle.strategies import LAYOUTS, LISTED, listed
 from torch import Tensor
 
 import sp_core as sp
@@ -18,9 +21,6 @@ from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import ARCHITECTURE, DTYPES, SCHEMES, SITUATIONS, Expected, architecture, case_of, meshes
 from sp_core.llama import Llama
 from sp_core.nn.gradients import reduce_gradients
-from sp_core.testing import reference
-from sp_core.testing.attention_check import ascending
-from sp_core.testing.strategies import LAYOUTS, LISTED, listed
 
 AXES = ("ring, ulysses", "tp", "dp", "ulysses, ring", "ring, tp", "tp, ulysses", "dp, ring", "ring, tp, ulysses")
 

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from oracle.strategies import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,7 +25,6 @@ from domains.numeric import near, normal
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.attention import accumulation_dtype
 from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
-from sp_core.testing.strategies import DTYPES
 from sp_core.testing.tolerance import bound, unit_roundoff
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import reference
 
 import sp_core as sp
 from domains.declared import Call, Parts, Values, spans, values
 from domains.exact import pure, same
-from sp_core.testing import reference
 
 CONTAINERS: dict[str, Callable[[list[int]], Any]] = {
     "tuple": tuple,

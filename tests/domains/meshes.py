@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.link import LinkModel
 
 import sp_core as sp
 from domains import situations
@@ -22,7 +23,6 @@ from domains.collectives import DTYPES
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.situations import COMMUNICATOR
 from sp_core.schedules import ALGORITHMS
-from sp_core.transport import LinkModel
 from sp_core.tuning import Curve, Tuning, save
 
 # Mesh

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from llama_cases import SCALINGS, Case
+from oracle import reference
+from oracle.once import contents, once
+from oracle.reference.block import Rounding
 from torch import Tensor
 
 from domains import situations
@@ -19,9 +22,7 @@ from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import placement_of
-from sp_core.testing import record_ratio, reference
-from sp_core.testing.once import contents, once
-from sp_core.testing.reference.block import Rounding
+from sp_core.testing import record_ratio
 from sp_core.testing.tolerance import bound, check_close
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

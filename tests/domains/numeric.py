@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from oracle import reference
+from oracle.strategies import DTYPES, STORAGES, placed
 from torch import Tensor
 
 import sp_core as sp
@@ -18,8 +20,7 @@ from domains.declared import Call, Parts, Values, spans, values
 from domains.exact import pure
 from sp_core.attention import accumulation_dtype
 from sp_core.mask import plan_blocks
-from sp_core.testing import record_ratio, reference
-from sp_core.testing.strategies import DTYPES, STORAGES, placed
+from sp_core.testing import record_ratio
 from sp_core.testing.tolerance import bound, check_close
 
 SHAPE: dict[str, Parts] = {

@@ -23,6 +23,7 @@ OUTSIDE = {
     "Plan": "`plan` makes it",
     "llama.pipeline.forward": "`Decoder` calls it",
     "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
+    "sp-core run": "test_kit_launch.py runs it with each MPI",
 }
 """Public names without a domain of their own, each with the reason; methods are named by their class."""
 

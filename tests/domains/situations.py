@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from kit.carriers import carriers
+from oracle.ways import CHOICES
 
 import sp_core as sp
 from domains.declared import Parts, Values, spans, values
 from sp_core.testing import device
-from sp_core.testing.ways import CHOICES
 
 LATE_SECONDS = 0.002
 CARRIERS = carriers(part=3000)

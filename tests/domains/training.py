@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from llama_cases import Case
+from oracle import reference
+from oracle.attention_check import ascending
+from oracle.strategies import LAYOUTS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -25,9 +28,6 @@ from sp_core.llama.train import backward, train_step
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED
 from sp_core.scheduling import Slot, gpipe, one_forward_one_backward
-from sp_core.testing import reference
-from sp_core.testing.attention_check import ascending
-from sp_core.testing.strategies import LAYOUTS
 
 Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 """Tokens and labels (B, S) of all replicas and ranks, who owns which tokens, and who sees whom."""

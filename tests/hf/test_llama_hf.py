@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from llama_cases import MESHES, SCALINGS, Case
+from oracle import reference
+from oracle.strategies import ALGORITHMS
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Llama, create, generate, load
 from sp_core.llama import save as save_ours
-from sp_core.testing import record_ratio, reference, run_threads
-from sp_core.testing.strategies import ALGORITHMS
+from sp_core.testing import record_ratio, run_threads
 from sp_core.testing.tolerance import bound, check_close
 
 CASES = {

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from kit.narrow import narrow_transport
+from oracle.fake_device import DelayedStreams
+from oracle.link import LinkModel
 
 import sp_core as sp
-from sp_core.testing.fake_device import DelayedStreams
 from sp_core.transport import Handle
 from sp_core.transport.host import HostTransport
-from sp_core.transport.link import LinkModel
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
 

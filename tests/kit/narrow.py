@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from sp_core.observer import observer_of
 from sp_core.transport.host import HostTransport
 
 
@@ -30,6 +31,9 @@ class Narrow:
             return method(*arguments, **named)
 
         return call
+
+
+observer_of.register(Narrow, lambda narrow: observer_of(narrow._comm))
 
 
 def narrow_transport(raw: Any, most: int) -> HostTransport:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sp_core.testing.unchecked import UNCHECKED
+from sp_core.testing.requests import UNCHECKED
 
 KINDS = ("plain", "checked")
 WORDS = ("passed", "skipped", "failed", "not run")

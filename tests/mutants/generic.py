@@ -65,7 +65,7 @@ def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s generic_mutants --", description=__doc__)
-    parser.add_argument("--kit", action="store_true", help="edit sp_core/testing instead of the library")
+    parser.add_argument("--kit", action="store_true", help="edit sp_core/testing and sp_core/launch instead of the library")
     parser.add_argument("--seed", type=int, default=int(f"{datetime.now(UTC):%Y%m%d}"), help="of the sample (default: the date)")
     parser.add_argument("--number", type=int, help=f"of edits (default: {NUMBER}, of the kit {NUMBER_OF_KIT})")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rooms, operators, files or ids of the sample")

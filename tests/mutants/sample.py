@@ -12,8 +12,8 @@ from pathlib import Path
 from mutants.catalogue import HERE, ROOT
 from mutants.edits import Edit, edits
 
-KIT = "testing"
-"""The folder of `sp_core` that holds the testing kit. It has a sample of its own."""
+KIT = ("launch", "testing")
+"""The folders of `sp_core` that hold the testing kit and its launcher. They have a sample of their own."""
 
 LEAST = 20
 """Edits that a room gets however small it is: with fewer, one survivor would be more than 5 %."""
@@ -64,14 +64,14 @@ class Unreachable:
 
 
 def room_of(file: str) -> str:
-    """Return the folder of a file below `sp_core`: "mask", "testing/reference"; "sp_core" for a file directly in it."""
+    """Return the folder of a file below `sp_core`: "mask", "schemes"; "sp_core" for a file directly in it."""
     return "/".join(file.split("/")[1:-1]) or "sp_core"
 
 
 def candidates(root: Path = ROOT, *, kit: bool = False) -> list[Edit]:
     """Return all edits of the library, or of its testing kit, by file and line."""
     paths = [path.relative_to(root) for path in sorted((root / "sp_core").rglob("*.py"))]
-    files = [path for path in paths if (path.parts[1] == KIT) == kit]
+    files = [path for path in paths if (path.parts[1] in KIT) == kit]
     return [edit for path in files for edit in edits(path.as_posix(), (root / path).read_text())]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mutants.catalogue import ROOT, Mutant, Stale
 
-COPIED = ("sp_core", "tests", "benchmarks", "ci", "pyproject.toml", "README.md", "noxfile.py")
+COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs", "pyproject.toml", "README.md", "noxfile.py")
 ELSEWHERE = (
     *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history"),
     *("kit_*", "layout", "llama_command", "mutants*", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*"),

@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.threads import ThreadComm
 
-PRODUCT, KIT = "sp_core", "sp_core.testing"
+PRODUCT, KIT = "sp_core", ("sp_core.testing", "sp_core.launch")
 WATCHED = (Tensor, UntypedStorage, mmap.mmap, threading.Thread)
 """Types of other packages whose objects are counted beside those of the product."""
 MEMORY, COMMUNICATORS = "pages of malloc's memory", "communicators"

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.case import DEVICES, ITEM_BYTES, LAYOUTS, Case, CaseError
 from benchmarks.launching import ROOT
-from sp_core.testing import launch
+from sp_core.launch import command as launch
 
 SCHEMES = ("allgather_kv", "ring", "ulysses")
 WORKER = ("python", "-m", "mpi4py", "-m", "benchmarks.reporting.trace.worker")

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from torch.profiler import record_function
 
 from sp_core.communicator import Communicator
-from sp_core.transport import Done, Handle, Messages, Transfer
+from sp_core.schedules import Operation
+from sp_core.transport import Done, Handle, Messages
 
 PREFIX = "communication #"
 T = TypeVar("T")
@@ -43,11 +44,11 @@ class Log:
         self._told = Counter({name: comm.counters[name].bytes_sent for name in comm.counters.snapshot()})
         run, start, exchange, wait, agree = comm.run, comm.start, comm.exchange, comm.wait, comm._agree
 
-        def named_run(transfer: Transfer, *buffers: Any) -> None:
-            self._span(Call(transfer.op.value, "run"), lambda: run(transfer, *buffers))
+        def named_run(operation: Operation, *buffers: Any) -> None:
+            self._span(Call(operation.op.value, "run"), lambda: run(operation, *buffers))
 
-        def named_start(transfer: Transfer, *buffers: Any) -> Handle:
-            return self._begin(Call(transfer.op.value, "start"), lambda: start(transfer, *buffers))
+        def named_start(operation: Operation, *buffers: Any) -> Handle:
+            return self._begin(Call(operation.op.value, "start"), lambda: start(operation, *buffers))
 
         def named_exchange(sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
             return self._begin(Call(name, "start"), lambda: exchange(sends, recvs, name))

@@ -1,0 +1,227 @@
+"""Maps and their transposes as autograd functions: all that a differentiable collective is.
+
+The loss convention, for everything in this package: every rank has a loss of its own, and what is differentiated is their SUM over
+the ranks. A collective is then a linear map from all shards to all results, and its backward is the transpose of that map:
+
+    all_gather     <-> reduce_scatter       all_to_all <-> all_to_all, split and concat swapped
+    all_reduce     <-> all_reduce           broadcast  <-> reduce           shift <-> shift the other way
+
+Tensor parallelism also has values that all ranks hold alike and that count once. Three functions say where such a value begins or
+ends; a self-adjoint all_reduce there would multiply gradients by the number of ranks:
+
+    copy_to_group      identity    forward, all_reduce backward      one value becomes a copy for every rank
+    reduce_from_group  all_reduce  forward, identity   backward      partial sums become one value
+    gather_replicated  all_gather  forward, own slice  backward      shards become one value
+
+torch runs the backward of the functions of a graph in the reverse order of their creation. A started collective gets its
+function when it is started, which every rank does in the same order. So the collectives of a backward run in one order on all
+ranks, whatever the order in which each rank waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.arguments import check_communicator
+from sp_core.collectives.build import build, check_summable
+from sp_core.collectives.maps import AllGather, AllReduce, Map, Started
+from sp_core.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A map without communication, of the public function `name`."""
+
+    comm: Communicator
+    name: str
+    run: Callable[[Tensor], Tensor]
+
+
+class _Apply(torch.autograd.Function):
+    """Run a map, or start it; the backward runs its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mapping: Map | _Local, transpose: Map | _Local, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.mapping, ctx.transpose = mapping, transpose
+        if isinstance(transpose, Map):
+            ctx.agree = mapping.comm.numbered()
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if isinstance(ctx.transpose, Map):
+            ctx.agree(f"the backward of {ctx.mapping.name}")
+        return _apply(grads[0], ctx.transpose, ctx.mapping, ctx.transpose.run), None, None, None
+
+
+_apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]], Tensor] = _Apply.apply
+
+
+def apply(x: Tensor, mapping: Map) -> Tensor:
+    """Run a map; the result is a differentiable function of x."""
+    return _apply(x, mapping, mapping.transpose, mapping.run)
+
+
+class Pending:
+    """A collective under way. Do other work, call `comm.poll()` now and then, and `wait()` for the result.
+
+    It keeps alive what it reads of the input, which must not be changed before `wait` has returned.
+    """
+
+    def __init__(self, x: Tensor, mapping: Map) -> None:
+        self._mapping = mapping
+        self._started: Started | None = None
+        self._result = _apply(x, mapping, mapping.transpose, self._start)  # nobody can read it before `wait` has returned
+
+    def _start(self, x: Tensor) -> Tensor:
+        self._started = self._mapping.start(x.detach())
+        return self._started.out.detach()  # the same memory; writing into a view of it would change the graph
+
+    def wait(self) -> Tensor:
+        """The result, a differentiable function of the input; a second call returns the same tensor."""
+        if self._started is not None:
+            self._started.wait()
+            self._started = None
+        return self._result
+
+
+def call(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Tensor:
+    """Carry out a collective; `given` are its arguments."""
+    return apply(x, build(which, which, x, comm, **given))
+
+
+def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending:
+    """Begin a collective; `given` are its arguments."""
+    return Pending(x, build(f"{which}_start", which, x, comm, **given))
+
+
+def _identity(comm: Communicator) -> _Local:
+    return _Local(comm, "copy_to_group", lambda x: x.view_as(x))
+
+
+def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
+    """Turn one value that all ranks hold alike into a copy for each rank to use in its own way.
+
+    Args:
+        x: the same values on every rank.
+        comm: the ranks.
+
+    Returns:
+        x; its gradient is the sum of the gradients of all ranks.
+
+    Communication:
+        None forward; one all-reduce of the gradient backward.
+
+    Raises:
+        As `all_gather`.
+
+    Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator f.
+    """
+    nothing = _identity(comm)
+    return _apply(x, nothing, build("copy_to_group", "all_reduce", x, comm), nothing.run)
+
+
+def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto") -> Tensor:
+    """Sum partial results of the ranks into one value that all hold alike.
+
+    Args:
+        x: this rank's part of the sum, the same shape on every rank.
+        comm, algorithm: as in `all_gather`.
+
+    Returns:
+        The sum; the gradient passes through unchanged.
+
+    Communication:
+        One all-reduce forward; none backward.
+
+    Raises:
+        As `all_gather`.
+
+    Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator g.
+    """
+    mapping = build("reduce_from_group", "all_reduce", x, comm, algorithm=algorithm)
+    return _apply(x, mapping, _identity(comm), mapping.run)
+
+
+def gather_replicated(
+    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+) -> Tensor:
+    """Put shards together into one value that all ranks hold alike, and that counts once.
+
+    Args:
+        x, comm, dim, sizes, algorithm: as in `all_gather`.
+
+    Returns:
+        As `all_gather`; its gradient, alike on all ranks, is cut and not summed.
+
+    Communication:
+        One all-gather forward; none backward.
+
+    Raises:
+        As `all_gather`.
+    """
+    gather = build("gather_replicated", "all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
+    assert isinstance(gather, AllGather)
+    place, mine = sum(gather.sizes[: comm.rank]), gather.sizes[comm.rank]
+    own = _Local(comm, "slice", lambda whole: whole.narrow(gather.dim, place, mine).clone())
+    return _apply(x, gather, own, gather.run)
+
+
+class _CopyAllToGroup(torch.autograd.Function):
+    """`copy_to_group` for many tensors, whose gradients are summed in one all-reduce per dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.agree = comm, comm.numbered()
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.agree("the backward of copy_all_to_group")
+        summed: list[Tensor | None] = [None] * len(grads)
+        for dtype in sorted({grad.dtype for grad in grads}, key=str):
+            places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
+            flat = AllReduce(ctx.comm).run(torch.cat([grads[place].reshape(-1) for place in places]))
+            for place, part in zip(places, flat.split([grads[p].numel() for p in places]), strict=True):
+                summed[place] = part.view(grads[place].shape)
+        return None, *summed
+
+
+def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple[Tensor, ...]:
+    """`copy_to_group` for many tensors at once, such as the parameters of a layer.
+
+    Args:
+        tensors: the same shapes, dtypes and `requires_grad` on every rank.
+        comm: the ranks.
+
+    Returns:
+        The tensors; the gradient of each is the sum of the gradients of all ranks.
+
+    Communication:
+        One agreement forward. Backward one all-reduce per dtype, once the gradients of all of them have been computed.
+
+    Raises:
+        As `all_gather`.
+    """
+    check_communicator(comm)
+    comm.agree_on(lambda: describe_all(tensors, comm), lambda: check_summable(tensors, comm))
+    return copy_all(tensors, comm)
+
+
+def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
+    """What ranks that copy these tensors must have in common."""
+    shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
+    return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
+
+
+def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
+    """`copy_all_to_group` once its arguments have been agreed on."""
+    apply_all: Any = _CopyAllToGroup.apply
+    copies = iter(apply_all(comm, *(x for x in tensors if x.requires_grad)))
+    return tuple(next(copies) if x.requires_grad else x for x in tensors)

@@ -1,0 +1,44 @@
+"""Find the line of a program that a call came from: in the library, and in the test."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+LIBRARY = Path(__file__).parent.parent
+KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
+_FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+
+@functools.lru_cache(1024)
+def owner(filename: str) -> str:
+    """Return whose code a file is: "kit", "library", "foreign" (Python and installed packages) or "test"."""
+    path = os.path.abspath(filename)
+    if path.startswith(KIT):
+        return "kit"
+    if path.startswith(f"{LIBRARY}{os.sep}"):
+        return "library"
+    return "foreign" if filename.startswith("<") or path.startswith(_FOREIGN) else "test"
+
+
+@functools.lru_cache(1024)
+def short(filename: str) -> str:
+    """Return the last two parts of a path."""
+    return os.sep.join(Path(filename).parts[-2:])
+
+
+def here() -> str:
+    """Return the innermost line outside the kit, and the line of the test that called it if that is another one."""
+    inner = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        who, place = owner(frame.f_code.co_filename), f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if who == "test":
+            return f"{inner} (called from {place})" if inner else place
+        inner = inner or (place if who == "library" else "")
+        frame = frame.f_back
+    return inner or "an unknown place"

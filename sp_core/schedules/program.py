@@ -1,0 +1,234 @@
+"""What each rank does in a collective: which regions of which buffers are sent, received and combined, in which order. Plain data.
+
+A rank has three flat buffers: IN holds what it contributes and is only read, OUT what it gets, TMP is scratch. OUT may be the same
+memory as IN (an operation in place). A program is a list of steps; a step sends and receives messages, all at once, and once they
+are complete it combines what is there:
+
+    post step t   when step t - depth is complete and its combinations are made
+    complete      all messages of the step have been sent and received; then its combinations are made, in order
+
+So with depth 1 one step follows another, and with depth 2 the messages of the next step travel while this one's are added. Whoever
+carries it out may combine before a step's own messages have been sent, as long as no memory is written that is still being sent.
+
+In shared memory there are no messages: a combination reads regions of other ranks where they lie. All programs of a collective have
+equally many steps there, and step t may read what the others have written in their steps before t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+
+HALF = (torch.bfloat16, torch.float16)
+"""Types whose sums are made in float32 and rounded once."""
+
+WIDE_BLOCK = 1 << 15
+"""Elements that are summed in float32 at a time where a half type has more than two addends."""
+
+OWN = -1
+"""In a region: the rank whose program it is."""
+
+AHEAD = 8
+"""Steps after which sends are waited for in any case, so that few of them are under way."""
+
+
+class Buffer(StrEnum):
+    """A rank's buffers."""
+
+    IN = "in"
+    OUT = "out"
+    TMP = "tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements `start` to `stop - 1` of a buffer of this rank, or of another one with which it shares memory."""
+
+    buffer: Buffer
+    start: int
+    stop: int
+    rank: int = OWN
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.buffer}[{self.start}:{self.stop}]" + (f" of rank {self.rank}" if self.rank != OWN else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A region sent to `peer`, or received from it."""
+
+    peer: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """`into` becomes ((p0 + p1) + p2) + ... of `parts`, which are all read before it is written; a copy where there is one part.
+
+    Parts of a half type are added in float32 and rounded once. Instead of the sum it may be the maximum or minimum.
+    """
+
+    into: Region
+    parts: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Messages that travel together, and what is combined after them."""
+
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    then: tuple[Combine, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does.
+
+    Args:
+        steps: in order. Empty messages are not in it.
+        scratch: elements of TMP that it uses.
+        depth: how many steps may be under way at the same time.
+        shared: whether the ranks share memory and send no messages.
+        in_place: whether a program in shared memory is made for a result in place of the input.
+    """
+
+    steps: tuple[Step, ...]
+    scratch: int = 0
+    depth: int = 1
+    shared: bool = False
+    in_place: bool = False
+
+    @cached_property
+    def figures(self) -> tuple[int, int, int, int, int]:
+        """Messages or reads, elements in these, the longest message, steps with messages, the longest sum of three or more."""
+        sends = [message.region for step in self.steps for message in step.sends]
+        received = [message.region for step in self.steps for message in step.receives]
+        combined = [combine for step in self.steps for combine in step.then]
+        read = [part for combine in combined for part in combine.parts if part.rank != OWN]
+        return (
+            len(sends) + len(read),
+            sum(map(len, [*sends, *read])),
+            max(map(len, [*sends, *received]), default=0),
+            sum(bool(step.sends or step.receives) for step in self.steps),
+            max((len(combine.into) for combine in combined if len(combine.parts) > 2), default=0),
+        )
+
+    @cached_property
+    def rewritten(self) -> tuple[int, ...]:
+        """For each step the first one before which its sends must have left, where OUT is other memory than IN."""
+        return _rewritten(self.steps, in_place=False)
+
+    @cached_property
+    def rewritten_in_place(self) -> tuple[int, ...]:
+        """The same where OUT is IN."""
+        return _rewritten(self.steps, in_place=True)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a program costs one rank.
+
+    Attributes:
+        messages: that it sends; in shared memory, regions that it reads from other ranks.
+        bytes_sent: in these.
+        largest: bytes of the longest message that it sends or receives.
+        steps: in which it sends or receives.
+        scratch: bytes of scratch memory, room for sums in float32 included.
+    """
+
+    messages: int
+    bytes_sent: int
+    largest: int
+    steps: int
+    scratch: int
+
+
+def cost(program: Program, dtype: torch.dtype) -> Cost:
+    """Return what a program costs with elements of `dtype`."""
+    messages, sent, largest, steps, _ = program.figures
+    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(program, dtype)
+    return Cost(messages, sent * dtype.itemsize, largest * dtype.itemsize, steps, scratch)
+
+
+def wide_length(program: Program, dtype: torch.dtype) -> int:
+    """Elements of each of the two float32 buffers that sums of more than two parts need in a half type."""
+    return min(program.figures[-1], WIDE_BLOCK) if dtype in HALF else 0
+
+
+def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
+    """For each step the first one, itself or later, before which its sends must have left; for the last step itself.
+
+    On a slow link a library calls a send complete only when the receiver has answered, so waiting for sends costs a round trip:
+
+        waiting for sends     |--- message --->|<--- answer ---|--- message --->|<--- answer ---|
+        not waiting           |--- message --->|--- message --->|<--- answer ---|
+    """
+    written = [[*(message.region for message in step.receives), *(combine.into for combine in step.then)] for step in steps]
+
+    def first(number: int, step: Step) -> int:
+        last = min(number + AHEAD, len(steps))
+        sent = [message.region for message in step.sends]
+        hits = (k for k in range(number, last) if any(overlap(one, other, in_place) for one in sent for other in written[k]))
+        return next(hits, last)
+
+    return tuple(first(number, step) if number + 1 < len(steps) else number for number, step in enumerate(steps))
+
+
+def overlap(one: Region, other: Region, in_place: bool) -> bool:
+    """Return whether two regions of a rank share memory, with OUT the same memory as IN or not."""
+    same = one.buffer is other.buffer or (in_place and Buffer.TMP not in (one.buffer, other.buffer))
+    return same and one.rank == other.rank and one.start < other.stop and other.start < one.stop
+
+
+def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
+    """Make a program without empty messages, empty combinations, and steps in which nothing happens."""
+    kept = [Step(_full(step.sends), _full(step.receives), tuple(c for c in step.then if len(c.into))) for step in steps]
+    if depth == 1:  # with more, how far two steps are apart says which of them may overlap
+        kept = [step for step in kept if step != Step()]
+    return Program(tuple(kept), scratch, depth)
+
+
+def _full(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(message for message in messages if len(message.region))
+
+
+def inp(span: range) -> Region:
+    """A region of IN."""
+    return Region(Buffer.IN, span.start, span.stop)
+
+
+def out(span: range) -> Region:
+    """A region of OUT."""
+    return Region(Buffer.OUT, span.start, span.stop)
+
+
+def tmp(start: int, length: int) -> Region:
+    """A region of TMP."""
+    return Region(Buffer.TMP, start, start + length)
+
+
+def copy(source: Region, into: Region) -> Combine:
+    """A combination of one part."""
+    return Combine(into, (source,))
+
+
+def spans(counts: Iterable[int], start: int = 0) -> tuple[range, ...]:
+    """Consecutive ranges of these lengths."""
+    found = []
+    for count in counts:
+        found.append(range(start, start + count))
+        start += count
+    return tuple(found)
+
+
+def joined(first: range, last: range) -> range:
+    """From the beginning of one range to the end of another."""
+    return range(first.start, last.stop)

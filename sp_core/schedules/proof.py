@@ -1,0 +1,257 @@
+"""Prove that a schedule does what it is for, and carry one out in a single process: what the ranks must get, bit by bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.schedules.program import HALF, OWN, Buffer, Combine, Message, Program, Region, Step, overlap
+
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+Value = tuple[tuple[int, int], ...]
+"""Contributions (rank, place in its IN), sorted."""
+
+Memory = dict[Buffer, Any]
+"""By buffer, its elements: a list of what each is the sum of (None where it is not defined), or a tensor."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all ranks do, and what it is for.
+
+    Args:
+        op: the collective.
+        send, recv: by rank, the sizes of the pieces that it contributes and gets, in elements.
+        root: of a broadcast or a reduction; by how many ranks a shift goes.
+        programs: by rank.
+    """
+
+    op: str
+    send: tuple[tuple[int, ...], ...]
+    recv: tuple[tuple[int, ...], ...]
+    root: int
+    programs: tuple[Program, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.programs)
+
+
+class ScheduleError(AssertionError):
+    """A schedule that is wrong; the text says on which rank and where."""
+
+
+def verify(schedule: Schedule) -> None:
+    """Carry a schedule out on symbols.
+
+    An element is the list of contributions that it is the sum of, (rank, place) each. A send is complete only when its message has
+    been received, as MPI does it with long messages. OUT is tried apart from IN and, for what may be done in place, as the same
+    memory. In shared memory it is what the programs were made for.
+
+    Args:
+        schedule: of any collective. Time and memory grow with the number of elements: use small ones.
+
+    Raises:
+        ScheduleError: an element of a result is not the sum of exactly its contributions; something undefined is sent or added; a
+            buffer is used while a message is under way in it; a rank reads what another writes in the same step; a message has no
+            other side, or another length there; ranks wait for each other for ever.
+    """
+    one = schedule.programs[0]
+    modes = (one.in_place,) if one.shared else (False, True) if schedule.op == "all_reduce" else (False,)
+    for aliased in modes:
+        for rank in range(schedule.size):
+            _no_conflicts(schedule, rank, aliased)
+    for aliased in modes:
+        memories = [_symbols(schedule, rank, aliased) for rank in range(schedule.size)]
+        _carry_out(schedule, memories, _added)
+        for rank, memory in enumerate(memories):
+            for place, (value, wanted) in enumerate(zip(memory[Buffer.OUT], expected(schedule, rank), strict=True)):
+                if value != wanted:
+                    raise ScheduleError(f"rank {rank}, out[{place}] is the sum of {value}; it should be that of {wanted}")
+
+
+def expected(schedule: Schedule, rank: int) -> list[Value]:
+    """For each element of a rank's OUT, the contributions that it must be the sum of."""
+    ranks, received = range(schedule.size), schedule.recv[rank]
+    match schedule.op:
+        case "all_gather":
+            return [((q, i),) for q in ranks for i in range(received[q])]
+        case "all_to_all":
+            starts = [sum(schedule.send[q][:rank]) for q in ranks]
+            return [((q, starts[q] + i),) for q in ranks for i in range(received[q])]
+        case "broadcast" | "shift":
+            source = schedule.root if schedule.op == "broadcast" else (rank - schedule.root) % schedule.size
+            return [((source, i),) for i in range(sum(received))]
+    start = sum(schedule.send[rank][:rank]) if schedule.op == "reduce_scatter" else 0
+    return [tuple((q, start + i) for q in ranks) for i in range(sum(received))]
+
+
+def _symbols(schedule: Schedule, rank: int, aliased: bool) -> Memory:
+    held = [((rank, i),) for i in range(sum(schedule.send[rank]))]
+    result = held if aliased else [None] * sum(schedule.recv[rank])
+    return {Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: [None] * _reach(schedule.programs[rank])}
+
+
+def _added(parts: Sequence[list[Value]]) -> list[Value]:
+    return [tuple(sorted(sum(column, ()))) for column in zip(*parts, strict=True)]
+
+
+def _reach(program: Program) -> int:
+    """Elements of TMP, up to the last one that is written; in shared memory those used need not lie side by side."""
+    written = [combine.into for step in program.steps for combine in step.then]
+    return max([program.scratch, *(region.stop for region in written if region.buffer is Buffer.TMP)])
+
+
+def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
+    """Raise if memory is touched that is being received into, or written that is being sent or read by another rank."""
+    program = schedule.programs[rank]
+    for number, step in enumerate(program.steps):
+        where = f"rank {rank}, step {number}"
+        pairs = [*_under_way(step, program.steps[number + 1 : number + program.depth]), *_read_elsewhere(schedule, number, step)]
+        for region, other in pairs:
+            if overlap(region, other, aliased):
+                raise ScheduleError(f"{where}: {region} is used while {other} is under way")
+        for combine in step.then:
+            _possible(combine, where, aliased)
+
+
+def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Region]]:
+    """Pairs of regions that a step uses and those of messages beside it, one of them written."""
+    received, sent = ([message.region for message in messages] for messages in (step.receives, step.sends))
+    coming = [message.region for other in flying for message in other.receives]
+    going = [message.region for other in flying for message in other.sends]
+    for place, region in enumerate(received):
+        yield from ((region, other) for other in (*received[:place], *sent))
+    for region in (*received, *(combine.into for combine in step.then)):
+        yield from ((region, other) for other in (*coming, *going))
+    for region in (*sent, *(part for combine in step.then for part in combine.parts)):
+        yield from ((region, other) for other in coming)
+
+
+def _read_elsewhere(schedule: Schedule, number: int, step: Step) -> Iterator[tuple[Region, Region]]:
+    """Pairs of regions of other ranks that a step reads, and those that their owners write in the same step."""
+    for part in (part for combine in step.then for part in combine.parts if part.rank != OWN):
+        for combine in schedule.programs[part.rank].steps[number].then:
+            yield part, replace(combine.into, rank=part.rank)
+
+
+def _possible(combine: Combine, where: str, aliased: bool) -> None:
+    """Whether the result may be written where it is while the parts are read one after the other."""
+    shared = [part for part in combine.parts if overlap(part, combine.into, aliased)]
+    if any((part.start, part.stop) != (combine.into.start, combine.into.stop) for part in shared):
+        raise ScheduleError(f"{where}: {combine.into} lies across one of its parts")
+    if any(part in combine.parts[2:] for part in shared) and combine.parts[0].buffer is not Buffer.TMP:
+        raise ScheduleError(f"{where}: {combine.into} is a later part, and the first part is no scratch to add in")
+
+
+class _Rank:
+    """How far a rank has come."""
+
+    def __init__(self, number: int, program: Program, memories: Sequence[Memory]) -> None:
+        self.number, self.program, self._memories = number, program, memories
+        self.posted = self.complete = 0
+        self.open: dict[int, int] = defaultdict(int)  # messages under way, by step
+
+    def read(self, region: Region, where: str) -> Any:
+        buffer = self._memories[self.number if region.rank == OWN else region.rank][region.buffer]
+        values = buffer[region.start : region.stop]
+        if len(values) != len(region) or (isinstance(values, list) and None in values):
+            raise ScheduleError(f"{where}: {region} is not defined there")
+        return values
+
+    def write(self, region: Region, values: Any, where: str) -> None:
+        buffer = self._memories[self.number][region.buffer]
+        if region.stop > len(buffer) or len(values) != len(region):
+            raise ScheduleError(f"{where}: {len(values)} elements do not fit {region} of {len(buffer)}")
+        buffer[region.start : region.stop] = values
+
+
+Posted = deque[tuple[int, Message]]
+"""Messages with the number of their step."""
+
+Waiting = dict[tuple[int, int], Posted]
+"""By source and destination."""
+
+
+def _carry_out(schedule: Schedule, memories: Sequence[Memory], combined: Callable[[Any], Any]) -> None:
+    ranks = [_Rank(number, program, memories) for number, program in enumerate(schedule.programs)]
+    sent: Waiting = defaultdict(deque)
+    coming: Waiting = defaultdict(deque)
+    before: list[tuple[int, int]] = []
+    while before != (now := [(rank.posted, rank.complete) for rank in ranks]):
+        before = now
+        for rank in ranks:
+            _post(rank, sent, coming)
+        for pair in list(sent):
+            _meet(pair, ranks, sent[pair], coming[pair])
+        for rank in ranks:
+            _finish(rank, combined)
+    stuck = [f"rank {rank.number} in step {rank.complete}" for rank in ranks if rank.complete < len(rank.program.steps)]
+    if stuck:
+        raise ScheduleError(f"nobody can go on: {', '.join(stuck)}")
+
+
+def _post(rank: _Rank, sent: Waiting, coming: Waiting) -> None:
+    while rank.posted < min(len(rank.program.steps), rank.complete + rank.program.depth):
+        step = rank.program.steps[rank.posted]
+        for message in step.sends:
+            sent[rank.number, message.peer].append((rank.posted, message))
+        for message in step.receives:
+            coming[message.peer, rank.number].append((rank.posted, message))
+        rank.open[rank.posted] = len(step.sends) + len(step.receives)
+        rank.posted += 1
+
+
+def _meet(pair: tuple[int, int], ranks: Sequence[_Rank], sent: Posted, coming: Posted) -> None:
+    """Deliver messages of which both sides are posted, in order."""
+    source, dest = pair
+    while sent and coming:
+        (step, message), (other_step, other) = sent.popleft(), coming.popleft()
+        where = f"message from rank {source}, step {step}, to rank {dest}, step {other_step}"
+        ranks[dest].write(other.region, ranks[source].read(message.region, where), where)
+        ranks[source].open[step] -= 1
+        ranks[dest].open[other_step] -= 1
+
+
+def _finish(rank: _Rank, combined: Callable[[Any], Any]) -> None:
+    while rank.complete < rank.posted and rank.open[rank.complete] == 0:
+        where = f"rank {rank.number}, step {rank.complete}"
+        for combine in rank.program.steps[rank.complete].then:
+            parts = [rank.read(part, where) for part in combine.parts]
+            if len({len(part) for part in parts}) != 1:
+                raise ScheduleError(f"{where}: parts of different lengths make {combine.into}")
+            rank.write(combine.into, combined(parts), where)
+        rank.complete += 1
+
+
+def replay(schedule: Schedule, inputs: Sequence[Tensor], reduction: str = "sum") -> list[Tensor]:
+    """Carry a schedule out in one process, one rank after the other, on ordinary tensors.
+
+    Args:
+        schedule: one that `verify` accepts.
+        inputs: by rank, flat.
+        reduction: "sum", "max" or "min".
+
+    Returns:
+        The results by rank, flat.
+    """
+    memories: list[Memory] = []
+    for x, recv, program in zip(inputs, schedule.recv, schedule.programs, strict=True):
+        result = x.clone() if program.in_place else x.new_empty(sum(recv))
+        held = result if program.in_place else x
+        memories.append({Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: x.new_empty(_reach(program))})
+    wide = torch.float32 if inputs[0].dtype in HALF else inputs[0].dtype
+
+    def combined(parts: Sequence[Tensor]) -> Tensor:
+        return reduce(REDUCTIONS[reduction], (part.to(wide) for part in parts)).to(inputs[0].dtype)
+
+    _carry_out(schedule, memories, combined)
+    return [memory[Buffer.OUT] for memory in memories]

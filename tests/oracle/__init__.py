@@ -1,0 +1,1 @@
+"""What tests compare with: the float64 reference, drawn problems and a device without hardware."""

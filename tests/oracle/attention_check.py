@@ -1,0 +1,218 @@
+"""One attention problem put to one scheme: outputs and all gradients of every rank against the dense float64 reference.
+
+The scheme is treated as unkindly as its contract allows: memory beside its inputs is NaN, one rank may be late, and as soon as a
+rank has its results it overwrites everything that it gave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracle import reference
+from oracle.attention_features import attention_features, remainder
+from oracle.once import contents, once
+from oracle.reference import AttentionReference, GradientReference
+from oracle.strategies import AttentionProblem, placed
+from sp_core.mask import Mask, plan_blocks
+from sp_core.sharding import Sharding
+from sp_core.testing.remarks import features, record_ratio
+from sp_core.testing.tolerance import bound, check_close
+
+Scheme = Callable[..., Any]
+Results = dict[str, Tensor]
+"""Of one rank: "out" and "lse", and of "dq", "dk" and "dv" those that are needed."""
+LATE_SECONDS = 2e-3
+
+
+def check_attention(name: str, scheme: Scheme, problem: AttentionProblem, rank: int, size: int, device: torch.device) -> None:
+    """Run a scheme on this rank's shards, and compare its shards of the results with the reference.
+
+    Args:
+        name: of the scheme, for messages.
+        scheme: called with q, k, v of this rank and `sharding`, `kv_sharding`, `mask`, `softmax_scale`, `return_lse=True`.
+        problem: what to compute.
+        rank, size: of the ranks that share the sequence.
+        device: where the scheme wants its tensors.
+
+    Raises:
+        AssertionError: naming the result and its worst element.
+    """
+    if rank == 0:
+        features(attention_features(name, problem, size), [remainder(problem.seq_len, size)])
+    shards = Shards(problem, rank, size, device)
+    results = shards.results(scheme)
+    shards.take_back()
+    compare(name, shards, results)
+
+
+def compare(name: str, shards: Shards, results: Results) -> None:
+    """Compare one rank's results with the reference.
+
+    Raises:
+        AssertionError: naming the result and its worst element.
+    """
+    for what, (expected, allowed) in shards.expected().items():
+        if what in results:
+            record_ratio(f"{name} {what}", check_close(f"{name} {what}", results[what].detach().cpu(), expected, allowed))
+
+
+class Shards:
+    """A problem as one rank sees it.
+
+    Args:
+        problem, rank, size, device: as in `check_attention`.
+        order: take the tokens of the whole sequence in this order; self attention only.
+
+    Attributes:
+        whole: q, k and v of all tokens.
+        upstream: gradients of out and (or None) of lse, of all tokens.
+        local: q, k and v of this rank, placed in memory as the problem says.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, rank: int, size: int, device: torch.device, *, order: Tensor | None = None
+    ) -> None:
+        self.problem, self.rank = problem, rank
+        self.sharding, self.kv_sharding = problem.sharding(size), problem.kv_sharding(size)
+        self.whole = problem.tensors()
+        self.upstream = (problem.upstream_gradient(), problem.upstream_lse_gradient())
+        if order is not None:
+            q, k, v = (x[:, order] for x in self.whole)
+            self.whole = (q, k, v)
+            grad_out, grad_lse = self.upstream
+            self.upstream = (grad_out[:, order], None if grad_lse is None else grad_lse[..., order])
+        self.device = device
+        self.local = self.place(self.whole)
+        self._given: list[tuple[Tensor, Tensor]] = []
+
+    def place(self, whole: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+        """This rank's part of q, k and v, as leaves."""
+        q, k, v = whole
+        parts = (*self.queries(q), *self.keys(k, v))
+        needs = self.problem.needs_grad
+        return [placed(x.to(self.device), self.problem.storage).requires_grad_(n) for x, n in zip(parts, needs, strict=True)]
+
+    def queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This rank's part of tensors (B, S, ...) over all queries."""
+        return tuple(self.sharding.shard(x, self.rank, 1) for x in tensors)
+
+    def keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This rank's part of tensors (B, S, ...) over all keys."""
+        return tuple(self.kv_sharding.shard(x, self.rank, 1) for x in tensors)
+
+    def lses(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This rank's part of tensors (B, H, S)."""
+        return tuple(self.sharding.shard(x, self.rank, 2) for x in tensors)
+
+    def part(self, what: str, whole: Tensor) -> Tensor:
+        """This rank's part of the result of that name."""
+        take = {"lse": self.lses, "dk": self.keys, "dv": self.keys}.get(what, self.queries)
+        return take(whole)[0]
+
+    def results(self, scheme: Scheme) -> Results:
+        """Everything that the scheme gives this rank, forward and backward."""
+        out, lse = self.run(scheme)
+        return {"out": out.detach(), "lse": lse.detach(), **self.gradients(out, lse)}
+
+    def run(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        """The scheme's out and lse on this rank."""
+        problem = self.problem
+        kv_sharding = None if self.kv_sharding == self.sharding else self.kv_sharding
+        self._given = [(x, x.detach().clone()) for x in self.local]
+        self._be_late(problem.seed)
+        out, lse = scheme(
+            *self.local,
+            sharding=self.sharding,
+            kv_sharding=kv_sharding,
+            mask=problem.mask,
+            softmax_scale=problem.softmax_scale,
+            return_lse=True,
+        )
+        return out, lse
+
+    def gradients(self, out: Tensor, lse: Tensor) -> Results:
+        """This rank's gradients by name, of those that are needed."""
+        needing = {f"d{letter}": x for letter, x in zip("qkv", self.local, strict=True) if x.requires_grad}
+        if not needing:
+            return {}
+        roots, upstream = [out], [self._upstream_of_out().to(out.device)]
+        if self.upstream[1] is not None:
+            roots.append(lse)
+            upstream.append(self.lses(self.upstream[1])[0].clone().to(lse))
+        self._given += [(x, x.clone()) for x in upstream]
+        self._be_late(self.problem.seed + 1)
+        grads = torch.autograd.grad(roots, list(needing.values()), upstream)
+        return dict(zip(needing, grads, strict=True))
+
+    def take_back(self) -> None:
+        """What was given is unchanged, and is overwritten now: this rank has its results, others may not."""
+        assert all(torch.equal(x, before) for x, before in self._given), "the scheme has changed its inputs"
+        for x, _ in self._given:
+            x.new_empty(0, dtype=torch.uint8).set_(x.detach().untyped_storage()).fill_(0xFF)
+
+    def reference(self) -> AttentionReference:
+        """The dense result of the whole sequence."""
+        definition = self._definition()
+        key = ("attention", repr(definition), contents(*self.whole))
+        return once(key, lambda: reference.attention(*self.whole, **definition))
+
+    def reference_gradients(self) -> GradientReference:
+        """The dense gradients of the whole sequence."""
+        definition, (grad_out, grad_lse) = self._definition(), self.upstream
+        key = ("attention_grads", repr(definition), contents(*self.whole, grad_out, grad_lse))
+        return once(key, lambda: reference.attention_grads(*self.whole, grad_out, grad_lse=grad_lse, **definition))
+
+    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """This rank's part of every result as it should be, and by how much it may be off."""
+        forward, backward = self.reference(), self.reference_gradients()
+        partials = self.partial_results()
+        found = {}
+        for what in ("out", "lse", "dq", "dk", "dv"):
+            source: Any = forward if what in ("out", "lse") else backward
+            value, scale = (self.part(what, getattr(source, field)) for field in (what, f"{what}_scale"))
+            found[what] = (value, bound(scale, self.problem.torch_dtype, source.growth, partials))
+        return found
+
+    def partial_results(self) -> int:
+        """Upper bound of the partial results that kernels round on the way to one element, on any rank."""
+        return _partial_results(self.sharding, self.kv_sharding, self.problem.mask)
+
+    def _definition(self) -> dict[str, Any]:
+        mask = self.problem.mask
+        return {
+            "q_positions": ascending(self.sharding),
+            "kv_positions": ascending(self.kv_sharding),
+            "causal": mask.causal,
+            "window": mask.window,
+            "documents": mask.documents,
+            "kv_documents": mask.kv_documents,
+            "softmax_scale": self.problem.softmax_scale,
+        }
+
+    def _upstream_of_out(self) -> Tensor:
+        """This rank's gradient of out, with strides as the problem says."""
+        (mine,) = self.queries(self.upstream[0])
+        if self.problem.upstream in ("expanded", "zero"):
+            return mine[:1, :1, :1, :1].clone().expand_as(mine)
+        return placed(mine, "transposed" if self.problem.upstream == "transposed" else "plain")
+
+    def _be_late(self, rank: int) -> None:
+        if self.problem.late and rank % self.sharding.size == self.rank:
+            time.sleep(LATE_SECONDS)
+
+
+def ascending(sharding: Sharding) -> list[int]:
+    """Return the global positions of all tokens in ascending order."""
+    return sorted(int(p) for rank in range(sharding.size) for p in sharding.positions(rank))
+
+
+@lru_cache(maxsize=64)
+def _partial_results(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> int:
+    ranks = range(sharding.size)
+    return 1 + sum(len(plan_blocks(sharding.positions(i), kv_sharding.positions(j), mask)) for i in ranks for j in ranks)

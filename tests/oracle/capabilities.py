@@ -1,0 +1,145 @@
+"""Find out by trying what each scheme can do: `python -m oracle.capabilities` prints the table of docs/schemes.md.
+
+Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64 reference: "yes" means right
+within the tolerance, forward and backward; "refused" means an error on every rank. Anything else ends this program, so the table
+cannot say what is not so. Bytes are those of the counters, in units of a rank's own K and V, even shards, full mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from oracle.attention_check import Scheme, Shards, check_attention
+from oracle.strategies import AttentionProblem
+from sp_core.mask import Mask
+from sp_core.mesh import Mesh
+from sp_core.schemes import SCHEMES, hybrid_attention
+from sp_core.testing.run import run_threads
+
+RANKS = 4
+BASE = AttentionProblem(
+    *(2, 16, 16, 4, 1, 8, "float64", "contiguous", "contiguous", Mask(), None, 1.0),
+    *("normal", "normal", (True, True, True), "plain", 1),
+)
+PROBLEMS = {
+    "full attention": (BASE,),
+    "causal": (replace(BASE, mask=Mask(causal=True)),),
+    "sliding window, causal and not": tuple(replace(BASE, mask=Mask(causal, window=6)) for causal in (True, False)),
+    "packed documents": (replace(BASE, mask=Mask(causal=True, documents=(0, 3, 3, 11, 16))),),
+    "window inside documents": (replace(BASE, mask=Mask(window=3, documents=(0, 7, 16))),),
+    "zigzag": (replace(BASE, layout="zigzag", kv_layout="zigzag", mask=Mask(causal=True)),),
+    "striped": (replace(BASE, layout="striped", kv_layout="striped", mask=Mask(causal=True)),),
+    "a length that P does not divide": (replace(BASE, seq_len=18, kv_len=18),),
+    "fewer tokens than ranks": (replace(BASE, seq_len=3, kv_len=3),),
+    "cross attention, sharded differently": (replace(BASE, kv_len=9, kv_layout="striped"),),
+    "GQA": (replace(BASE, group=2),),
+    "MQA: one key/value head for 4 ranks": (replace(BASE, kv_heads=1, group=4),),
+    "heads that P does not divide": (replace(BASE, kv_heads=3, group=2),),
+    "fewer heads than ranks": (replace(BASE, kv_heads=1, group=3),),
+    "float32": (replace(BASE, dtype="float32"),),
+    "bfloat16 and float16": tuple(replace(BASE, dtype=dtype) for dtype in ("bfloat16", "float16")),
+    "gradient of the log-sum-exp": (replace(BASE, seed=3),),
+}
+NAMES = (*SCHEMES, "hybrid 2 x 2")
+Body = Callable[[Mesh, Scheme], str]
+
+
+def columns(mesh: Mesh) -> dict[str, Scheme]:
+    """The schemes by name, on a mesh with the axes `ring` and `ulysses`."""
+    found: dict[str, Scheme] = {name: partial(function, comm=mesh["ring", "ulysses"]) for name, function in SCHEMES.items()}
+    return {**found, NAMES[-1]: partial(hybrid_attention, mesh=mesh)}
+
+
+def on_ranks(*bodies: Body) -> list[list[str]]:
+    """What each body answers for each scheme, the same on every rank."""
+    answers: list[list[list[str]]] = [[] for _ in range(RANKS)]
+
+    def run(comm: Any) -> None:
+        with Mesh(comm, ring=2, ulysses=2) as mesh:
+            schemes = columns(mesh).values()
+            answers[comm.rank] = [[body(mesh, scheme) for scheme in schemes] for body in bodies]
+
+    run_threads(RANKS, run)
+    if any(other != answers[0] for other in answers):
+        raise AssertionError(f"the ranks answer differently: {answers}")
+    return answers[0]
+
+
+def solves(problems: tuple[AttentionProblem, ...], mesh: Mesh, scheme: Scheme) -> str:
+    """Whether a scheme gives what one device gives."""
+    for problem in problems:
+        check_attention("capability", scheme, problem, mesh.rank, mesh.size, mesh.device)
+    return "yes"
+
+
+def checkpoints(mesh: Mesh, scheme: Scheme) -> str:
+    """Whether a checkpointed call has the same gradients."""
+    shards = Shards(BASE, mesh.rank, mesh.size, mesh.device)
+
+    def again(*local: torch.Tensor) -> Any:
+        shards.local = list(local)
+        return shards.run(scheme)
+
+    leaves = shards.local
+    plain = torch.autograd.grad(again(*leaves)[0].sum(), leaves)
+    kept = torch.autograd.grad(checkpoint(again, *leaves, use_reentrant=False)[0].sum(), leaves)
+    if not all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True)):
+        raise AssertionError("checkpointing changes the gradients")
+    return "yes"
+
+
+def differentiates_twice(mesh: Mesh, scheme: Scheme) -> str:
+    """Whether the gradient has a gradient."""
+    shards = Shards(BASE, mesh.rank, mesh.size, mesh.device)
+    out, _ = shards.run(scheme)
+    (grad, *_) = torch.autograd.grad(out.square().sum(), shards.local, create_graph=True)
+    try:
+        torch.autograd.grad(grad.sum(), shards.local)
+    except RuntimeError as error:
+        if "twice" not in str(error) and "once" not in str(error):
+            raise
+        return "refused"
+    return "yes"
+
+
+def sends(problem: AttentionProblem, backward: bool, mesh: Mesh, scheme: Scheme) -> str:
+    """Bytes that a rank hands over, in units of its own K and V; by the counters."""
+    shards = Shards(problem, mesh.rank, mesh.size, mesh.device)
+    counters = [comm.counters for comm in (mesh["ring", "ulysses"], mesh["ring"], mesh["ulysses"])]
+    for counter in counters:
+        counter.reset()
+    out = scheme(*shards.local, sharding=shards.sharding)
+    if backward:
+        for counter in counters:
+            counter.reset()
+        torch.autograd.grad(out.sum(), shards.local)
+    return f"{sum(counter.total().bytes_sent for counter in counters) / (2 * shards.local[1].nbytes):g}"
+
+
+def questions() -> Iterator[tuple[str, Body]]:
+    """What is asked of each scheme."""
+    for asked, problems in PROBLEMS.items():
+        yield asked, partial(solves, problems)
+    yield "activation checkpointing", checkpoints
+    yield "second derivative", differentiates_twice
+    for text, problem in (("as many K/V heads as heads", BASE), ("4 heads to a K/V head", replace(BASE, group=4))):
+        for way, backward in (("forward", False), ("backward", True)):
+            yield f"sent, {way}, {text}", partial(sends, problem, backward)
+
+
+def table() -> str:
+    """The table as Markdown."""
+    asked, bodies = zip(*questions(), strict=True)
+    lines = [["on four ranks", *NAMES], ["---"] * (len(NAMES) + 1)]
+    lines += [[question, *answers] for question, answers in zip(asked, on_ranks(*bodies), strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

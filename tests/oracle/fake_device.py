@@ -1,0 +1,156 @@
+"""A device without hardware: what it does happens late, and memory holds NaN until it does.
+
+On a real device a copy runs some time after it was asked for, so code that reads its result too early, or overwrites or frees its
+source too early, is right most of the time. Here a copy runs only when somebody has waited for it: such code is wrong every time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_core.transport.node_memory import FileMemory
+
+POLLS = 2
+
+
+class _Queue:
+    """Work of one stream, carried out in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self.asked = 0
+        self._carried_out = 0
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._waiting.append(work)
+        self.asked += 1
+
+    def run_to(self, point: int) -> None:
+        while self._carried_out < point:
+            self._waiting.popleft()()
+            self._carried_out += 1
+
+
+class _Event:
+    def __init__(self, queue: _Queue, polls: int) -> None:
+        self._queue = queue
+        self._point = queue.asked
+        self._polls = polls
+
+    def test(self) -> bool:
+        self._polls -= 1
+        if self._polls < 0:
+            self._queue.run_to(self._point)
+        return self._polls < 0
+
+
+class DelayedStreams:
+    """Copy streams of a device that is really host memory; implements `sp_core.transport.staged.Streams`.
+
+    The destination of a copy is poisoned when the copy is asked for. What `compute` was given is seen by copies only after `begin`.
+
+    Args:
+        polls: how often an event answers "not yet" before its copies run; let it differ between ranks.
+        lazy: carry out the uploads that `finish` makes the device wait for only in `settle`, as the device's next work would.
+            Otherwise `finish` carries them out, so that the results can be used like any tensor.
+    """
+
+    def __init__(self, *, polls: int = POLLS, lazy: bool = False) -> None:
+        self._polls = polls
+        self._lazy = lazy
+        self._computing, self._down, self._up = _Queue(), _Queue(), _Queue()
+        self._awaited = 0
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Poisoned host memory."""
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Ask the device to compute something."""
+        self._computing.add(work)
+
+    def begin(self) -> None:
+        """Let the copies that follow see what has been computed."""
+        self._computing.run_to(self._computing.asked)
+
+    def download(self, host: Tensor, device: Tensor) -> None:
+        """Ask for a copy to the host."""
+        _poison(host)
+        self._down.add(lambda: host.copy_(device))
+
+    def upload(self, device: Tensor, host: Tensor) -> None:
+        """Ask for a copy to the device. Host memory that is freed before the copy runs gives NaN."""
+        _poison(device)
+        if host.numel():
+            memory, address = StorageWeakRef(host.untyped_storage()), host.data_ptr()
+            self._up.add(lambda: None if memory.expired() else _bytes(device).copy_(_memory(address, device.nbytes)))
+
+    def downloaded(self) -> _Event:
+        """The point after the downloads asked for so far."""
+        return _Event(self._down, self._polls)
+
+    def uploaded(self) -> _Event:
+        """The point after the uploads asked for so far."""
+        return _Event(self._up, self._polls)
+
+    def finish(self) -> None:
+        """Let what the device does next wait for the uploads."""
+        self._awaited = self._up.asked
+        if not self._lazy:
+            self.settle()
+
+    def settle(self) -> None:
+        """Carry out the uploads that the device waits for."""
+        self._up.run_to(self._awaited)
+
+
+class DelayedMemory(FileMemory):
+    """Memory of a device that is really host memory of the node; implements `sp_core.transport.node_memory.NodeMemory`.
+
+    What is launched happens when its event has been asked for often enough, and what is to be computed when something waits for it.
+
+    Args:
+        polls: how often an event answers "not yet" before; let it differ between ranks.
+    """
+
+    def __init__(self, *, polls: int = POLLS) -> None:
+        super().__init__()
+        self._polls = polls
+        self._computing, self._launched = _Queue(), _Queue()
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Ask the device to compute something."""
+        self._computing.add(work)
+
+    def begin(self) -> None:
+        """Let what is launched from now on see what has been computed."""
+        self._computing.run_to(self._computing.asked)
+
+    def launch(self, work: Sequence[Callable[[], object]]) -> _Event:
+        """Ask for something after what was launched before."""
+        for item in work:
+            self._launched.add(item)
+        return _Event(self._launched, self._polls)
+
+    def copying(self, into: Tensor, part: Tensor) -> Callable[[], object]:
+        """A copy."""
+        return lambda: into.copy_(part)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+def _memory(address: int, nbytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _poison(x: Tensor) -> None:
+    """NaN in every floating type, an unlikely number in the others."""
+    _bytes(x).fill_(0xFF)

@@ -1,0 +1,145 @@
+"""A model of slow links between ranks that share a machine: messages arrive as late as if each rank had a wire of its own.
+
+    sender    posted at t, its wire idle at o:      leaves    L = max(t, o) + n / rate
+    receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n / rate
+
+A wire carries one message after the other, in each direction. Every message is preceded by a small one with L; the receiver holds
+back what has come too early. All ranks must read one clock, so this is for processes or threads of one machine. What the MPI
+library does inside a collective cannot be seen here and is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from sp_core.errors import DeviceError
+from sp_core.schedules import Operation
+from sp_core.transport.base import Bound, Handle, Messages
+from sp_core.transport.host import TAG, HostTransport
+
+
+class LinkModel:
+    """One wire per rank; pass it as `transport=` of a mesh. All communicators of the mesh share the wire.
+
+    Args:
+        latency: seconds from one rank to another, apart from the time that the bytes take.
+        rate: bytes per second, in each direction.
+        clock: seconds, the same on all ranks.
+
+    Raises:
+        ValueError: a negative latency, or a rate that is not positive.
+    """
+
+    def __init__(self, latency: float, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if latency < 0 or not rate > 0:
+            raise ValueError(f"latency={latency} s and rate={rate} bytes/s were given; pass a latency >= 0 and a rate > 0.")
+        self.latency, self.rate, self.clock = latency, rate, clock
+        self._out = self._into = 0.0
+
+    def __repr__(self) -> str:
+        return f"LinkModel(latency={self.latency}, rate={self.rate})"  # the same text on all ranks, which agree on it
+
+    def over(self, host: HostTransport) -> LinkTransport:
+        """A transport whose messages take this wire."""
+        return LinkTransport(host, self)
+
+    def leaves(self, nbytes: int) -> float:
+        """When the last byte of a message posted now leaves; the wire is taken until then."""
+        self._out = max(self._out, self.clock()) + nbytes / self.rate
+        return self._out
+
+    def arrives(self, left: float, nbytes: int) -> float:
+        """When the last byte of a message arrives that leaves its sender at `left`."""
+        takes = nbytes / self.rate
+        self._into = max(left - takes + self.latency, self._into) + takes
+        return self._into
+
+
+class LinkTransport:
+    """Host messages, each held back until the wire would have brought it.
+
+    Args:
+        host: carries the messages.
+        link: the wire.
+    """
+
+    name = "link"
+
+    def __init__(self, host: HostTransport, link: LinkModel) -> None:
+        self._host, self._link = host, link
+
+    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
+        """Refuse a collective of the MPI library."""
+        self._refuse(operation)
+
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Refuse a collective of the MPI library."""
+        self._refuse(operation)
+
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+        """Refuse a collective of the MPI library."""
+        self._refuse(operation)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """Begin point-to-point messages."""
+        self._host.announce(_with_times(sends), _with_times(recvs))
+        return self.post(self.bind(sends), self.bind(recvs), TAG)
+
+    def announce(self, sends: Messages, recvs: Messages) -> None:
+        """Say which messages will be posted, those with the times included."""
+        self._host.announce(_with_times(sends), _with_times(recvs))
+
+    def bind(self, messages: Messages) -> Bound:
+        """Each message with room for its time."""
+        return [(peer, (x.nbytes, time_of, self._host.bind([(peer, time_of), (peer, x)]))) for peer, time_of, x in _timed(messages)]
+
+    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
+        """Begin announced messages."""
+        gone = 0.0
+        for _, (nbytes, left, _) in sends:
+            gone = self._link.leaves(nbytes)
+            left.fill_(gone)
+        handle = self._host.post(_parts(sends), _parts(recvs), tag)
+        return _Late(handle, self._link, gone, [(left, nbytes) for _, (nbytes, left, _) in recvs])
+
+    def close(self, *, together: bool) -> None:
+        """Nothing to give back."""
+
+    def _refuse(self, operation: Operation) -> NoReturn:
+        raise DeviceError(
+            f"{operation.op} by the MPI library was asked for over {self._link!r}, which carries messages only. Pass the algorithm "
+            "of a schedule, to the call or to the mesh, such as algorithm='ring'."
+        )
+
+
+class _Late:
+    """Messages that are complete when they have come and their time has, too."""
+
+    def __init__(self, handle: Handle, link: LinkModel, gone: float, arriving: Sequence[tuple[Tensor, int]]) -> None:
+        self._handle, self._link, self._due, self._arriving = handle, link, gone, arriving
+        self._here = False
+
+    def test(self) -> bool:
+        if not self._here:
+            self._here = self._handle.test()
+            if not self._here:
+                return False
+            self._due = max([self._due, *(self._link.arrives(float(left), nbytes) for left, nbytes in self._arriving)])
+        return self._link.clock() >= self._due
+
+
+def _timed(messages: Messages) -> list[tuple[int, Tensor, Tensor]]:
+    return [(peer, torch.zeros(1, dtype=torch.float64), x) for peer, x in messages]
+
+
+def _with_times(messages: Messages) -> Messages:
+    return [(peer, part) for peer, time_of, x in _timed(messages) for part in (time_of, x)]
+
+
+def _parts(bound: Bound) -> Bound:
+    return [part for _, (_, _, parts) in bound for part in parts]

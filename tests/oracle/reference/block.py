@@ -1,0 +1,243 @@
+"""A dense float64 transformer block from a dict of weights, and how sensitive its results are to rounding.
+
+Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from .dense import visible
+
+EPSILON = 1e-7  # of the perturbations: its square is far below, float64's round-off over it far below what is measured
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+class BlockReference(NamedTuple):
+    """Values and error scales by name: "out", "x" (the gradient of the input), and the gradient of each weight by its name."""
+
+    values: dict[str, Tensor]
+    scales: dict[str, Tensor]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
+    centred = rounding(x - rounding(x.mean(-1, keepdim=True)))  # a mean far from 0 leaves its rounding in what is left
+    return _normalized(centred, eps, rounding) * weight + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = lambda t: t) -> Tensor:
+    """x / sqrt(mean square + eps) * weight over the last dim, (..., E)."""
+    return _normalized(x, eps, rounding) * weight
+
+
+def _normalized(x: Tensor, eps: float, rounding: Rounding) -> Tensor:
+    """Written out, because the gradient of a norm over few elements is what is left of terms that cancel: their rounding."""
+    return rounding(x * rounding(1.0 / rounding((x**2).mean(-1, keepdim=True) + eps).sqrt()))
+
+
+def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[float]) -> Tensor:
+    """Rotary embedding of x (B, S, H, D), dim i with dim i + D/2, by position * base^(-2i/D) radians, or by frequencies given."""
+    half = x.shape[-1] // 2
+    p = torch.as_tensor(positions, dtype=torch.float64, device=x.device)
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    frequencies = [base ** (-i / half) for i in range(half)] if isinstance(base, int | float) else base
+    angles = torch.stack([p * frequency for frequency in frequencies], dim=-1)[:, None, :]
+    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def feed_forward(x: Tensor, weights: Mapping[str, Tensor], rounding: Rounding = lambda t: t) -> Tensor:
+    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) where the weights have a gate; (..., E)."""
+    up = rounding(_linear(x, weights, "up"))
+    if "gate.weight" in weights:
+        inner = rounding(silu(rounding(_linear(x, weights, "gate")))) * up
+    else:
+        inner = up * (0.5 * (1 + rounding(torch.erf(up / math.sqrt(2)))))  # 1 + erf cancels for negative up
+    return _linear(rounding(inner), weights, "down")
+
+
+def self_attention(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    num_heads: int,
+    positions: Tensor,
+    rope_base: float | Sequence[float] | None,
+    seen: Tensor,
+    softmax_scale: float | None = None,
+    rounding: Rounding = lambda t: t,
+) -> Tensor:
+    """Compute projections, rotary embedding, and softmax over what each query sees; zero for a query that sees nothing.
+
+    Args:
+        x: (B, S, E).
+        weights: q_proj, k_proj, v_proj, o_proj: each .weight and, if any, .bias.
+        num_heads, positions, rope_base, softmax_scale, rounding: as in `transformer_block`.
+        seen: bool (S, S), as `visible` gives it.
+    """
+    head_dim = weights["q_proj.weight"].shape[0] // num_heads
+    q, k, v = (rounding(_linear(x, weights, name)).unflatten(-1, (-1, head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
+    if rope_base is not None:
+        q, k = (rounding(rotate(t, positions, rope_base)) for t in (q, k))
+    k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2) for t in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    e, total = _exponentials(rounding(logits), seen, rounding)
+    # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over D of these in the backward.
+    out = rounding(torch.einsum("bhqk,bkhd->bqhd", e, v)) / total.transpose(1, 2)
+    return _linear(rounding(out.flatten(2)), weights, "o_proj")
+
+
+def transformer_block(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    *,
+    num_heads: int,
+    norm: str = "layer",
+    eps: float | None = None,
+    rope_base: float | Sequence[float] | None = None,
+    positions: Sequence[int] | Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    kept: Sequence[Tensor | float] = (1.0, 1.0),
+    rounding: Rounding = lambda t: t,
+) -> Tensor:
+    """Pre-norm transformer block, x + attention(norm1(x)), then x + feed_forward(norm2(x)), for autograd to differentiate.
+
+    Args:
+        x: (B, S, E), all tokens.
+        weights: norm1, norm2: weight (E,) and for layer norm bias (E,); attention.q_proj (H D, E), k_proj and v_proj (K D, E),
+            o_proj (E, H D); feed_forward.up and, gated, gate (F, E), down (E, F): each .weight and, if any, .bias.
+        num_heads: H; K and D follow from the weights.
+        norm: "layer" or "rms".
+        eps: of the norms; 1e-5 for layer and 1e-6 for rms when None.
+        rope_base: base of the rotary embedding, or its D/2 frequencies; none when None.
+        positions: S global positions; 0 .. S - 1 when None.
+        causal, window, documents: as in `visible`.
+        softmax_scale: 1 / sqrt(D) when None.
+        kept: factors of what attention and feed-forward add to x, for dropout: 0 or 1 / (1 - p).
+        rounding: applied to every intermediate result; `sensitivity` perturbs there.
+
+    Returns:
+        (B, S, E) in the dtype that x and the weights are promoted to: float64 for the reference proper.
+    """
+    positions = range(x.shape[1]) if positions is None else positions
+    positions = torch.as_tensor(positions, dtype=torch.int64)
+    seen = visible(positions, positions, causal=causal, window=window, documents=documents).to(x.device)
+    normed = rounding(_norm(rounding(x), weights, "norm1", norm, eps, rounding))
+    attended = self_attention(normed, _under(weights, "attention"), num_heads, positions, rope_base, seen, softmax_scale, rounding)
+    x = rounding(x + rounding(attended) * kept[0])
+    normed = rounding(_norm(x, weights, "norm2", norm, eps, rounding))
+    return rounding(x + rounding(feed_forward(normed, _under(weights, "feed_forward"), rounding)) * kept[1])
+
+
+def transformer_block_grads(
+    x: Tensor, weights: Mapping[str, Tensor], grad_out: Tensor, *, samples: int = 8, **options: Any
+) -> BlockReference:
+    """The block in float64 with all gradients, and an error scale for each from `sensitivity`.
+
+    Args:
+        x: (B, S, E), any floating dtype.
+        weights: as in `transformer_block`.
+        grad_out: (B, S, E), gradient of the output.
+        samples: of the sensitivity.
+        options: the keyword arguments of `transformer_block`.
+    """
+    names = ("out", "x", *weights)
+
+    def run(rounding: Rounding, x: Tensor, grad_out: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, *values)]
+        named = dict(zip(weights, leaves[1:], strict=True))
+        out = transformer_block(leaves[0], named, rounding=rounding, **options)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    values, scales = sensitivity(run, [t.detach().double() for t in (x, grad_out, *weights.values())], samples)
+    return BlockReference(dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True)))
+
+
+def sensitivity(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], samples: int = 8
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Measure how far each element of each output moves when inputs and intermediate results are perturbed as rounding does.
+
+    Every element of every input, and of what the function passes through `rounding` (and its gradient on the way back), is
+    multiplied by 1 + EPSILON times a normal random number. The scale is the root mean square of the movement over EPSILON, plus its
+    mean along the last dim, because few samples may all miss an element.
+
+    Args:
+        function: of (rounding, *inputs), returning a tuple of tensors.
+        inputs: float64 tensors.
+        samples: perturbed evaluations.
+
+    Returns:
+        Outputs without perturbation, and their scales.
+
+    Source: Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = function(lambda t: t, *inputs)
+    squares = [torch.zeros_like(value) for value in values]
+    for _ in range(samples):
+        moved = function(lambda t: _perturb(t, generator), *(_perturb(t, generator) for t in inputs))
+        for square, value, other in zip(squares, values, moved, strict=True):
+            square += ((other - value) / EPSILON) ** 2
+    sizes = [(square / samples).sqrt() + value.abs() for square, value in zip(squares, values, strict=True)]
+    return values, tuple(size + size.mean(-1, keepdim=True) for size in sizes)
+
+
+class _Perturbation(torch.autograd.Function):
+    """Multiply by a factor, and the gradient by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor, grad_factor: Tensor) -> Tensor:
+        """Keep the gradient's factor."""
+        ctx.save_for_backward(grad_factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Perturb on the way back."""
+        return grads[0] * ctx.saved_tensors[0], None, None
+
+
+_multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = _Perturbation.apply
+
+
+def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
+    """x with independent relative perturbations of its elements, and of the elements of its gradient."""
+    factors = (1 + EPSILON * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for _ in range(2))
+    return _multiply(x, *factors)
+
+
+def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Softmax as numerators and sums: the rounding of its sum is what the gradient of a saturated one consists of."""
+    hidden = ~seen & seen.any(-1, keepdim=True)  # a row that sees nothing keeps finite logits and is zeroed at the end
+    logits = logits.masked_fill(hidden, -math.inf)
+    e = rounding(torch.exp(logits - logits.detach().amax(-1, keepdim=True)))
+    return e * seen, rounding(e.sum(-1, keepdim=True))
+
+
+def _norm(x: Tensor, weights: Mapping[str, Tensor], name: str, kind: str, eps: float | None, rounding: Rounding) -> Tensor:
+    """The norm of that name and kind."""
+    if kind == "rms":
+        return rms_norm(x, weights[f"{name}.weight"], 1e-6 if eps is None else eps, rounding)
+    return layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5 if eps is None else eps, rounding)
+
+
+def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """x W^T + b."""
+    out = x @ weights[f"{name}.weight"].T
+    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+
+def _under(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The weights whose names begin with `name.`, without it."""
+    return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}

@@ -1,0 +1,159 @@
+"""Collectives in shared memory, played through by one process: ranks make their steps in any order that their flags allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from oracle.fake_device import DelayedMemory
+from oracle.schedule_cases import pieces
+from sp_core.schedules import HALF, OWN, SLOTS, Buffer, Combine, Op, Operation, Program, Region, in_window
+from sp_core.transport import Window
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A collective on pieces of any sizes (see `schedule_cases.pieces`).
+
+    Args:
+        op: the collective.
+        shape: which pieces.
+        place: root, or by how many ranks a shift goes.
+        resident, in_place: as in `Operation`.
+        long: scale of the sizes, so that an all-reduce needs two steps.
+    """
+
+    op: str
+    shape: int
+    place: int
+    resident: bool
+    in_place: bool
+    long: int
+
+    def task(self, rank: int, size: int, slot: int) -> Operation:
+        """What it is for one rank."""
+        counts = tuple(count * self.long for count in pieces(size, self.shape))
+        whole, source = (sum(counts),), (rank - self.place) % size
+        square = [tuple(counts[a] * (counts[b] % 3) for b in range(size)) for a in range(size)]
+        root = self.place % size
+        send, recv, longest = {
+            "all_gather": ((counts[rank],), counts, max(counts)),
+            "reduce_scatter": (counts, (counts[rank],), max(counts)),
+            "all_reduce": (whole, whole, whole[0]),
+            "all_to_all": (square[rank], tuple(row[rank] for row in square), max(map(max, square))),
+            "broadcast": (whole if rank == root else (), () if rank == root else whole, whole[0]),
+            "reduce": (whole, whole if rank == root else (), whole[0]),
+            "shift": ((counts[rank],), (counts[source],), max(counts)),
+        }[self.op]
+        in_place = self.in_place and self.op == "all_reduce"
+        resident = self.resident and self.op != "all_to_all"
+        made = Operation(Op(self.op), rank, size, send, recv, longest, root, itemsize=4)
+        return made._replace(slot=slot, resident=resident, in_place=in_place)
+
+    def expected(self, tasks: Sequence[Operation], inputs: Sequence[Tensor], rank: int) -> Tensor:
+        """What a rank gets."""
+        size, task = len(tasks), tasks[rank]
+        if self.op == "shift":
+            return inputs[(rank - self.place) % size]
+        if self.op == "broadcast":
+            return inputs[task.root] if rank != task.root else inputs[rank][:0]
+        if self.op in ("all_gather", "all_to_all"):
+            cut = [x.split(list(t.send)) for x, t in zip(inputs, tasks, strict=True)]
+            return torch.cat([parts[rank if self.op == "all_to_all" else 0] for parts in cut])
+        total = in_rank_order(inputs)
+        if self.op == "reduce" and rank != task.root:
+            return total[:0]
+        return total.split(list(task.send))[rank] if self.op == "reduce_scatter" else total
+
+
+def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum by a loop; half types in float32, rounded once."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) if parts[0].dtype in HALF else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+class Node:
+    """The memory and the flags of some ranks.
+
+    Args:
+        size: ranks.
+        slot: elements of a slot.
+        dtype: of all vectors.
+        seed: of the order in which ranks make their steps.
+    """
+
+    def __init__(self, size: int, slot: int, dtype: torch.dtype, seed: int) -> None:
+        self.size, self.slot = size, slot
+        self._tmp = [torch.full((SLOTS * slot,), 77.0).to(dtype) for _ in range(size)]
+        self._random = Random(seed)
+
+    def play(self, problems: Sequence[Problem], inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """The results of several collectives, one after the other, by rank.
+
+        Args:
+            problems: what is done.
+            inputs: for each, those of all ranks.
+        """
+        self._steps: list[list[tuple[int, bool, Program, int]]] = [[] for _ in range(self.size)]
+        self._buffers: list[list[dict[Buffer, Tensor]]] = []
+        for number, problem in enumerate(problems):
+            for rank in range(self.size):
+                task = problem.task(rank, self.size, self.slot)._replace(first=len(self._steps[rank]) % SLOTS)
+                program = in_window(task)
+                self._steps[rank] += [(number, step == 0, program, step) for step in range(len(program.steps))]
+            self._buffers.append([self._of(problem, rank, x) for rank, x in enumerate(inputs[number])])
+        self._run()
+        return [[buffers[Buffer.OUT] for buffers in of_ranks] for of_ranks in self._buffers]
+
+    def _of(self, problem: Problem, rank: int, x: Tensor) -> dict[Buffer, Tensor]:
+        task, mine = problem.task(rank, self.size, self.slot), x.clone()
+        return {Buffer.IN: mine, Buffer.OUT: mine if task.in_place else x.new_full((sum(task.recv),), 99)}
+
+    def _run(self) -> None:
+        made = [0] * self.size
+        while any(len(steps) > made[rank] for rank, steps in enumerate(self._steps)):
+            ready = [rank for rank in range(self.size) if self._may(rank, made)]
+            rank = self._random.choice(ready)
+            number, _, program, step = self._steps[rank][made[rank]]
+            for combine in program.steps[step].then:
+                self._combine(self._buffers[number], rank, combine)
+            made[rank] += 1
+
+    def _may(self, rank: int, made: Sequence[int]) -> bool:
+        """Whether a rank's next step may be made: what the flags say."""
+        if made[rank] == len(self._steps[rank]):
+            return False
+        first = self._steps[rank][made[rank]][1]
+        return all(other >= made[rank] - first for other in made)
+
+    def _combine(self, buffers: Sequence[dict[Buffer, Tensor]], rank: int, combine: Combine) -> None:
+        def memory(region: Region) -> Tensor:
+            owner = rank if region.rank == OWN else region.rank
+            whole = self._tmp[owner] if region.buffer is Buffer.TMP else buffers[owner][region.buffer]
+            return whole[region.start : region.stop]
+
+        memory(combine.into).copy_(in_rank_order([memory(part) for part in combine.parts]))
+
+
+def inputs_of(problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Numbers whose sums depend on their order."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = [sum(problem.task(rank, size, slot).send) for rank in range(size)]
+    if problem.op == "broadcast":
+        lengths = [max(lengths)] * size
+    return [(torch.randn(length, generator=random) * 10.0 ** (rank % 4)).to(dtype) for rank, length in enumerate(lengths)]
+
+
+def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:
+    """Give a communicator shared memory, or that of a device which is late, full of what no test expects; every rank calls this."""
+    comm.window = Window(comm._comm, slot_bytes, DelayedMemory() if on_device else None)
+    comm.window.slots[comm.rank].fill_(0xFF)
