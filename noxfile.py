@@ -31,6 +31,9 @@ ABOVE = (
 )  # they know no MPI, only what is above it
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")  # a test that never ends: its stacks
 NOTHING_CHOSEN = 5  # pytest's exit code
+READY = next(iter(sorted(ROOT.glob(".nox/*/lib/python3*/site-packages/msgspec"))), None)
+HELPED = READY is not None and bool({"-h", "--help"} & {*sys.argv})
+BACKEND = "none" if HELPED else None  # any environment with the packages can answer a question for help
 PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 
 
@@ -134,19 +137,22 @@ def llama(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/hf", *session.posargs, env=_environment(MPIS[0]))
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def scaling(session: nox.Session) -> None:
     """The scaling experiment. Arguments go to it (`-- --help` lists them), but `--mpi mpich` is read here; default is openmpi."""
     _program(session, "benchmarks.scaling", ".[bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def peers(session: nox.Session) -> None:
     """Our attention against torch's ring, DeepSpeed's Ulysses and one process. Arguments go to it; `--mpi mpich` is read here."""
+    if HELPED:
+        _program(session, "benchmarks.contests.peers", ".[bench]")
+        return
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench]", *PEERS_NEED)
     _install_others(session, "deepspeed")
-    session.run("python", "-m", "benchmarks.peers", *arguments, env=_environment(mpi))
+    session.run("python", "-m", "benchmarks.contests.peers", *arguments, env=_environment(mpi))
 
 
 @nox.session
@@ -158,77 +164,85 @@ def conformance(session: nox.Session) -> None:
     session.run("python", "-m", "conformance", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def balance(session: nox.Session) -> None:
     """Unequal sequences by policy, and a pipeline's bubble. Arguments go to it; `--mpi mpich` is read here."""
-    _program(session, "benchmarks.balance", ".[bench]")
+    _program(session, "benchmarks.contests.balance", ".[bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def train(session: nox.Session) -> None:
     """A LLaMA trained on every mesh of 1 to 4 ranks learns what it learns on one; `-- --help` lists the arguments, and `--mpi`."""
     _program(session, "benchmarks.training", ".[test,bench,llama]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def bench(session: nox.Session) -> None:
     """One record for every case and number of ranks. Arguments go to `python -m benchmarks.record`; `--mpi mpich` is read here."""
     _program(session, "benchmarks.record", ".[test,bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def collectives(session: nox.Session) -> None:
     """Our collectives against the MPI library's and gloo's, what "auto" loses, and `netlab`. Arguments, `-- --help`: without it."""
+    if HELPED:
+        _program(session, "benchmarks.contests.collectives", ".[bench]")
+        return
     if not session.posargs:
         session.notify("netlab")
     for mpi in MPIS:
         _install(session, mpi, "-e", ".[bench]")
-        session.run("python", "-m", "benchmarks.collectives_table", *session.posargs, env=_environment(mpi))
+        session.run("python", "-m", "benchmarks.contests.collectives", *session.posargs, env=_environment(mpi))
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def counters(session: nox.Session) -> None:
     """What a fixed list of cases sends and holds is what benchmarks/counters.json says; `-- --write` makes it say so."""
+    if HELPED:
+        _program(session, "benchmarks.counters", ".[test,bench]")
+        return
     _install(session, MPIS[0], "-e", ".[test,bench]")
     session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1", "SP_TUNING": "off"})
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def compare(session: nox.Session) -> None:
     """Whether a commit made a case slower: `-- BASE [HEAD]`; `-- --help` lists more. `--mpi mpich` is read here."""
     _program(session, "benchmarks.compare", ".[test,bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def bench_selftest(session: nox.Session) -> None:
     """The comparison on a commit and itself, and on a library with more work on one rank. Arguments go to it, but `--mpi`."""
     _program(session, "benchmarks.compare.selftest", ".[test,bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def netlab(session: nox.Session) -> None:
     """Algorithms and overlap over an emulated network, MPICH and then Open MPI; needs root. Arguments go to it, but `--mpi`."""
+    if HELPED:
+        _program(session, "benchmarks.contests.netlab", ".[test,bench]")
+        return
     mpi, arguments = _choose_mpi(session)
     for chosen in (mpi,) if "--mpi" in session.posargs else MPIS[::-1]:
         _install(session, chosen, "-e", ".[test,bench]")
-        session.run("python", "-m", "benchmarks.netlab", *arguments, env=_environment(chosen))
+        session.run("python", "-m", "benchmarks.contests.netlab", *arguments, env=_environment(chosen))
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def report(session: nox.Session) -> None:
     """Tables and plots of benchmark records: `-- RECORDS.jsonl... [--compare RESULT.json] [--trace TRACE.json] [--out DIR]`."""
-    _install(session, MPIS[0], "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks.reporting", *session.posargs)
+    _program(session, "benchmarks.reporting", ".[bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def history(session: nox.Session) -> None:
     """Times over commits: `-- FILE.jsonl` plots them by case and P, and prints where their level changed."""
-    _install(session, MPIS[0], "-e", ".[bench]")
-    session.run("python", "-m", "benchmarks.reporting", "--history", *session.posargs)
+    session.posargs.insert(0, "--history")
+    _program(session, "benchmarks.reporting", ".[bench]")
 
 
-@nox.session
+@nox.session(venv_backend=BACKEND)
 def trace(session: nox.Session) -> None:
     """One step with all ranks side by side, as a Chrome trace. `-- --help` lists the arguments; `--mpi mpich` is read here."""
     _program(session, "benchmarks.reporting.trace", ".[bench]")
@@ -257,7 +271,7 @@ def workflows(session: nox.Session) -> None:
 @nox.session
 def append_history(session: nox.Session) -> None:
     """Put the records of one commit on the branch bench-history: `-- COMMIT RECORDS.jsonl`. Only a workflow on main does that."""
-    session.install("-c", str(CONSTRAINTS), "jsonschema")
+    session.install("-c", str(CONSTRAINTS), "msgspec")
     session.run("python", "-m", "ci.append_history", *session.posargs)
 
 
@@ -270,6 +284,9 @@ def summary(session: nox.Session) -> None:
 def _program(session: nox.Session, module: str, package: str) -> None:
     """Run a module with the arguments, in the environment of the MPI that was asked for."""
     mpi, arguments = _choose_mpi(session)
+    if READY is not None and HELPED:
+        session.run(str(READY.parents[3] / "bin" / "python"), "-m", module, *arguments, external=True)
+        return
     _install(session, mpi, "-e", package)
     session.run("python", "-m", module, *arguments, env=_environment(mpi))
 

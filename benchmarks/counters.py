@@ -11,14 +11,15 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_collectives, bench_layers, bench_llama, bench_schemes
-from benchmarks.harness.case import Build, Case, meshes
-from benchmarks.harness.ledger import CONTROL, Watched, counts_of
-from benchmarks.measure import peak_memory
+from msgspec.structs import replace
+
+from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
+from benchmarks.cases.case import CONTROL, Build, Watched, counts_of, meshes
+from benchmarks.records import Case
+from benchmarks.sample import peak_memory
 
 TABLE = Path(__file__).with_name("counters.json")
 SIZES = (1, 2, 3, 4)
@@ -41,7 +42,7 @@ def chosen(ranks: int) -> list[tuple[Case, Build]]:
     layers = bench_layers.cases(ranks, shape=BLOCK)
     return [
         *((case, bench_collectives.build) for case in collectives),
-        *((case, bench_schemes.build) for case in attention if case.direction == "both" or case.quick),
+        *((case, bench_schemes.build) for case in attention if case.direction == "both" or bench_schemes.quick(case)),
         *((case, bench_layers.build) for case in layers if case.direction == "both"),
         *((case, bench_llama.build) for case in bench_llama.cases(ranks, shape=MODEL) if case.algorithm == bench_llama.LIBRARY),
     ]

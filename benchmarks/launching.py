@@ -1,7 +1,8 @@
-"""Runs one case in processes of its own, under `mpiexec` or another launcher, and brings back its record, also of a failure."""
+"""Start the ranks of one measurement under `mpiexec` or another launcher, and bring back their record, also of a failure."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -12,123 +13,191 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case
+import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA_VERSION = 1
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15  # the launcher has the same limit and needs time to say where each rank was
 NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError", "oom-kill")
 KILLED = ("signal 9", "Killed")  # by the kernel, which does not say why; or by somebody
-TIMED_OUT = "the launch has not ended after"  # said by sp_core.testing.launch
+TIMED_OUT = "the launch has not ended after"  # said by the launcher
 TAIL_LINES = 40
 
-KEEP_MEMORY = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
-"""GLIBC_TUNABLES with which the C library keeps what a process frees, instead of having the kernel clear the same pages again."""
+KEEP_MEMORY = "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
+"""Make the C library keep the memory that a process frees. Otherwise the kernel clears the same pages again."""
+
+Record = dict[str, Any]
+Options = dict[str, Record]
+Progress = Callable[[Record], None]
+
+
+class UsageError(ValueError):
+    """Options that cannot be run; the text says why and what to pass instead."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How cases are run.
+    """How ranks are started.
 
     Args:
         prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if empty.
-        timeout: seconds that one case may take.
+        timeout: seconds that one launch may take.
         python: the interpreter of the ranks.
-        variables: NAME=VALUE for the environment of the ranks.
+        variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
+        mpi_args: more arguments for mpiexec.
+
+    Raises:
+        UsageError: the prefix has no `{ranks}`, or the timeout is not positive.
     """
 
     prefix: str = ""
     timeout: float = 600.0
     python: str = sys.executable
     variables: tuple[str, ...] = ()
+    mpi_args: tuple[str, ...] = ()
 
-    def command(self, ranks: int, worker: str, *arguments: str) -> list[str]:
-        """The command line that runs a module on several ranks."""
-        set_first = ["env", *self.variables] if self.variables else []
-        program = [*set_first, self.python, "-m", "mpi4py", "-m", worker, *arguments]
+    def __post_init__(self) -> None:
+        if self.prefix and "{ranks}" not in self.prefix:
+            raise UsageError(f"--launcher {self.prefix!r} does not say where the number of ranks goes; write {{ranks}} in it.")
+        if self.timeout <= 0:
+            raise UsageError(f"--timeout is {self.timeout:g}; pass more than 0.")
+
+    def command(self, ranks: int, *arguments: str) -> list[str]:
+        """Return the command line that runs the worker on several ranks."""
+        changed = ["env", *self.variables] if self.variables else []
+        program = [*changed, self.python, "-m", "mpi4py", "-m", "benchmarks.worker", *arguments]
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
+        more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
         launcher = [self.python, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]
-        return [*launcher, "--", *program]
+        return [*launcher, *more, "--", *program]
 
 
-Progress = Callable[[dict[str, Any]], None]
+def about(**keywords: Any) -> Record:
+    """Describe an option by the keywords of `ArgumentParser.add_argument`."""
+    return keywords
 
 
-def run_case(case: Case, launch: Launch, progress: Progress = lambda told: None) -> tuple[dict[str, Any], str]:
-    """Run one case.
-
-    Args:
-        case: what to compute.
-        launch: how to start the ranks.
-        progress: given what rank 0 says it is doing, whenever that changes.
-
-    Returns:
-        The record, whose "status" is "ok", "wrong", "oom", "timeout" or "failed", and what the ranks printed.
-    """
-    with tempfile.TemporaryDirectory(prefix="sp_core-scaling-") as name:
-        folder = Path(name)
-        (folder / "case.json").write_text(json.dumps(case.as_dict()))
-        code, output = watch(launch.command(case.ranks, "benchmarks.worker", str(folder)), folder, launch.timeout, progress)
-        record = {"schema_version": SCHEMA_VERSION, "status": "failed", "commit": commit(), "case": case.as_dict()}
-        return record | _outcome(folder, code, output, launch.timeout), output
+def parse(name: str, text: str | None, options: Options, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line of a program whose options are described by `about`."""
+    made = argparse.ArgumentParser(prog=name, description=text)
+    for flag, keywords in options.items():
+        made.add_argument(flag, **keywords)
+    return made.parse_args(arguments)
 
 
-def numbers_of_ranks(text: str, wrong: type[ValueError], least: int = 1) -> list[int]:
-    """Different numbers of ranks, from a list such as "1,2,4".
+def add_launching(parser: argparse.ArgumentParser, *, ranks: str, timeout: float) -> None:
+    """Add the options that say on how many ranks, on which device and how a program is started."""
+    parser.add_argument("--ranks", default=ranks, metavar="P,P,...", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU")
+    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help="limit for each launch (default: %(default)g)")
+    parser.add_argument("--launcher", default="", metavar="COMMAND", help="instead of mpiexec, such as 'srun --ntasks={ranks}'")
+
+
+def numbers_of_ranks(text: str, least: int = 1) -> list[int]:
+    """Read different numbers of ranks from a list such as "1,2,4".
 
     Raises:
-        ValueError: of the kind `wrong`, which says what to pass.
+        UsageError: the text is no such list.
     """
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise wrong(f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4.") from None
+        raise UsageError(f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4.") from None
     if min(found) < least or len(set(found)) != len(found):
-        raise wrong(f"--ranks {text}: every number must be {least} or more, and appear once.")
+        raise UsageError(f"--ranks {text}: every number must be {least} or more, and appear once.")
     return found
 
 
-def commit(root: Path = ROOT) -> dict[str, Any]:
-    """Hash of the commit that is checked out, and whether files differ from it; None where that is not known."""
+def writable(path: Path) -> Path:
+    """Return a path to be written whose folder exists, which is made if it is missing.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be written: {error.strerror}. Pass another one.") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--out {path} cannot be written. Pass a file in a folder that you may write to.")
+    return path
+
+
+def run(
+    ranks: int,
+    measure: str,
+    setting: object,
+    launch: Launch,
+    progress: Progress = lambda told: None,
+    *,
+    root: Path = ROOT,
+    around: Callable[[list[str]], list[str]] = lambda command: command,
+) -> Record:
+    """Measure on several ranks.
+
+    Args:
+        ranks: how many are started.
+        measure: "module:function" that each rank calls with the setting and a `benchmarks.worker.Rank`.
+        setting: plain values, or a msgspec Struct that the function reads as its `Setting`.
+        launch: how ranks are started.
+        progress: given the news of rank 0, whenever these change.
+        root: the checkout whose sp_core is measured.
+        around: changes the command line.
+
+    Returns:
+        The record of rank 0, and "status", "seconds" and "load_before". A launch that fails has a "reason" and its "output".
+    """
+    start, load = time.monotonic(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
+        folder = Path(name)
+        job = {"ranks": ranks, "measure": measure, "setting": setting, "root": str(root)}
+        (folder / "job.json").write_bytes(msgspec.json.encode(job))
+        code, output = watch(around(launch.command(ranks, name)), folder, launch.timeout, progress)
+        record = folder / "record.json"
+        if code == 0 and record.exists():
+            found = {"status": "ok", **json.loads(record.read_text())}
+        else:
+            doing = (told(folder) or {}).get("phase", "starting")
+            found = {**failure(code, output, launch.timeout, doing), "output": tail(output)}
+    return {"seconds": time.monotonic() - start, "load_before": load, **found}
+
+
+def commit(root: Path = ROOT) -> Record:
+    """Return the hash of the commit that is checked out, and whether files differ from it; None where that is not known."""
     sha = git(root, "rev-parse", "HEAD")
     changed = git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return {"sha": sha, "dirty": None if sha is None or changed is None else bool(changed)}
 
 
 def tail(output: str) -> str:
-    """The last lines of what a case printed."""
+    """Return the last lines of an output."""
     return "\n".join(output.rstrip().splitlines()[-TAIL_LINES:])
 
 
 def watch(command: list[str], folder: Path, timeout: float, progress: Progress) -> tuple[int | None, str]:
-    """Run a command that leaves `progress` in a folder; its exit code, None where time ran out, and what it printed."""
-    code = _run(command, folder, timeout, progress)
-    return code, (folder / "output").read_text(errors="replace").replace("\0", "")  # Open MPI ends some lines with one
-
-
-def _run(command: list[str], folder: Path, timeout: float, progress: Progress) -> int | None:
+    """Run a command that leaves `progress` in a folder. Return its exit code, None if time ran out, and its output."""
+    code = known = None
     with (folder / "output").open("w") as output, _process(command, output) as process:
         end = time.monotonic() + timeout + GRACE_SECONDS
-        known = None
         while (code := process.poll()) is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             now = told(folder)
             if now is not None and now != known:
                 progress(now)
                 known = now
-        return code
+    return code, (folder / "output").read_text(errors="replace").replace("\0", "")  # Open MPI ends some lines with one
 
 
 @contextlib.contextmanager
 def _process(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which ends with the block, however that is left."""
+    """Run a process in a group of its own, which is ended with the block: first asked, so that a launcher can end its ranks."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
@@ -142,46 +211,30 @@ def _process(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes
     try:
         yield process
     finally:
-        _end(process)
+        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, kind)
+                    process.wait(timeout=10)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, so that a launcher can end what it started; then insist."""
-    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, kind)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-
-
-def told(folder: Path) -> dict[str, Any] | None:
-    """What rank 0 last said that it is doing."""
+def told(folder: Path) -> Record | None:
+    """Return the latest news of rank 0; None if there is none yet, or it is half written."""
     try:
-        news: dict[str, Any] = json.loads((folder / "progress").read_text())
-    except (OSError, ValueError):  # not there yet, or half written
+        news: Record = json.loads((folder / "progress").read_text())
+    except (OSError, ValueError):
         return None
     return news
 
 
-def _outcome(folder: Path, code: int | None, output: str, timeout: float) -> dict[str, Any]:
-    """The worker's record, or the status and reason of a failure."""
-    record = folder / "record.json"
-    if code == 0 and record.exists():
-        found: dict[str, Any] = json.loads(record.read_text())
-        return found
-    return failure(code, output, timeout, (told(folder) or {}).get("phase", "starting"))
-
-
-def failure(code: int | None, output: str, timeout: float, doing: str) -> dict[str, Any]:
-    """Status and reason of a launch that went wrong.
+def failure(code: int | None, output: str, timeout: float, doing: str) -> Record:
+    """Return status and reason of a launch that went wrong.
 
     Args:
-        code: exit code, None where time ran out.
-        output: what the ranks and the launcher printed.
+        code: exit code, None if time ran out.
+        output: of the ranks and of the launcher.
         timeout: seconds that the launch had.
-        doing: what the ranks did last.
+        doing: the latest phase of rank 0.
     """
     if code is None or TIMED_OUT in output:
         return {"status": "timeout", "reason": f"not finished after {timeout:g} s, while {doing}"}
@@ -189,20 +242,22 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> dict[s
         return {"status": "oom", "reason": f"out of memory, while {doing}"}
     if any(text in output for text in KILLED) or code in (137, -signal.SIGKILL):
         return {"status": "oom", "reason": f"killed, most likely because memory ran out, while {doing}"}
-    return {"status": "failed", "reason": f"exit code {code} while {doing}: {_complaint(output)}"}
-
-
-def _complaint(output: str) -> str:
-    """The line of the output that most likely says what was wrong."""
     lines = [line.strip() for line in output.splitlines() if any(map(str.isalpha, line))]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or ["nothing was printed"])[0]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|WrongResult)\b", line)]
+    complaint = (errors or lines or ["nothing was printed"])[0]
+    return {"status": "failed", "reason": f"exit code {code} while {doing}: {complaint}"}
 
 
 def git(root: Path, *arguments: str) -> str | None:
-    """What git says in a checkout; None where it fails."""
+    """Return the output of git in a checkout; None if it fails."""
     try:
         answer = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
+
+
+def main(program: Callable[[], int]) -> None:
+    """Run a program as the command line does; SIGTERM ends it like Ctrl-C, so that its ranks are ended too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(program())

@@ -1,17 +1,26 @@
-"""What a record says about the machine, so that two records can be compared, or refused."""
+"""Facts about the machine, its devices and its MPI, so that two records can be compared, or refused."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.worker import Intracomm
 from sp_core.machine import cores, cpu_model
+
+if TYPE_CHECKING:
+    import torch
+
+ASKED = ("driver_version", "clocks.sm", "temperature.gpu", "power.limit")  # of nvidia-smi; MHz, degrees Celsius, W
+READINGS = ("driver", "clocks", "temperature", "power_cap")
 
 
 def environment() -> dict[str, Any]:
-    """Versions and processor."""
+    """Return versions and processor."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -20,3 +29,81 @@ def environment() -> dict[str, Any]:
         "cores": cores(),
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }
+
+
+def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
+    """Return the CPU, or the GPU whose number is this rank's place on its node.
+
+    Raises:
+        SystemExit: on every rank of a node with more ranks than GPUs, unless they may be shared.
+    """
+    import torch
+    from mpi4py import MPI
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    count = torch.cuda.device_count()
+    if local.size > count and not (share_gpu and count):
+        raise SystemExit(f"{local.size} ranks on a node with {count} GPUs. Pass --share-gpu to let several ranks use one.")
+    chosen = torch.device("cuda", local.rank % count)
+    local.Free()
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
+    """Return device, transport and environment of a record; asks all ranks which device they have.
+
+    Args:
+        world: all ranks.
+        device: this rank's.
+        mode: name of the transport.
+    """
+    import torch
+    from mpi4py import MPI
+
+    cuda = device.type == "cuda"
+    devices = set(world.allgather(str(device)))
+    vendor, numbers = MPI.get_vendor()
+    threads = torch.get_num_threads()
+    return {
+        "device": {
+            "kind": device.type,
+            "name": torch.cuda.get_device_name(device) if cuda else cpu_model(),
+            "count": len(devices) if cuda else cores(),
+            **dict.fromkeys(READINGS),
+            **(_gpu_readings(device) if cuda and world.rank == 0 else {}),
+        },
+        "transport": {
+            "mpi": {
+                "vendor": vendor,
+                "version": ".".join(map(str, numbers)),
+                "library": MPI.Get_library_version().split("\n")[0].strip("\0 "),
+            },
+            "mode": mode,
+            "threads": threads,
+            "oversubscribed": world.size * threads > cores(),
+            "shared_gpu": cuda and world.size > len(devices),
+        },
+        "env": environment(),
+    }
+
+
+def _gpu_readings(device: torch.device) -> dict[str, Any]:
+    """Ask nvidia-smi about a GPU; nothing if it does not answer."""
+    query = [f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", "-i", str(device.index or 0)]
+    try:
+        program = shutil.which("nvidia-smi") or "nvidia-smi"
+        answer = subprocess.run([program, *query], capture_output=True, text=True, timeout=20, check=True).stdout
+        driver, *numbers = (part.strip() for part in answer.splitlines()[0].split(","))
+        return dict(zip(READINGS, (driver, *map(_number, numbers)), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return {}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None

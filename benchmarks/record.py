@@ -7,28 +7,49 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from benchmarks import records
-from benchmarks.harness.launches import Plan, UsageError, check_notes, complete, listing, run_launch
-from benchmarks.harness.setting import LAYERS, Setting
-from benchmarks.launching import ROOT, Launch, commit, git, numbers_of_ranks, tail
+import msgspec
+
+from benchmarks import launching, records
+from benchmarks.cases.setting import LAYERS, Setting
+from benchmarks.launching import (
+    ROOT,
+    Launch,
+    Progress,
+    UsageError,
+    add_launching,
+    commit,
+    git,
+    numbers_of_ranks,
+    tail,
+    writable,
+)
+from benchmarks.records import MEASURED, Case, Record
+from benchmarks.reporting import derive, tables, terminal
+from benchmarks.reporting.terminal import Console
+from sp_core.machine import busy_share, cores
 
 RESULTS = ROOT / "benchmarks" / "results"
 BRANCHES = ("origin/main", "main")
-FINE = ("ok", "skew_limited")
+LIST_SECONDS = 120
+BUSY_SHARE = 0.2
+LINES_EVERY = 20  # cases between two lines of plain progress
+NOTHING: dict[str, Any] = dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+INTERRUPTED = {"status": "missing", "reason": "interrupted"}
+Plan = dict[int, list[Case]]
+"""The cases of each number of ranks."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__)
-    made.add_argument("--ranks", default="1,2,4", metavar="P,P,...", help="numbers of ranks (default: %(default)s)")
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    made = argparse.ArgumentParser(prog="bench", description=__doc__)
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="records are appended to it (default: a new one in benchmarks/results)"
     )
@@ -39,68 +60,171 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--root", type=Path, default=ROOT, metavar="FOLDER", help="a checkout: its sp_core is measured (default: this)"
     )
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    made.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU")
-    made.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="limit for each P in seconds (default: %(default)g)"
-    )
-    made.add_argument("--launcher", default="", metavar="COMMAND", help="instead of mpiexec, such as 'srun --ntasks={ranks}'")
+    add_launching(made, ranks="1,2,4", timeout=300.0)
     made.add_argument("--no-json", action="store_true", help="leave no file for `pytest-benchmark compare`")
     notes = made.add_argument_group("what records say of a launch that is part of something larger")
     notes.add_argument("--pair", type=json.loads, metavar="JSON", help="which measurement of a comparison it is")
     notes.add_argument("--launch", type=int, default=0, metavar="N", help="its number within the run (default: 0)")
     notes.add_argument("--run-id", default="", metavar="ID", help="made of time and chance if not given")
-    return made
+    return made.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; 0 where every case came out well, 1 where one did not, 2 for options that cannot be run."""
-    options = parser().parse_args(arguments)
+    """Measure; 0 if every case came out well, 1 if one did not, 2 for options that cannot be run."""
+    options = parse(arguments)
     try:
-        ranks = numbers_of_ranks(options.ranks, UsageError)
+        ranks = numbers_of_ranks(options.ranks)
+        launch = Launch(options.launcher, options.timeout)
         setting = _setting(options)
         plan = listing(setting, ranks, options.root)
         if not any(plan.values()):
             raise UsageError("no case has that name. `--list` without `--only` and `--layer` prints all.")
         check_notes(setting, next(case for cases in plan.values() for case in cases))
+        if not options.list:
+            writable(Path(setting.out))
     except UsageError as error:
         print(f"record: {error}", file=sys.stderr)
         return 2
     if options.list:
         for size, cases in plan.items():
-            print("\n".join(f"{case['id']} {size}" for case in cases))
+            print("\n".join(f"{case.id} {size}" for case in cases))
         return 0
-    Path(setting.out).parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended, and recorded
-    return _run_all(plan, setting, Launch(options.launcher, options.timeout), options)
+    return _run_all(plan, setting, launch, options)
+
+
+def listing(setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable) -> Plan:
+    """Return the chosen cases, as the library and the interpreter that will be measured list them.
+
+    Raises:
+        UsageError: the library cannot be imported, or does not have what the cases need.
+    """
+    command = [python, "-m", "benchmarks.cases.suite", str(root), msgspec.json.encode(setting).decode(), *map(str, ranks)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
+    if answer.returncode != 0:
+        raise UsageError(f"the cases cannot be listed for {root}:\n{tail(answer.stderr)}")
+    return msgspec.json.decode(answer.stdout, type=Plan)
+
+
+def check_notes(setting: Setting, case: Case) -> None:
+    """Check the notes of a run before it starts, which the ranks would find out one by one.
+
+    Raises:
+        UsageError: records with these notes would not be valid.
+    """
+    try:
+        made = {**setting.common(), "case": case, **NOTHING, "status": "missing", "reason": "not yet measured"}
+        records.parse(msgspec.json.encode(made))
+    except records.RecordError as error:
+        raise UsageError(f"--pair, --launch or --run-id make no record: {error}. See benchmarks/records/types.py.") from error
+
+
+def run_launch(ranks: int, cases: list[Case], setting: Setting, launch: Launch, root: Path, progress: Progress) -> str:
+    """Measure the cases of one P; every case has a record afterwards, however the launch ends.
+
+    Args:
+        ranks: P.
+        cases: of this P.
+        setting: of the run; its `out` is appended to.
+        launch: how ranks are started.
+        root: the checkout whose library is measured.
+        progress: told which case is measured.
+
+    Returns:
+        The last lines of the ranks' output if the launch went wrong.
+    """
+    before, doing, found = len(_written(setting)), "", dict(INTERRUPTED)
+
+    def hear(news: dict[str, Any]) -> None:
+        nonlocal doing
+        doing = news["case"]
+        progress(news)
+
+    try:
+        found = launching.run(ranks, "benchmarks.cases.session:measure", setting, launch, hear, root=root)
+    finally:
+        complete(cases, _written(setting)[before:], setting, found, doing)
+    return str(found.get("output", ""))
+
+
+def complete(cases: list[Case], done: list[Record], setting: Setting, problem: dict[str, Any], doing: str = "") -> None:
+    """Write a record for every case that has none.
+
+    Args:
+        cases: all that were planned for the launch.
+        done: records that its ranks have written.
+        setting: of the launch.
+        problem: status and reason of its end.
+        doing: id of the case that was measured last.
+    """
+    reason = records.reason(problem.get("reason", "nothing was measured"))
+    have = {record.case.id for record in done}
+    for case in cases:
+        if case.id not in have:
+            ended = {"status": problem["status"], "reason": reason}
+            unreached = {"status": "missing", "reason": f"the launch ended before this case: {reason}"}
+            note = ended if case.id == doing else unreached
+            records.append(setting.out, {**setting.common(), "case": case, **NOTHING, **note})
+
+
+def _written(setting: Setting) -> list[Record]:
+    out = Path(setting.out)
+    return records.read(out).records if out.exists() else []
 
 
 def _run_all(plan: Plan, setting: Setting, launch: Launch, options: argparse.Namespace) -> int:
-    from benchmarks.harness.show import Display
-
-    out = Path(setting.out)
-    display = Display(plan)
-    earlier = len(records.read(out).records) if out.exists() else 0
-    left = dict(plan)
+    screen = terminal.console()
+    total = sum(map(len, plan.values()))
+    terminal.say(screen, f"{total} measurements: P = {', '.join(map(str, plan))}; this machine offers {cores()} cores.")
+    warn_of_load(screen)
+    earlier, left = len(_written(setting)), dict(plan)
     try:
         for ranks, cases in plan.items():
             del left[ranks]
-            with display.launch(ranks, len(cases)) as progress:
-                output = run_launch(ranks, cases, setting, launch, options.root, progress, saves=_saves(options, ranks, out))
-            display.problem(ranks, tail(output))
+            saved = f"--benchmark-json={Path(setting.out).with_suffix('')}-p{ranks}.pytest-benchmark.json"
+            saves = () if options.no_json or options.pair else (saved,)
+            with terminal.bar(screen) as bar:
+                heard = follow(bar, screen, f"P = {ranks}", len(cases))
+                mine = msgspec.structs.replace(setting, saves=saves)
+                output = run_launch(ranks, cases, mine, launch, options.root, heard)
+            terminal.say(screen, f"P = {ranks}: done")
+            if output:
+                terminal.say(screen, f"P = {ranks} went wrong; the last lines of its output:\n{output}", "red")
     except KeyboardInterrupt:
         for cases in left.values():
-            complete(cases, [], setting, {"status": "missing", "reason": "interrupted"})
+            complete(cases, [], setting, INTERRUPTED)
         print("\nrecord: interrupted; what is complete is kept.", file=sys.stderr)
-    mine = records.read(out).records[earlier:]
-    display.tables(mine)
-    print(f"records: {out}")
-    return 0 if all(record["status"] in FINE for record in mine) else 1
+    found = _written(setting)[earlier:]
+    _show(screen, found)
+    terminal.say(screen, f"records: {setting.out}")
+    return 0 if all(record.status in MEASURED for record in found) else 1
 
 
-def _saves(options: argparse.Namespace, ranks: int, out: Path) -> list[str]:
-    """Where pytest-benchmark's own file goes, beside the records."""
-    return [] if options.no_json or options.pair else [f"--benchmark-json={out.with_suffix('')}-p{ranks}.pytest-benchmark.json"]
+def follow(bar: Any, screen: Console, name: str, total: int) -> Callable[[dict[str, Any]], None]:
+    """Return a listener that shows the news of rank 0: in a bar on a terminal, else as a line now and then."""
+    task = bar.add_task(f"{name}: starting", total=total)
+    said = -LINES_EVERY
+
+    def heard(news: dict[str, Any]) -> None:
+        nonlocal said
+        bar.update(task, description=f"{name}: {news['phase']}", completed=news["done"])
+        if not screen.is_terminal and news["done"] >= said + LINES_EVERY:
+            said = news["done"]
+            terminal.say(screen, f"{name}: {news['done']} of {total}, {news['phase']}")
+
+    return heard
+
+
+def warn_of_load(screen: Console) -> None:
+    """Say that the machine is busy with something else; a timing cannot tell."""
+    if (busy := busy_share()) > BUSY_SHARE:
+        terminal.say(screen, f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.", "yellow")
+
+
+def _show(screen: Console, found: list[Record]) -> None:
+    """Print one table for each layer and P, and one of the cases that failed."""
+    failed = tables.failures(found)
+    for table in [*tables.per_ranks(derive.rows(found)), *([failed] if failed else [])]:
+        terminal.show(screen, table)
 
 
 def _setting(options: argparse.Namespace) -> Setting:
@@ -109,10 +233,6 @@ def _setting(options: argparse.Namespace) -> Setting:
     root = options.root.resolve()
     if not (root / "sp_core").is_dir():
         raise UsageError(f"--root {root} has no folder sp_core. Pass a checkout of this repository.")
-    if options.launcher and "{ranks}" not in options.launcher:
-        raise UsageError(f"--launcher {options.launcher!r} does not say where the number of ranks goes; write {{ranks}} in it.")
-    if options.timeout <= 0:
-        raise UsageError(f"--timeout is {options.timeout:g}; pass more than 0.")
     return Setting(
         out=str(out.resolve()),
         run_id=options.run_id or f"{now}-{uuid4().hex[:6]}",
@@ -128,11 +248,11 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 
 def _commit(root: Path) -> dict[str, Any]:
-    """What is checked out there, and where it left the main branch."""
+    """The commit that is checked out there, and where it left the main branch."""
     bases = (git(root, "merge-base", "HEAD", branch) for branch in BRANCHES)
     branch = git(root, "branch", "--show-current")
     return {**commit(root), "merge_base": next(filter(None, bases), None), "branch": branch or None}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    launching.main(main)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from benchmarks import records
 from benchmarks.records import Record
@@ -35,7 +36,7 @@ def of_commit(paths: Iterable[Path], commit: str) -> tuple[list[Record], list[st
         for record in reading.records:
             complaint = foreign(record, commit)
             if complaint:
-                problems.append(f"{path}: {record['case']['id']}: {complaint}")
+                problems.append(f"{path}: {record.case.id}: {complaint}")
             else:
                 found.append(record)
     return found, problems
@@ -43,31 +44,31 @@ def of_commit(paths: Iterable[Path], commit: str) -> tuple[list[Record], list[st
 
 def foreign(record: Record, commit: str) -> str | None:
     """Why a record is none of a commit's history."""
-    if record["commit"]["sha"] != commit:
-        return f"measured at {record['commit']['sha']}, not at {commit}"
-    if record["commit"]["dirty"] is not False:
+    if record.commit.sha != commit:
+        return f"measured at {record.commit.sha}, not at {commit}"
+    if record.commit.dirty is not False:
         return "measured with changes that are not in the commit"
-    if record["pair"] is not None:
+    if record.pair is not None:
         return "half of a comparison, not a run"
-    if not re.match(r"20\d\d(0[1-9]|1[0-2])\d\dT", record["run_id"]):
-        return f"the run's name {record['run_id']} does not begin with its time"
+    if not re.match(r"20\d\d(0[1-9]|1[0-2])\d\dT", record.run_id):
+        return f"the run's name {record.run_id} does not begin with its time"
     return None
 
 
 def identity(record: Record) -> tuple[object, ...]:
-    return record["run_id"], record["launch"], *records.key(record)
+    return record.run_id, record.launch, *record.key
 
 
 def month(record: Record) -> str:
     """The file for a record; a run's name begins with its date."""
-    return f"{record['run_id'][:4]}-{record['run_id'][4:6]}.jsonl"
+    return f"{record.run_id[:4]}-{record.run_id[4:6]}.jsonl"
 
 
 def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
     """A file with those records that it lacks, and how many these are."""
-    there = {identity(json.loads(line)) for line in text.splitlines()}
+    there = {identity(msgspec.json.decode(line, type=Record)) for line in text.splitlines()}
     missing = {identity(record): record for record in new if identity(record) not in there}
-    lines = [json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n" for record in missing.values()]
+    lines = [msgspec.json.encode(record) + b"\n" for record in missing.values()]
     return text + b"".join(lines), len(lines)
 
 

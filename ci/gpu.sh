@@ -85,7 +85,7 @@ cd "$root"
 for name in $steps; do
     case $name in
         doctor) step doctor python -m sp_core doctor --device cuda ;;
-        table) step table python -m benchmarks.gpu_table --out "$out/gpu_table.json" ;;
+        table) step table python -m benchmarks.contests.gpu --out "$out/gpu_table.json" ;;
         tests-*) step "$name" suite "${name#tests-}" ;;
         ipc | pinned | pipelined | staged) step "$name" experiment "$name" ;;
         *) fail "unknown step $name" 2 ;;

@@ -130,7 +130,7 @@ def test_a_writer_that_was_faster_is_not_overwritten(branch: Branch, monkeypatch
         if arguments[0] == "push":
             pushes.append(arguments)
             if len(pushes) == 1:
-                append_history.append([record(launch=2)], "Other", "origin", dry_run=False)
+                append_history.append([records.parse(json.dumps(record(launch=2)).encode())], "Other", "origin", dry_run=False)
         return git(*arguments, **options)
 
     monkeypatch.setattr(append_history, "git", interrupted)

@@ -9,19 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
-from test_records import GOOD, changed
+from test_records import GOOD
 from test_scaling import mpi_environment
 
 import sp_core as sp
-from benchmarks import bench_collectives, bench_layers, bench_llama, bench_schemes, launching, record, records
-from benchmarks.harness import launches
-from benchmarks.harness.derived import derive
-from benchmarks.harness.outcome import meet
-from benchmarks.harness.sampling import OVERHEAD, Budget, Sampler, choose
-from benchmarks.harness.setting import Setting
+from benchmarks import launching, record, records
+from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
+from benchmarks.cases.session import meet
+from benchmarks.cases.setting import Setting
+from benchmarks.records import Case
+from benchmarks.sample import OVERHEAD, Budget, Sampler, choose
 from sp_core.testing import spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,33 +90,22 @@ def test_ids_are_unique_and_fit_the_schema() -> None:
         cases = [case for suite in (bench_collectives, bench_schemes, bench_layers, bench_llama) for case in suite.cases(ranks)]
         assert len({case.id for case in cases}) == len(cases)
         for case in cases:
-            records.validate({**GOOD, **launches.NOTHING, "case": case.as_dict(), "status": "missing", "reason": "none"})
+            made = {**GOOD, **record.NOTHING, "case": case, "status": "missing", "reason": "none"}
+            records.parse(msgspec.json.encode(made))
 
 
-def test_derived_numbers() -> None:
-    found = derive(GOOD, 1.5)
-    assert (found.seconds, found.speedup, found.efficiency, found.bytes_sent) == (0.5, 3.0, 1.5, 64)
-    assert (found.algbw, found.busbw, found.flags) == (None, None, ())
-    entry = {"calls": 1, "messages": 0, "bytes_sent": 9, "bytes_formula": 9, "seconds": 0.1, "bytes_result": 1000}
-    case = GOOD["case"] | {"layer": "collectives", "scheme": "all_reduce", "ranks": 4, "mesh": {"sp": 4}}
-    found = derive(GOOD | {"case": case, "comm": {"all_reduce": entry, "control": entry}}, 1.5)
-    assert (found.algbw, found.busbw, found.speedup, found.bytes_sent) == (2000.0, 3000.0, None, 9)
-    assert derive(changed("transport.oversubscribed", True), None).flags == ("oversubscribed",)
-
-
-def planned(*names: str) -> list[dict[str, Any]]:
-    return [GOOD["case"] | {"id": name} for name in names]
+def planned(*names: str) -> list[Case]:
+    return [msgspec.convert(GOOD["case"] | {"id": name}, Case) for name in names]
 
 
 def test_what_a_dead_launch_did_not_reach_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
-    done = GOOD | {"case": planned("a")[0]}
-    records.append(out, done)
+    records.append(out, GOOD | {"case": planned("a")[0]})
     problem = {"status": "oom", "reason": "\x1b[31mkilled\x1b[0m"}
-    launches.complete(planned("a", "b", "c"), [done], Setting(out=str(out)), problem, doing="b")
+    record.complete(planned("a", "b", "c"), records.read(out).records, Setting(out=str(out)), problem, doing="b")
     found = records.read(out)
     assert found.problems == []
-    assert [(r["case"]["id"], r["status"], r["reason"]) for r in found.records] == [
+    assert [(r.case.id, r.status, r.reason) for r in found.records] == [
         ("a", "ok", None),
         ("b", "oom", "killed"),
         ("c", "missing", "the launch ended before this case: killed"),
@@ -128,17 +118,17 @@ def test_an_end_in_the_middle_loses_nothing(ending: str, monkeypatch: pytest.Mon
     out = tmp_path / "records.jsonl"
 
     def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> tuple[int, str]:
-        setting = Setting.load(folder / "setting.json")
+        setting = msgspec.convert(json.loads((folder / "job.json").read_text())["setting"], Setting)
         records.append(setting.out, GOOD | setting.common() | {"case": planned("a")[0]})
-        (folder / "progress").write_text('{"case": "b", "done": 1, "total": 2}')
+        progress({"case": "b", "phase": "measuring b", "done": 1, "total": 2})
         if ending == "interruption":
             raise KeyboardInterrupt
         return 137, "a rank died of signal 9"
 
-    monkeypatch.setattr(launches, "watch", watch)
+    monkeypatch.setattr(launching, "watch", watch)
     monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", "b"), 2: planned("a", "b")})
     assert record.main(["--out", str(out)]) == 1
-    told = [(r["case"]["id"], r["status"]) for r in records.read(out).records]
+    told = [(r.case.id, r.status) for r in records.read(out).records]
     first = [("a", "ok"), ("b", "oom" if ending == "death" else "missing")]
     assert told == first + (first if ending == "death" else [("a", "missing"), ("b", "missing")])
 
@@ -187,7 +177,7 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first:
     (tmp_path / "sp_core").mkdir()
     (tmp_path / "sp_core" / "__init__.py").write_text("")
     program = (
-        f"{first}import sys\nfrom pathlib import Path\nfrom benchmarks.harness.library import take_library\n"
+        f"{first}import sys\nfrom pathlib import Path\nfrom benchmarks.worker import take_library\n"
         f"take_library(Path({str(tmp_path)!r}))\nimport sp_core\n"
         f"assert sp_core.__file__ == {str(tmp_path / 'sp_core/__init__.py')!r}\n"
         f"assert {str(tmp_path)!r} not in sys.path\n"
@@ -216,13 +206,17 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     assert found.problems == []
     assert len(found.records) == 3
     for one in found.records:
-        counted = sum(entry["bytes_sent"] for name, entry in one["comm"].items() if name != "control")
-        assert counted == one["work"]["bytes_formula"] > 0
-        assert one["env"]["fingerprint"] == records.fingerprint(one["env"], one["device"], one["transport"])
-        assert one["case"]["id"] in answer.stdout
+        assert one.comm
+        assert one.work
+        assert one.env
+        counted = sum(traffic.bytes_sent for name, traffic in one.comm.items() if name != "control")
+        assert counted == one.work.bytes_formula > 0
+        parts = msgspec.to_builtins([one.env, one.device, one.transport])
+        assert one.env.fingerprint == records.fingerprint(*parts)
+        assert one.case.id in answer.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench-p2.pytest-benchmark.json", "bench.jsonl"]
     theirs = json.loads((tmp_path / "bench-p2.pytest-benchmark.json").read_text())["benchmarks"]
-    medians = {one["case"]["id"]: one["timing"]["median_s"] for one in found.records}
+    medians = {one.case.id: one.seconds for one in found.records}
     assert {entry["param"]: pytest.approx(entry["stats"]["median"]) for entry in theirs} == medians
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 from rich.console import Console
 
 import sp_core as sp
-from benchmarks.collectives_table import __main__ as program
-from benchmarks.collectives_table import regret, rows, tables, worker
-from benchmarks.collectives_table.contestants import CONTESTANTS, error_of
-from benchmarks.collectives_table.rows import KIB, MIB, ROWS, Row, heat_of, heats
+from benchmarks.contests.collectives import __main__ as program
+from benchmarks.contests.collectives import contestants as timed
+from benchmarks.contests.collectives import regret, rows
+from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
+from benchmarks.contests.collectives.rows import KIB, MIB, ROWS, Row, heat_of, heats
 from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 
@@ -48,22 +51,22 @@ RATIO = Row("ratio", "all_reduce", (64 * MIB,), ("segmented_ring", "window"), ta
         (RATIO, launch(2.509, 1.0), "reached, open"),
         (replace(RATIO, target=None), launch(2.0, 1.0), "-"),
         (replace(RATIO, error=1.0), launch(3.0, 1.0, error=1.5), "not reached"),
-        (replace(RATIO, ours=("window",)), launch(3.0, 1.0), "not available here"),
-        (replace(RATIO, other="gloo"), launch(3.0, 1.0), "not available here"),
+        (replace(RATIO, ours=("window",)), launch(3.0, 1.0), "not measured"),
+        (replace(RATIO, other="gloo"), launch(3.0, 1.0), "not measured"),
         (replace(RATIO, microseconds=2.0), launch(1e-3, 1e-3), "not reached, open"),
         (replace(RATIO, microseconds=20.0), launch(1e-3, 1e-3), "reached"),
         (replace(RATIO, microseconds=2.0), launch(1e-3, 2e-3), "not reached"),
     ],
 )
 def test_what_counts_as_reached(row: Row, found: dict[str, Any], mark: str) -> None:
-    assert judged(row, found).mark == mark
+    assert judged(row, found).required.mark == mark
 
 
 def test_rounds_of_all_launches_count() -> None:
-    line = judged(RATIO, launch(3.0, 1.0), launch(2.0, 1.0))
-    assert line.value is not None
-    assert line.value.launches == 16
-    assert line.mark == "not reached" + ", open" or line.value.median < 2.5
+    found = judged(RATIO, launch(3.0, 1.0), launch(2.0, 1.0)).required
+    assert found.found is not None
+    assert found.found.count == 16
+    assert found.mark == "not reached, open"
 
 
 def test_rows_of_a_kind_are_judged_in_launches_of_that_kind() -> None:
@@ -87,16 +90,16 @@ def test_every_contestant_that_a_row_names_is_there() -> None:
 @pytest.mark.parametrize("op", sorted({row.op for row in ROWS}))
 def test_every_contestant_is_right_whatever_was_run_before(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a size at which a sum in place goes through several chunks. What calls another library needs processes, and stays away."""
-    monkeypatch.setattr(worker, "SHARE", 0.0)
+    monkeypatch.setattr(timed, "SHARE", 0.0)
     names = [name for name in CONTESTANTS if name not in ("library", "exchange", "gloo")]
 
     def body(world: Any) -> dict[str, Any]:
         with sp.Mesh(world, transport="window", all=world.size) as mesh:
-            return worker.heat(world, mesh, op, 4 * MIB, names)
+            return timed.heat(world, mesh, op, 4 * MIB, names)
 
     found = run_threads(2, body)[0]
     assert {"plan of the library", "window", "window, staged"} <= set(found["samples"])
-    assert all(len(samples) >= worker.LEAST_ROUNDS for samples in found["samples"].values())
+    assert all(len(samples) >= timed.LEAST_ROUNDS for samples in found["samples"].values())
 
 
 def test_an_error_is_told_in_roundings() -> None:
@@ -148,7 +151,7 @@ def test_what_is_shown() -> None:
     document = {"ranks": 2, "commit": {"sha": "abc"}, "launches": [{**launch(3.0, 1.0), **facts}, regrets, {"status": "failed"}]}
     screen = io.StringIO()
     console = Console(file=screen, width=200)
-    tables.show(console, document)
+    list(program.show(console, document))
     shown = screen.getvalue()
     assert "MPICH 5.0.2" in shown
     assert "reached" in shown
@@ -159,14 +162,11 @@ def test_what_is_shown() -> None:
 @pytest.mark.parametrize(("kind", "own"), [("default", None), ("tuned", "GLIBC_TUNABLES"), ("huge", program.HUGE_PAGES)])
 def test_a_launch_has_its_own_environment(kind: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that yields while it waits is no fair opponent where every rank has a core."""
-    monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "true")
-    monkeypatch.setenv(program.HUGE_PAGES, "0")
-    monkeypatch.setattr(program, "cores", lambda: 2)
-    before = dict(os.environ)
-    with program._environment(kind):
-        assert [name for name in program.MEMORY if name in os.environ] == ([own] if own else [])
-        assert "OMPI_MCA_mpi_yield_when_idle" not in os.environ
-    assert dict(os.environ) == before
-    monkeypatch.setattr(program, "cores", lambda: 1)
-    with program._environment(kind):
-        assert os.environ[program.YIELDS[1]] == "true"
+    names = ("OMPI_MCA_mpi_yield_when_idle", program.HUGE_PAGES, "GLIBC_TUNABLES")
+    show = f"import os; print([name for name in {names} if name in os.environ])"
+    inherited = {**os.environ, **dict.fromkeys(names, "inherited")}
+    for count, kept in ((2, []), (1, [names[0]])):
+        monkeypatch.setattr(program, "cores", lambda count=count: count)
+        command = ["env", *program.variables(kind), sys.executable, "-c", show]
+        answer = subprocess.run(command, env=inherited, capture_output=True, text=True, check=True)
+        assert answer.stdout.strip() == str(kept + ([own] if own else []))

@@ -13,24 +13,16 @@ from kit.comparison import CASES, LAYER, RING, ULYSSES, Machine, compared, pair_
 from benchmarks import records
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import recompute
+from benchmarks.compare.__main__ import CODES, cells, summary
 from benchmarks.compare.pairs import coin
 from benchmarks.compare.result import RECORDS, RESULT
-from benchmarks.compare.tables import CODES, cells, summary
-from benchmarks.records import check
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
 Json = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of made-up records are read here; that they are valid is one test below, and the check is tested elsewhere."""
-    monkeypatch.setattr(check, "validate", lambda record: None)
-
-
-def test_made_up_records_are_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_made_up_records_are_records(tmp_path: Path) -> None:
     compared(tmp_path, Machine(slower={(RING, 1): 1.3}, broken={("head", LAYER, 1, "screen", 2)}), (1,))
     reading = records.read(tmp_path / RECORDS)
     assert (len(reading.records), reading.problems) == (2 * (3 * 10 + 20), [])

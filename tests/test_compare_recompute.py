@@ -19,18 +19,11 @@ from kit.comparison import CASES, RING, Machine, compared
 from benchmarks.compare import recompute
 from benchmarks.compare.result import RECORDS, RESULT
 from benchmarks.compare.rule import Verdict, judge, suspicion
-from benchmarks.records import check
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
 Json = dict[str, Any]
 CHANGES = {Verdict.REGRESSED: 1, Verdict.IMPROVED: -1}
-
-
-@pytest.fixture(autouse=True)
-def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of made-up records are read here; that they are valid is tested with the comparison."""
-    monkeypatch.setattr(check, "validate", lambda record: None)
 
 
 def machine_at_random(seed: int) -> Machine:

@@ -20,7 +20,6 @@ from benchmarks.compare.rule import (
     SCREEN_AGREE,
     SCREEN_PAIRS,
     Verdict,
-    chance,
     exit_code,
     gateable_share,
     half_width,
@@ -29,6 +28,7 @@ from benchmarks.compare.rule import (
     raised_delta,
     suspicion,
 )
+from benchmarks.statistics import chance
 
 pytestmark = pytest.mark.mpi_skip  # plain arithmetic
 
@@ -166,7 +166,7 @@ def test_what_a_verdict_says_is_in_its_interval(screen: list[float], confirm: li
     assert (found.high < limit) or decision.verdict is not Verdict.UNCHANGED
     if decision.verdict is Verdict.INCONCLUSIVE:
         assert found.high >= limit
-        assert decision.pairs_needed is None or decision.pairs_needed > found.pairs
+        assert decision.pairs_needed is None or decision.pairs_needed > found.count
 
 
 @pytest.mark.parametrize(("pairs", "place"), [(9, 2), (10, 2), (20, 5), (30, 9), (3, 1)])

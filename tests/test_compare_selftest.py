@@ -15,8 +15,8 @@ import torch
 from kit.comparison import RING, Machine, compared, pair_of_sides
 
 from benchmarks.compare import resample, selftest
-from benchmarks.compare.sides import CompareError, Side
-from benchmarks.records import check
+from benchmarks.compare.sides import Side
+from benchmarks.launching import UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.mpi_skip  # no communication
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Three comparisons of a commit with itself."""
-    monkeypatch.setattr(check, "validate", lambda record: None)
     monkeypatch.setattr("kit.comparison.pair_of_sides", same_sides)
     folders = [tmp_path / str(number) for number in range(3)]
     for number, folder in enumerate(folders):
@@ -118,7 +117,7 @@ def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.Mo
     assert (others, took(1)) == (13, 13)
     assert last == 11 * 3 + 2
     path.write_text("")
-    with pytest.raises(CompareError, match="plant the work elsewhere"):
+    with pytest.raises(UsageError, match="plant the work elsewhere"):
         selftest.plant(side, 1.5)
 
 

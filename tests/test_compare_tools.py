@@ -8,17 +8,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.comparison import CASES, Machine, pair_of_sides
 
+from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command
-from benchmarks.compare import launches
+from benchmarks.compare import running as launches
 from benchmarks.compare import sides as sides_module
-from benchmarks.compare.sides import CompareError, Side, commits, needs, sides
-from benchmarks.harness.setting import Setting
-from benchmarks.launching import Launch
+from benchmarks.compare.sides import Side, commits, needs, sides
+from benchmarks.launching import Launch, UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
@@ -72,11 +73,11 @@ def test_base_is_where_head_left_it(repository: Path) -> None:
 def test_commits_that_cannot_be_compared(base: str, head: str, complaint: str, repository: Path) -> None:
     git(repository, "checkout", "--quiet", "--orphan", "alone")
     git(repository, "commit", "--quiet", "--allow-empty", "--message", "alone")
-    with pytest.raises(CompareError, match=complaint):
+    with pytest.raises(UsageError, match=complaint):
         commits(base, head, repository)
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, CompareError])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, UsageError])
 def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Path) -> None:
     hashes = commits("main", "side", alike)
     roots: list[Path] = []
@@ -117,7 +118,7 @@ def test_a_library_with_other_needs_gets_an_environment_of_its_own(alike: Path, 
 
 
 def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
-    with pytest.raises(CompareError, match="does not say what it needs"):
+    with pytest.raises(UsageError, match="does not say what it needs"):
         needs(tmp_path)
 
 
@@ -126,24 +127,24 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
     asked: list[Any] = []
 
     def run_launch(ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any) -> str:
-        command = launch.command(ranks, "worker")[-7:]
-        asked.append((ranks, [case["id"] for case in cases], setting.pair, setting.launch, command, root))
+        command = launch.command(ranks)[-7:]
+        asked.append((ranks, [case.id for case in cases], setting.pair, setting.launch, command, root))
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
         if setting.launch == 1:
             raise KeyboardInterrupt
         return "it broke"
 
-    plan = {size: [{"id": "a"}, {"id": "b"}] for size in (1, 2)}
+    plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
     monkeypatch.setattr(launches, "listing", lambda setting, ranks, root, python: plan)
     monkeypatch.setattr(launches, "run_launch", run_launch)
-    bench, out, pair = launches.Bench("run"), tmp_path / "records.jsonl", {"stage": "screen", "index": 3}
+    bench, out, pair = launches.Bench(Setting(run_id="run")), tmp_path / "records.jsonl", {"stage": "screen", "index": 3}
     side = Side("head", tmp_path, "a-python", {})
     assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    worker = ["env", *launches.VARIABLES, "a-python", "-m", "mpi4py", "-m", "worker"]
+    worker = ["env", *launches.VARIABLES, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
     assert asked == [(2, ["b"], pair, 0, worker, tmp_path), (1, ["a", "b"], pair, 1, worker, tmp_path)]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
@@ -152,11 +153,11 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
 
 def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def listing(*_: object) -> None:
-        raise launches.UsageError("no sp_core")
+        raise UsageError("no sp_core")
 
     monkeypatch.setattr(launches, "listing", listing)
-    with pytest.raises(CompareError, match="base: no sp_core"):
-        launches.Bench("run").listed(pair_of_sides()[0], [1])
+    with pytest.raises(UsageError, match="base: no sp_core"):
+        launches.Bench(Setting(run_id="run")).listed(pair_of_sides()[0], [1])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import sp_core as sp
-from benchmarks import bench_schemes, counters
+from benchmarks import counters
+from benchmarks.cases import bench_schemes
 from sp_core.testing import run_threads, spmd
 
 SOME = 5  # of so many entries one is counted here; `nox -s counters` counts all

@@ -9,9 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.gpu_table import __main__ as program
-from benchmarks.gpu_table import worker
-from benchmarks.gpu_table.rows import link_seconds, rows, slicing
+from benchmarks.contests import gpu
+from benchmarks.contests.gpu import link_seconds, rows, slicing
 from sp_core.testing import run_threads
 
 CPU = torch.device("cpu")
@@ -34,7 +33,7 @@ def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
 
 
 def marks(found: dict[str, Any]) -> dict[str, str]:
-    return {row.name: row.mark for row in rows(found, on_gpu=True)}
+    return {row[0]: row[-1] for row in rows(found, on_gpu=True)}
 
 
 def test_what_counts_as_reached() -> None:
@@ -47,7 +46,7 @@ def test_what_counts_as_reached() -> None:
     assert marks(launch(2, pipelined=1.1, ipc=0.23)) == {"pipelined": "not reached", "ipc": "not reached"}
     assert marks(launch(4, pipelined=2.1)) == {"pipelined": "reached"}  # 1.5 ms of the link: 71 %
     assert marks(launch(4, pipelined=2.2)) == {"pipelined": "not reached"}
-    assert {row.mark for row in rows(launch(2, pipelined=0.1), on_gpu=False)} == {""}
+    assert {row[-1] for row in rows(launch(2, pipelined=0.1), on_gpu=False)} == {""}
 
 
 def test_what_the_link_needs_and_how_fairly_a_gpu_is_shared() -> None:
@@ -57,25 +56,25 @@ def test_what_the_link_needs_and_how_fairly_a_gpu_is_shared() -> None:
 
 
 def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "TRANSPORTS", {"cpu": ("host", "window", "ipc")})
-    monkeypatch.setattr(worker, "LEAST_ROUNDS", 2)
-    found = run_threads(2, lambda comm: worker.measure(comm, CPU, 4096, side=8, seconds=0.0))[0]
+    monkeypatch.setattr(gpu, "TRANSPORTS", {"cpu": ("host", "window", "ipc")})
+    monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
+    found = run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))[0]
     assert {name: len(samples) for name, samples in found["samples"].items()} == {"naive": 2, "host": 2, "window": 2}
     assert set(found["beside"]) == set(launch(2)["beside"])
     assert "ipc" in found["missing"]["ipc"]
-    assert {row.name for row in rows(found, on_gpu=False)} == {"naive", "host", "window"}
+    assert {row[0] for row in rows(found, on_gpu=False)} == {"naive", "host", "window"}
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "naive", lambda world, x: torch.zeros(world.size * x.numel()) + world.rank)
+    monkeypatch.setattr(gpu, "naive", lambda world, x: torch.zeros(world.size * x.numel()) + world.rank)
     with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
-        run_threads(2, lambda comm: worker.measure(comm, CPU, 4096, side=8, seconds=0.0))
+        run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))
 
 
 def test_the_table_shows_launches_that_failed(tmp_path: Any) -> None:
     broken = {"ranks": 4, "status": "failed", "reason": "exit code 1 while measuring: RuntimeError"}
     good = {**launch(2, naive=9, pipelined=0.9), "device": {"name": "a GPU"}}
     out = io.StringIO()
-    program.show(Console(file=out, width=120), {"kind": "cuda", "launches": [good, broken]})
+    list(gpu.show(Console(file=out, width=120), {"kind": "cuda", "launches": [good, broken]}))
     for text in ("pipelined", "reached", "device: it says no", "P = 4: failed: exit code 1", "1.50 times as long"):
         assert text in out.getvalue()

@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sp_core as sp
-from benchmarks.netlab import __main__ as netlab
-from benchmarks.netlab import hosts, mpis
-from benchmarks.netlab.plan import Link, Plan
-from benchmarks.netlab.rows import SETTINGS, Row, rows
-from benchmarks.netlab.setting import Setting
-from benchmarks.netlab.switch import Wires
-from benchmarks.netlab.worker import check_all
-from benchmarks.peers.ratios import summarized
+from benchmarks.contests.netlab import __main__ as netlab
+from benchmarks.contests.netlab import hosts, starting
+from benchmarks.contests.netlab.hosts import Link, Plan
+from benchmarks.contests.netlab.measure import check_all
+from benchmarks.contests.netlab.setting import SETTINGS, Setting, rows
+from benchmarks.contests.netlab.switch import Wires
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import run_threads
 
@@ -145,9 +143,9 @@ def test_root_without_namespaces_is_red(monkeypatch: pytest.MonkeyPatch, capsys:
         raise hosts.NetlabError("no namespaces here")
 
     monkeypatch.setattr(netlab, "check_system", refuse)
-    monkeypatch.setattr(netlab, "run_once", lambda setting, mpi: pytest.fail("ranks were started"))
+    monkeypatch.setattr(starting.Hosted, "once", lambda entry: pytest.fail("ranks were started"))
     monkeypatch.setattr(netlab.os, "geteuid", lambda: 0)
-    assert netlab.main([]) == 1
+    assert netlab.netlab([]) == 1
     assert "no namespaces here" in capsys.readouterr().out
 
 
@@ -156,14 +154,14 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
 ) -> None:
     launched: list[Setting] = []
 
-    def run(setting: Setting, mpi: str) -> dict[str, object]:
-        launched.append(setting)
+    def run(entry: starting.Hosted) -> dict[str, object]:
+        launched.append(entry.setting)
         return {"status": "failed", "reason": "exit code 3", "output": "demux engine error" if len(launched) == 1 else "wrong"}
 
     monkeypatch.setattr(netlab.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(netlab, "run_once", run)
-    monkeypatch.setattr(mpis, "installed", lambda: "mpich")
-    assert netlab.main(["--only", "P = 3", "--out", str(tmp_path / "out.json")]) == 1  # a failed launch is red
+    monkeypatch.setattr(starting.Hosted, "once", run)
+    monkeypatch.setattr(starting, "installed", lambda: "mpich")
+    assert netlab.netlab(["--only", "P = 3", "--out", str(tmp_path / "out.json")]) == 1  # a failed launch is red
     assert "link model inside the transport" in capsys.readouterr().out
     assert [setting.name for setting in launched] == ["16 MiB, P = 3"] * 2  # the launcher's own failure is tried again, once
     assert all(setting.modelled for setting in launched)
@@ -191,7 +189,7 @@ def test_a_host_has_one_wire_for_all_the_others(sizes: list[int], one_sender: bo
 
 def test_mpis_are_started_by_the_agent_on_every_host() -> None:
     for mpi in ("mpich", "openmpi"):
-        line = shlex.join(mpis.across(mpi, Path("/x/agent.sh"), ["h0", "h1"], 2).arguments)
+        line = shlex.join(starting.across(mpi, Path("/x/agent.sh"), ["h0", "h1"], 2))
         assert "/x/agent.sh" in line
         assert "h0:2,h1:2" in line
 
@@ -229,12 +227,5 @@ def test_rows_of_all_launches() -> None:
     }
 
 
-def test_a_target_inside_the_interval_is_open() -> None:
-    assert Row("x", ">=", 2.0, summarized([1.9, 1.95, 2.1, 2.2, 2.3, 2.4, 2.5])).mark == "reached, open"
-
-
-def test_settings_survive_the_way_to_the_ranks(tmp_path: Path) -> None:
-    for setting in SETTINGS:
-        setting.save(tmp_path)
-        assert Setting.load(tmp_path) == setting
+def test_settings_have_names_of_their_own() -> None:
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)

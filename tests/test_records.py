@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 
 from benchmarks import records
-from benchmarks.records import RecordError, check, files
+from benchmarks.records import Record, RecordError, check
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -97,22 +96,22 @@ def line(record: Any) -> bytes:
     return json.dumps(record).encode()
 
 
-def test_the_schema_is_one() -> None:
-    Draft202012Validator.check_schema(json.loads(check.SCHEMA.read_text()))
+def as_record(values: Any) -> Record:
+    return records.parse(line(values))
 
 
 def test_what_is_appended_is_read(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     for record in (GOOD, FAILED):
         records.append(path, record)
-    assert records.read(path) == records.Reading([GOOD, FAILED], [])
+    assert records.read(path) == records.Reading([as_record(GOOD), as_record(FAILED)], [])
     assert path.read_bytes().count(b"\n") == 2
 
 
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        ("schema", 2, "schema is 2; this program reads version 1"),
+        ("schema", 2, "$.schema"),
         ("schema", True, "$.schema"),
         ("surprise", 1, "surprise"),
         ("case.surprise", 1, "surprise"),
@@ -134,9 +133,9 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
         ("case.id", "a" * 5000, "$.case.id"),
         ("commit.branch", "a\nb", "$.commit.branch"),
         ("commit.branch", "a\x1b[31m", "$.commit.branch"),
-        ("commit.branch", "\ud800", "$.commit.branch"),
-        ("comm.exchange.bytes_sent", 1.5, "$.comm.exchange.bytes_sent"),
-        ("comm.exchange.bytes_sent", 10**19, "$.comm.exchange.bytes_sent"),
+        ("commit.branch", "\ud800", "no JSON"),
+        ("comm.exchange.bytes_sent", 1.5, ".bytes_sent"),
+        ("comm.exchange.bytes_sent", 10**19, ".bytes_sent"),
         ("phases", {}, "$.phases"),
         ("reason", "x" * 5000, "$.reason"),
     ],
@@ -163,19 +162,19 @@ def test_nothing_may_be_missing(name: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        (b"{}", "schema is None"),
-        (b"[]", "is not of type 'object'"),
-        (b"null", "is not of type 'object'"),
+        (b"{}", "missing required field"),
+        (b"[]", "Expected `object`"),
+        (b"null", "Expected `object`"),
         (b"PK\x03\x04\xff\xfe", "no JSON"),
         (line(GOOD)[:-30], "no JSON"),
-        (line(GOOD).replace(b'"launch": 0', b'"launch": NaN'), "NaN"),
-        (line(GOOD).replace(b'"launch": 0', b'"launch": -Infinity'), "-Infinity"),
-        (line(GOOD).replace(b'"median_s": 0.5', b'"median_s": 1e999'), "1e999"),
-        (line(GOOD).replace(b'"launch": 0', b'"launch": ' + b"9" * 9000), "999"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": NaN'), "no JSON"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": -Infinity'), "no JSON"),
+        (line(GOOD).replace(b'"median_s": 0.5', b'"median_s": 1e999'), "out of range"),
+        (line(GOOD).replace(b'"launch": 0', b'"launch": ' + b"9" * 9000), "$.launch"),
         (line(GOOD).replace(b'"launch": 0', b'"launch": 0, "launch": 0'), "'launch' is there twice"),
         (line(GOOD).replace(b'"ranks": 2', b'"ranks": 2, "ranks": 4'), "'ranks' is there twice"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"x":' * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "Expected `object`"),
+        (b'{"x":' * 100_000, "unknown field `x`"),
         (b'{"schema":1,"x":"' + b"x" * check.MAX_LINE + b'"}', f"{check.MAX_LINE} are allowed"),
     ],
 )
@@ -183,7 +182,7 @@ def test_a_bad_line_is_named_and_the_rest_is_usable(raw: bytes, complaint: str, 
     path = tmp_path / "records.jsonl"
     path.write_bytes(b"\n".join([line(GOOD), raw, b"", line(FAILED)]) + b"\n")
     found = records.read(path)
-    assert found.records == [GOOD, FAILED]
+    assert found.records == [as_record(GOOD), as_record(FAILED)]
     assert len(found.problems) == 1
     assert found.problems[0].startswith(f"{path}, line 2: ")
     assert complaint.replace("'", "") in found.problems[0].replace("'", "")
@@ -196,7 +195,7 @@ def test_no_bytes_raise_anything_but_a_record_error(noise: bytes, start: int, le
     good = line(GOOD)
     spoiled = good[:start] + noise + good[start + length :]
     with contextlib.suppress(RecordError):
-        records.validate(records.parse(spoiled))
+        records.parse(spoiled)
 
 
 def test_a_foreign_file_is_told_once_and_not_line_by_line(tmp_path: Path) -> None:
@@ -204,14 +203,14 @@ def test_a_foreign_file_is_told_once_and_not_line_by_line(tmp_path: Path) -> Non
     path.write_bytes(b"name,seconds\n" * 1000)
     found = records.read(path)
     assert found.records == []
-    assert len(found.problems) == files.MAX_PROBLEMS + 1
-    assert found.problems[-1].endswith(f"{1000 - files.MAX_PROBLEMS} more lines cannot be used.")
+    assert len(found.problems) == check.MAX_PROBLEMS + 1
+    assert found.problems[-1].endswith(f"{1000 - check.MAX_PROBLEMS} more lines cannot be used.")
 
 
 def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(line(GOOD) * 3)
-    monkeypatch.setattr(files, "MAX_FILE", 100)
+    monkeypatch.setattr(check, "MAX_FILE", 100)
     for name, complaint in (
         ("absent", "No such file"),
         (".", "no ordinary file"),
@@ -230,7 +229,7 @@ def test_a_line_that_was_cut_by_a_crash_costs_only_itself(tmp_path: Path) -> Non
         file.write(line(GOOD)[:100])
     records.append(path, FAILED)
     found = records.read(path)
-    assert found.records == [GOOD, FAILED]
+    assert found.records == [as_record(GOOD), as_record(FAILED)]
     assert [problem.split(":")[0] for problem in found.problems] == [f"{path}, line 2"]
 
 
@@ -244,7 +243,7 @@ def test_a_record_survives_the_death_of_its_writer(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(path), line(GOOD).decode()]
     answer = subprocess.run(command, cwd=ROOT, timeout=60, check=False)
     assert answer.returncode == -9
-    assert records.read(path) == records.Reading([GOOD], [])
+    assert records.read(path) == records.Reading([as_record(GOOD)], [])
 
 
 @pytest.mark.parametrize(
@@ -273,8 +272,8 @@ def test_the_fingerprint_holds_stable_fields_only(part: str, name: str, value: A
 
 @pytest.mark.parametrize("told", ["", "\x1b[31mred\x1b[0m\x00\x07", "\ud800", "x" * 9000, "tab\there\nline", "\u2028\x85"])
 def test_any_text_can_be_a_reason(told: str) -> None:
-    records.validate(changed("status", "failed") | {"reason": records.reason(told)})
+    records.parse(line(changed("status", "failed") | {"reason": records.reason(told)}))
 
 
 def test_the_key_is_case_and_ranks() -> None:
-    assert records.key(GOOD) == ("schemes/ring/zigzag/causal/forward", 2)
+    assert as_record(GOOD).key == ("schemes/ring/zigzag/causal/forward", 2)

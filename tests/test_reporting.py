@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -11,16 +13,20 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit import records as made
 from markdown_it import MarkdownIt
+from rich.console import Console
 
-from benchmarks.records import append, parse
-from benchmarks.reporting import comparison, derive, foreign, tables, text
-from benchmarks.reporting.__main__ import main
+from benchmarks.records import Record, append, parse, reason
+from benchmarks.reporting import comparison, derive, foreign, plots, tables, terminal
+from benchmarks.reporting import tables as text
+from benchmarks.reporting.__main__ import main, numbered
 from benchmarks.reporting.page import Page, Section, code, html, markdown
+from benchmarks.reporting.style import styled
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
 
@@ -62,7 +68,7 @@ class Seen(HTMLParser):
 
 
 def save(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     return path
 
 
@@ -74,7 +80,7 @@ def report(folder: Path, *arguments: Path | str) -> dict[str, str]:
 
 def test_the_records_here_are_valid() -> None:
     every = [*made.run(), made.failed(made.case("schemes", "ring", "x", 2), "oom", "no memory")]
-    assert len([parse(json.dumps(record).encode()) for record in every]) == 130
+    assert len([parse(msgspec.json.encode(record)) for record in every]) == 130
 
 
 def test_rows_are_recomputed_from_the_records() -> None:
@@ -103,10 +109,10 @@ def test_the_table_shows_the_numbers_of_the_rows() -> None:
     shown = {(t.title, line[0]): dict(zip(t.columns, line, strict=True)) for t in tables.per_ranks(rows) for line in t.rows}
     assert len(shown) == len(rows)
     for row in rows:
-        line = shown[f"{row.case['layer']}, P = {row.ranks}", row.id]
+        line = shown[f"{row.case.layer}, P = {row.ranks}", row.id]
         assert float(line["time (ms)"]) == pytest.approx(row.seconds * 1e3, rel=0.005)
         assert float(line["tokens/s"].replace(",", "")) == pytest.approx(2048 / row.seconds, rel=0.005)
-        if row.case["layer"] == "schemes":
+        if row.case.layer == "schemes":
             assert float(line["speed-up"]) == pytest.approx(row.speedup, abs=0.005)
         elif row.algbw is not None and row.busbw is not None:
             assert float(line["algbw (GB/s)"]) == pytest.approx(row.algbw / 1e9, rel=0.005)
@@ -116,9 +122,9 @@ def test_the_table_shows_the_numbers_of_the_rows() -> None:
 def test_what_makes_a_row_doubtful_is_said() -> None:
     what = made.case("schemes", "ring", "zigzag", 2)
     good = made.record(what, 0.1)
-    skewed = {**good, "status": "skew_limited", "timing": {**good["timing"], "skew_limited": True}}
-    miscounted = {**good, "work": {**good["work"], "bytes_formula": 1}}
-    shared = {**good, "transport": {**good["transport"], "shared_gpu": True}}
+    skewed = made.again(good, status="skew_limited", timing={"skew_limited": True})
+    miscounted = made.again(good, work={"bytes_formula": 1})
+    shared = made.again(good, transport={"shared_gpu": True})
     assert [derive.rows([record])[0].flags for record in (good, skewed, miscounted, shared)] == [
         (),
         ("skew-limited",),
@@ -131,7 +137,7 @@ def test_the_newest_commit_and_the_head_are_shown_in_full() -> None:
     pair = {"index": 0, "stage": "screen", "slot": 0, "coin": 0, "seed": 1}
     what = made.case("schemes", "ring", "zigzag", 1)
     records = [made.record(what, 0.1, pair={**pair, "side": side}) for side in ("head", "base")]
-    older = made.record(what, 0.2, run_id="20250101T000000Z-a", commit={**records[0]["commit"], "sha": "b" * 40})
+    older = made.record(what, 0.2, run_id="20250101T000000Z-a", commit={**made.dicts(records[0])["commit"], "sha": "b" * 40})
     assert [(s.commit[:2], s.side) for s in derive.by_setting([*records, older])] == [("bb", ""), ("aa", "base"), ("aa", "head")]
 
 
@@ -168,8 +174,8 @@ def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Pat
     what = [made.case("schemes", "ring", variant, ranks) for variant in ("a.b", "-_=+") for ranks in (1, 2)]
     records = [made.record(case, 0.1, bytes_result=1 << 20) for case in what]
     for record in records:
-        record["device"]["name"] = record["env"]["platform"] = record["transport"]["mpi"]["vendor"] = evil
-    records.append(made.failed(what[0], "failed", "\n".join(HOSTILE)))
+        record.device.name = record.env.platform = record.transport.mpi.vendor = evil
+    records.append(made.failed(what[0], "failed", reason("\n".join(HOSTILE))))
     compared = tmp_path / "result.json"
     compared.write_text(
         json.dumps(made.result(made.verdict("regressed", reason=evil, flags=[evil], case=evil * 3, explanation=evil)))
@@ -183,15 +189,16 @@ def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Pat
     assert not set(Seen(MarkdownIt("commonmark").enable("table").render(shown["md"])).tags) & {"script", "a"}
 
 
-def keeps(record: dict[str, Any]) -> bool:
+def keeps(record: Record) -> bool:
     """Few cases that need all kinds of plots."""
-    return record["case"]["id"].endswith(("zigzag/causal/forward", "mpi/host/1024", "mpi/host/16384"))
+    return record.case.id.endswith(("zigzag/causal/forward", "mpi/host/1024", "mpi/host/16384"))
 
 
 def test_a_report_is_the_same_each_time(tmp_path: Path) -> None:
     path = save(tmp_path / "r.jsonl", [record for number in (0, 1) for record in made.run(number, few=True) if keeps(record)])
     command = [sys.executable, "-m", "benchmarks.reporting", str(path), "--out", str(tmp_path / "other")]
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    environment = {"PYTHONPATH": paths, "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
     report(tmp_path, path)
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
     for name in ("report.md", "report.html", "report.png"):
@@ -287,3 +294,43 @@ def test_a_result_of_another_form_is_refused(change: dict[str, Any], tmp_path: P
 )
 def test_numbers_and_words_are_written_for_people(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole() -> None:
+    """Phases overlap or are medians of their own: their sum may be more than the step."""
+    what = [made.case("schemes", "ring", f"{place}/zigzag/causal/forward", 2) for place in range(30)]
+    phases = {"total": {"max_s": 0.1, "mean_s": 0.1}, "attention": {"max_s": 0.09, "mean_s": 0.09}}
+    phases["communication"] = {"max_s": 0.05, "mean_s": 0.05}
+    with styled():
+        pictures = numbered(plots.shares(derive.rows([made.record(case, 0.1, phases=phases) for case in what])))
+    titles = [picture.title for picture in pictures]
+    assert (len(titles), len(set(titles))) == (3, 3)
+    assert titles[0].endswith("(1 of 3)")
+    for picture in pictures:
+        axes = picture.figure.axes[0]
+        assert axes.get_xlim() == (0, 100)
+        assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(100)
+
+
+def test_a_page_shows_little_until_somebody_asks(tmp_path: Path) -> None:
+    """A phone shows one plot beside nothing else, and a table of hundreds of rows is many screens."""
+    page = Seen(report(tmp_path, save(tmp_path / "r.jsonl", made.run()))["html"])
+    assert len(page.tags["details"]) > 3
+    assert len([tag for tag in page.tags["details"] if "open" not in tag]) >= 3
+
+
+def test_a_terminal_of_80_columns_shows_every_column() -> None:
+    out = io.StringIO()
+    table = next(table for table in tables.per_ranks(derive.rows(made.run())) if table.title == "schemes, P = 2")
+    terminal.show(Console(file=out, width=80), table)
+    shown = out.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(name in shown for name in table.columns)
+    assert all(cell in shown for row in table.rows for cell in row)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    path = save(tmp_path / "r.jsonl", [made.record(made.case("schemes", "ring", "zigzag", 1), 0.1)])
+    assert main([str(path), "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.records import case, dicts, record
 
-from benchmarks import launching, report, scaling
-from benchmarks.case import Case
+from benchmarks import launching, records, scaling
 from sp_core.machine import cores
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = Case(ranks=2, hidden=64, heads=4, kv_heads=2, ffn=256, seq=48, batch=2)
 TINY_OPTIONS = (
     "--hidden",
     "64",
@@ -41,42 +40,48 @@ def mpi_environment() -> dict[str, str]:
     """What ci/ sets for either MPI."""
     lines = [line for name in ("openmpi", "mpich") for line in (ROOT / "ci" / f"env.{name}").read_text().splitlines()]
     settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    return {**settings, **os.environ, "PYTHONPATH": str(ROOT)}
+    return {**settings, **os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
 
 
-def record(ranks: int, seconds: float, **changes: Any) -> dict[str, Any]:
-    """A record such as a worker writes."""
-    case = Case(ranks=ranks, hidden=64, heads=4, kv_heads=4, ffn=256, seq=100, batch=2)
-    made: dict[str, Any] = {
-        "status": "ok",
-        "case": case.as_dict(),
-        "device": {"kind": "cpu", "name": "a processor", "count": 2},
-        "transport": {"mpi": {"vendor": "An MPI", "version": "1"}, "threads": 1, "oversubscribed": ranks > 2, "shared_gpu": False},
-        "timing": {"median_s": seconds, "skew_limited": False},
-        "comm": {"share": 0.25, "all_gather": {"ms": 2.0, "gb_per_s": 1.5} if ranks > 1 else None},
-        "memory": {"peak_bytes": 3 * 2**20},
-        "work": {"tokens": case.tokens},
-        "check": {
-            **dict.fromkeys(("single_error", "ranks_error", "bound", "single_bound", "scale"), 0.0),
-            "max_abs_error": 1e-6,
-            "tokens": 1,
-            "passed": True,
-        },
-    }
-    return {**made, **changes}
+def found(ranks: int, seconds: float, **changes: Any) -> dict[str, Any]:
+    """The end of a launch that came out well."""
+    shape = {"batch": 2, "seq": 100}
+    made = dicts(record(case("layers", "allgather_kv", "block", ranks, shape=shape), seconds))
+    parts = {name: made[name] for name in ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")}
+    parts["work"]["tokens"] = 200
+    gather = {"ms": 2.0, "gb_per_s": 1.5} if ranks > 1 else None
+    return {"status": "ok", "parts": parts, "check": CHECK, "all_gather": gather, **changes}
 
 
-def failure(ranks: int) -> dict[str, Any]:
-    return {"status": "oom", "reason": "out of memory, while warming up", "case": record(ranks, 1.0)["case"]}
+CHECK = {
+    **dict.fromkeys(("single_error", "ranks_error", "bound", "single_bound", "scale"), 0.0),
+    "max_abs_error": 1e-6,
+    "tokens": 1,
+    "passed": True,
+}
+FAILURE = {"status": "oom", "reason": "out of memory, while warming up", "output": "the last words"}
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> None:
+    """Launches that end as they are told, by number of ranks."""
+
+    def run(ranks: int, *_: object, **__: object) -> Any:
+        if answers[ranks] is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return answers[ranks]
+
+    monkeypatch.setattr(scaling.launching, "run", run)
 
 
 def test_rows_derive_speedup_and_efficiency() -> None:
-    one, two, four = report.rows([record(4, 0.25), record(1, 0.8), record(2, 0.5)])
-    assert [row.ranks for row in (one, two, four)] == [1, 2, 4]
-    assert (two.speedup, two.efficiency, two.tokens_per_s) == (1.6, 0.8, 400.0)
-    assert (one.flags, four.flags) == ((), ("oversubscribed",))
-    assert two.cells() == ("2", "500.0", "1.60", "80%", "400", "25.0%", "2.000", "1.50", "3.0 MiB", "1.0e-06", "")
-    assert one.cells()[6:8] == (report.DASH, report.DASH)
+    settings = scaling.settings(scaling.parse([*TINY_OPTIONS, "--ranks", "1,2,4"]))[0]
+    seconds = {1: 0.8, 2: 0.5, 4: 0.25}
+    outcomes = [scaling.outcome_of(one, found(one.case.ranks, seconds[one.case.ranks])) for one in settings]
+    table = scaling.table(outcomes, "cpu")
+    one, two, four = table.rows
+    assert two == ("2", "500", "1.60", "80%", "400", "10%", "2.000", "1.50", "3.00 MiB", "1.0e-06", "")
+    assert one[6:8] == ("-", "-")
+    assert (four[0], four[-1]) == ("4", "oversubscribed")
 
 
 @pytest.mark.parametrize(
@@ -101,28 +106,28 @@ def test_bad_options_are_refused_before_anything_starts(
     options: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(scaling, "run_case", lambda *_: pytest.fail("a case was run"))
+    monkeypatch.setattr(scaling.launching, "run", lambda *_, **__: pytest.fail("a case was run"))
     assert scaling.main([*options.split(), "--out", str(tmp_path / "out")]) == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_presets_are_completed_by_what_follows() -> None:
-    def first(*options: str) -> Case:
-        return scaling.cases(scaling.parser().parse_args(options))[0][0]
+    def first(*options: str) -> Any:
+        return scaling.settings(scaling.parse(options))[0][0]
 
     paper = first("--preset", "paper")
-    assert (paper.hidden, paper.heads, paper.head_dim, paper.ffn, paper.seq, paper.batch) == (5120, 40, 128, 20480, 4096, 4)
-    assert (paper.causal, paper.iterations, paper.dtype) == (False, 10, "float32")
-    assert first("--head-dim", "32").hidden == 256
-    assert first("--hidden", "256").ffn == 1024
+    sizes = {"hidden": 5120, "heads": 40, "kv_heads": 40, "head_dim": 128, "ffn": 20480, "seq": 4096, "batch": 4}
+    assert paper.case.shape == sizes
+    assert (paper.case.mask, paper.iterations, paper.case.dtype) == ("full", 10, "float32")
+    assert first("--head-dim", "32").case.shape["hidden"] == 256
+    assert first("--hidden", "256").case.shape["ffn"] == 1024
 
 
 def test_a_case_that_fails_is_a_row_and_does_not_lose_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    answers = {1: record(1, 1.0), 2: failure(2), 4: record(4, 0.5)}
-    monkeypatch.setattr(scaling, "run_case", lambda case, *_: (answers[case.ranks], "the last words"))
+    answering(monkeypatch, {1: found(1, 1.0), 2: FAILURE, 4: found(4, 0.5)})
     assert scaling.main(["--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "P = 2, float32: OOM: out of memory, while warming up\nthe last words" in shown
@@ -132,19 +137,15 @@ def test_a_case_that_fails_is_a_row_and_does_not_lose_the_others(
         ["4", "oversubscribed"],
     ]
     assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
-    assert [json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text())["status"] for p in (1, 2, 4)] == [
-        "ok",
-        "oom",
-        "ok",
-    ]
+    kept = [json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 2, 4)]
+    assert [one["record"]["status"] for one in kept] == ["ok", "oom", "ok"]
 
 
-def test_a_wrong_result_is_a_failure_and_not_a_row(
+def test_a_wrong_output_is_a_failure_and_no_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    good = record(1, 1.0)
-    wrong = {"status": "wrong", "case": record(2, 1.0)["case"], "check": {**good["check"], "max_abs_error": None, "passed": False}}
-    monkeypatch.setattr(scaling, "run_case", lambda case, *_: (good if case.ranks == 1 else wrong, ""))
+    wrong = {"status": "wrong", "check": {**CHECK, "max_abs_error": None, "passed": False}}
+    answering(monkeypatch, {1: found(1, 1.0), 2: wrong})
     assert scaling.main(["--out", str(tmp_path), "--ranks", "1,2"]) == 1
     shown = capsys.readouterr().out
     assert "P = 2, float32: WRONG. max |ranks - single device| = not finite" in shown
@@ -154,16 +155,17 @@ def test_a_wrong_result_is_a_failure_and_not_a_row(
 def test_an_interruption_keeps_what_is_complete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run(case: Case, *_: object) -> tuple[dict[str, Any], str]:
-        if case.ranks == 2:
-            raise KeyboardInterrupt
-        return record(case.ranks, 1.0), ""
-
-    monkeypatch.setattr(scaling, "run_case", run)
+    answering(monkeypatch, {1: found(1, 1.0), 2: KeyboardInterrupt})
     (tmp_path / "strong_scaling_sp_cpu_p2.json").write_text("an older result")
     assert scaling.main(["--out", str(tmp_path)]) == 130
     assert "\n  1 " in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["strong_scaling_sp_cpu.png", "strong_scaling_sp_cpu_p1.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert scaling.main(["--out", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_a_launch_that_fails_says_how(
     launch = launching.Launch(
         f"{sys.executable} {tmp_path / 'launcher.py'} {{ranks}}", timeout=0.2 if status == "timeout" else 30.0
     )
-    told, _ = launching.run_case(TINY, launch)
+    told = launching.run(2, "nowhere:measure", {}, launch)
     assert (told["status"], told["reason"]) == (status, reason)
 
 
@@ -204,25 +206,20 @@ def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
     assert answer.stdout.count("correct. max |ranks - single device|") == 2
     assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
     one, three = (json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 3))
-    assert set(one) == {
-        "schema_version",
-        "status",
-        "commit",
-        "case",
-        "device",
-        "transport",
-        "env",
-        "timing",
-        "comm",
-        "memory",
-        "work",
-        "check",
-    }
-    assert len(three["timing"]["samples_s"]) == three["case"]["iterations"] == 3
-    assert (one["comm"]["all_gather"], one["comm"]["bytes_sent_per_step"]) == (None, 0)
-    assert three["comm"]["bytes_sent_per_step"] == three["comm"]["bytes_formula"] == 2 * (2 * 2 * 33 * 2 * 16 * 4)
-    assert three["transport"]["oversubscribed"] == (cores() < 3)
+    assert set(one) == set(three) == {"record", "check", "all_gather"}
+    first, second = (records.parse(json.dumps(document["record"]).encode()) for document in (one, three))
+    assert second.timing
+    assert second.work
+    assert second.transport
+    assert first.work
+    assert len(second.timing.samples_s) == second.timing.iterations == 3
+    assert (one["all_gather"], first.work.bytes_formula) == (None, 0)
+    assert second.work.bytes_formula == 2 * (2 * 2 * 33 * 2 * 16 * 4)
+    assert second.comm
+    assert second.comm["all_gather"].bytes_sent == second.work.bytes_formula
+    assert second.transport.oversubscribed == (cores() < 3)
     assert ("oversubscribed" in answer.stdout) == (cores() < 3)
-    assert len(three["memory"]["peak_bytes_per_rank"]) == 3
+    assert second.memory
+    assert second.memory.peak_bytes > 0
     assert three["check"]["passed"]
-    assert three["transport"]["mode"] == "host"
+    assert second.transport.mode == "host"

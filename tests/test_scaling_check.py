@@ -7,12 +7,14 @@ import torch
 from oracle.live_bytes import LiveBytes
 from torch import Tensor
 
-from benchmarks import inputs, single
-from benchmarks.case import Case
+from benchmarks import corpus
+from benchmarks.cases import single
 from benchmarks.corpus import source_bytes
-from benchmarks.measure import Samples
+from benchmarks.records import Case, make_case
+from benchmarks.sample import Samples
 
-TINY = Case(ranks=2, hidden=64, heads=4, kv_heads=2, ffn=256, seq=48, batch=2)
+SHAPE = {"batch": 2, "seq": 48, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 256}
+TINY, CAUSAL = (make_case("layers", "allgather_kv", {"sp": 2}, SHAPE, "auto", mask=mask) for mask in ("full", "causal"))
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def weights() -> dict[str, Tensor]:
     block.norm1, block.norm2 = torch.nn.LayerNorm(64), torch.nn.LayerNorm(64)
     block.attention = torch.nn.ModuleDict({name: torch.nn.Linear(64, width) for name, width in widths.items()})
     block.feed_forward = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 256), "down": torch.nn.Linear(256, 64)})
-    inputs.fill(block, 0)
+    corpus.fill(block, 0)
     return {name: weight.detach() for name, weight in block.state_dict().items()}
 
 
@@ -31,7 +33,7 @@ def outputs(
     weights: dict[str, Tensor], dtype: torch.dtype, case: Case = TINY
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Input, single-device output and float64 output in a dtype."""
-    x = inputs.tokens(case, torch.arange(case.seq)).to(dtype)
+    x = corpus.tokens(case, torch.arange(case.shape["seq"])).to(dtype)
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     return x, single.block(x, cast, case), single.exact(x, cast, case)
 
@@ -52,35 +54,35 @@ def test_a_wrong_output_is_found(weights: dict[str, Tensor], dtype: torch.dtype,
     if fault == "own keys only":
         cast = {name: weight.to(dtype) for name, weight in weights.items()}
         wrong = torch.cat([single.block(part, cast, TINY) for part in x.chunk(2, 1)], 1)
-    assert not single.judge(wrong, alone, truth, TINY.longest_sum).passed
+    assert not single.judge(wrong, alone, truth, TINY).passed
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtype: torch.dtype, causal: bool) -> None:
-    _, alone, truth = outputs(weights, dtype, Case.from_dict({**TINY.as_dict(), "causal": causal}))
-    verdict = single.judge(alone, alone, truth, TINY.longest_sum)
+    _, alone, truth = outputs(weights, dtype, CAUSAL if causal else TINY)
+    verdict = single.judge(alone, alone, truth, TINY)
     assert verdict.passed
     assert verdict.max_abs_error == 0.0
-    assert verdict.tokens == TINY.tokens
+    assert verdict.tokens == 2 * 48
 
 
 def test_an_error_just_above_the_bound_is_found(weights: dict[str, Tensor]) -> None:
     """Where the single device errs most, and further the same way: near to it, but too far from float64."""
     _, alone, truth = outputs(weights, torch.float32)
     worst = (alone - truth[2]).flatten().argmax()
-    bound = single.judge(alone, alone, truth, TINY.longest_sum).bound
+    bound = single.judge(alone, alone, truth, TINY).bound
     for part, passed in ((0.4, True), (0.8, False)):
         ranks = alone.flatten().clone()
         ranks[worst] += part * bound
-        assert single.judge(ranks.view_as(alone), alone, truth, TINY.longest_sum).passed == passed
+        assert single.judge(ranks.view_as(alone), alone, truth, TINY).passed == passed
 
 
 def test_a_single_device_that_is_off_itself_proves_nothing(weights: dict[str, Tensor]) -> None:
     """As with TF32, whose 10 bits of mantissa are rounded here."""
     _, alone, truth = outputs(weights, torch.float32)
     coarse = (alone * 1024).round() / 1024
-    verdict = single.judge(coarse, coarse, truth, TINY.longest_sum)
+    verdict = single.judge(coarse, coarse, truth, TINY)
     assert not verdict.passed
     assert "The single device itself is too far off" in str(verdict)
 
@@ -89,7 +91,7 @@ def test_a_single_device_that_is_off_itself_proves_nothing(weights: dict[str, Te
 def test_a_sample_of_tokens_has_the_values_of_the_whole(
     weights: dict[str, Tensor], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case.from_dict({**TINY.as_dict(), "causal": causal})
+    case = CAUSAL if causal else TINY
     x, _, (_, _, whole) = outputs(weights, torch.float32, case)
     monkeypatch.setitem(single.EXACT_FLOPS, "cpu", 0.0)
     monkeypatch.setattr(single, "SAMPLED_TOKENS", 5)
@@ -104,19 +106,17 @@ def test_an_error_beside_the_sample_is_found(weights: dict[str, Tensor], monkeyp
     _, alone, truth = outputs(weights, torch.float32)
     wrong = alone.clone()
     wrong[1, 7] = alone[1, 8]  # only the first sequence was computed in float64
-    verdict = single.judge(wrong, alone, truth, TINY.longest_sum)
+    verdict = single.judge(wrong, alone, truth, TINY)
     assert verdict.ranks_error == verdict.single_error
     assert not verdict.passed
 
 
 def test_the_time_of_a_step_spans_all_ranks() -> None:
-    samples = Samples(starts=[[0.0, 10.0], [1.0, 10.5]], ends=[[3.0, 12.0], [2.0, 15.5]], notes=[[0.5, 0.1], [0.2, 0.9]])
+    samples = Samples(starts=[[0.0, 10.0], [1.0, 10.5]], ends=[[3.0, 12.0], [2.0, 15.5]])
     assert samples.makespans == [3.0, 5.5]
-    assert samples.max_local == [3.0, 5.0]
     assert samples.skews == [1.0, 0.5]
-    assert samples.max_notes == [0.5, 0.9]
     told = samples.as_dict()
-    assert told["median_s"] == 4.25
+    assert (told["median_s"], told["max_local_s"]) == (4.25, [3.0, 5.0])
     assert told["barrier_skew_s"] == {"median": 0.75, "p95": 1.0, "max": 1.0}
     assert told["skew_limited"]
 

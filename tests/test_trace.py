@@ -11,10 +11,10 @@ import torch
 
 import sp_core as sp
 from benchmarks.reporting import foreign, timeline
-from benchmarks.reporting.trace import clock
+from benchmarks.reporting.trace import rank as clock
 from benchmarks.reporting.trace.__main__ import main
 from benchmarks.reporting.trace.merge import Profile, merge
-from benchmarks.reporting.trace.naming import Log
+from benchmarks.reporting.trace.rank import Log
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.mpi_skip

@@ -17,12 +17,12 @@ from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.training import faults
+from benchmarks.launching import UsageError
+from benchmarks.training import setting as faults
 from benchmarks.training.__main__ import main
-from benchmarks.training.alone import CURVE, run_alone
 from benchmarks.training.judging import allowed, complaints, divergence, yardstick
-from benchmarks.training.setting import Place, Setting, SettingError, chosen, places
-from benchmarks.training.worker import attempt
+from benchmarks.training.runs import CURVE, attempt, run_alone
+from benchmarks.training.setting import Place, Setting, chosen, places
 from sp_core.llama.train import backward, train_step
 from sp_core.testing import given, run_threads, spmd
 
@@ -182,9 +182,9 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
     names = [place.name for place in chosen([2, 4], "ulysses")[4]]
     assert names == ["ulysses4", "dp2_ulysses2", "ring2_ulysses2", "ulysses2_tp2_sp"]
     for wrong in ({"steps": 0}, {"shortest": 1}, {"longest": 3}):
-        with pytest.raises(SettingError, match="pass at least"):
+        with pytest.raises(UsageError, match="pass at least"):
             Setting(**wrong)
-    with pytest.raises(SettingError, match="no mesh"):
+    with pytest.raises(UsageError, match="no mesh"):
         chosen([1, 2], "hybrid")
 
 

@@ -9,22 +9,66 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.launches import Bench
-from benchmarks.compare.progress import Shown
+from benchmarks import launching
+from benchmarks.cases.setting import Setting
 from benchmarks.compare.result import RECORDS, Compared, build
-from benchmarks.compare.running import Runner, Session
-from benchmarks.compare.sides import CompareError, Side, commits, sides, uncommitted
-from benchmarks.compare.tables import summary, table
-from benchmarks.launching import ROOT, numbers_of_ranks
+from benchmarks.compare.rule import GATEABLE_SHARE
+from benchmarks.compare.running import Bench, Runner, Session, Told
+from benchmarks.compare.sides import Side, commits, sides, uncommitted
+from benchmarks.launching import ROOT, Launch, UsageError, add_launching, numbers_of_ranks, writable
+from benchmarks.reporting import terminal
+from benchmarks.reporting.tables import DASH, Table, make
+from benchmarks.reporting.terminal import Console
 
-USAGE = 2
+COLUMNS = ("case", "P", "verdict", "head / base", "interval", "slower", "counts from", "base (ms)", "head (ms)", "remarks")
+CODES = {
+    0: "nothing got slower",
+    1: "something got slower",
+    3: "not everything could be compared",
+    4: "not everything could be decided",
+}
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Return a line for each row of a result."""
+    names = [f"{side} {result[side]['ref']} ({(result[side]['sha'] or 'changed')[:10]})" for side in ("base", "head")]
+    title = " against ".join(names) + (": the same commit" if result["same_commit"] else "")
+    return make(title, COLUMNS, map(cells, result["rows"]))
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts of one line."""
+    remarks = [text for text in (row["reason"], row["explanation"], *row["flags"]) if text]
+    head = (row["case"], str(row["ranks"]), row["verdict"])
+    if row["ratio"] is None:
+        return (*head, *[DASH] * 6, "; ".join(remarks))
+    interval = f"{row['low']:.3f} to {row['high']:.3f}"
+    times = (f"{row[side] * 1e3:.3f}" for side in ("base_s", "head_s"))
+    slower = f"{row['slower']} of {row['pairs']}"
+    return (*head, f"{row['ratio']:.3f}", interval, slower, f"{row['delta']:.1%}", *times, "; ".join(remarks))
+
+
+def summary(result: Mapping[str, Any]) -> Iterator[str]:
+    """Sum up a result in a few lines."""
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in result["counts"].items()) or "no case"
+    yield f"{counts}. Exit code {result['exit_code']}: {CODES[result['exit_code']]}."
+    if 0 < result["gateable_share"] < GATEABLE_SHARE:
+        yield (
+            f"Only {result['gateable_share']:.0%} of the cases are quiet enough to be judged, {GATEABLE_SHARE:.0%} should be: "
+            "is something else running on this machine?"
+        )
+    if result["same_commit"]:
+        yield "Base and head are the same commit, so this measures the comparison itself."
+    yield from result["problems"]
+
+
+USAGE, INTERRUPTED = 2, 130
 REPORTS = ROOT / "reports" / "compare"
 
 
@@ -39,19 +83,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_measuring(made: argparse.ArgumentParser) -> None:
-    """The options that say what is measured, and where files go."""
+    """Add the options that say what is measured, and where files go."""
     made.add_argument("--cases", nargs="+", default=[], metavar="TEXT", help="only cases with one of these in their name")
-    made.add_argument("--ranks", default="1,2", metavar="LIST", help="numbers of ranks (default: %(default)s)")
     made.add_argument("--full", action="store_true", help="all cases that `nox -s bench` has, instead of the quick ones")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    made.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU; such times are shown, never judged")
-    made.add_argument("--launcher", default="", metavar="COMMAND", help="instead of mpiexec, such as 'srun --ntasks={ranks}'")
-    made.add_argument("--timeout", type=float, default=300.0, metavar="S", help="limit for one launch (default: %(default)g)")
+    add_launching(made, ranks="1,2", timeout=300.0)
     made.add_argument("--out", type=Path, metavar="FOLDER", help="new folder for files (default: one in reports/compare)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code."""
+    """Run the command line; return the exit code."""
     options = parser().parse_args(arguments)
     try:
         out = fresh_folder(options.out)
@@ -60,31 +100,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("note: sp_core has changes that are not committed; they are not compared.", file=sys.stderr)
         with sides(*hashes, (options.base, options.head)) as pair:
             result = compare(pair, options, runner(options, out.name), out)
-    except CompareError as error:
+    except UsageError as error:
         print(f"compare: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("\ncompare: interrupted, so nothing is judged; the records so far are kept.", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     return int(result["exit_code"])
 
 
-def catch_termination() -> None:
-    """Let SIGTERM end the program as an exception does, so that worktrees are taken away and ranks are ended."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
 def runner(options: argparse.Namespace, run_id: str) -> Bench:
-    """What measures, as the options ask.
+    """Return what measures as the options ask.
 
     Raises:
-        CompareError: they cannot be followed.
+        UsageError: they cannot be followed.
     """
-    if options.launcher and "{ranks}" not in options.launcher:
-        raise CompareError(f"--launcher {options.launcher!r} does not say where the number of ranks goes; write {{ranks}} in it.")
-    if options.timeout <= 0:
-        raise CompareError(f"--timeout is {options.timeout:g}; pass more than 0.")
-    return Bench(run_id, not options.full, options.device, options.share_gpu, options.launcher, options.timeout)
+    Launch(options.launcher, options.timeout)
+    setting = Setting(run_id=run_id, quick=not options.full, device=options.device, share_gpu=options.share_gpu)
+    return Bench(setting, options.launcher, options.timeout)
 
 
 def compare(pair: tuple[Side, Side], options: argparse.Namespace, measures: Runner, out: Path) -> dict[str, Any]:
@@ -93,26 +126,48 @@ def compare(pair: tuple[Side, Side], options: argparse.Namespace, measures: Runn
     Args:
         pair: base and head.
         options: from `add_measuring`, and `strict`.
-        measures: what is launched.
+        measures: is launched.
         out: an empty folder.
 
     Raises:
-        CompareError: what is asked for cannot be run.
+        UsageError: options that cannot be run.
     """
-    ranks = numbers_of_ranks(options.ranks, CompareError)
+    ranks = numbers_of_ranks(options.ranks)
     listed = {side.name: chosen(measures.listed(side, ranks), options.cases) for side in pair}
     seed = secrets.randbits(32)
-    keys = listed["base"] & listed["head"]
     if not any(listed.values()):
-        raise CompareError(f"no case has {' or '.join(options.cases)} in its name. `nox -s bench -- --list` names all.")
-    with Shown(out) as shown:
-        Session(measures, pair, seed, out / RECORDS, shown).run(keys)
+        raise UsageError(f"no case has {' or '.join(options.cases)} in its name. `nox -s bench -- --list` names all.")
+    screen = terminal.console()
+    terminal.say(screen, f"files: {out}")
+    with terminal.bar(screen) as bar:
+        Session(measures, pair, seed, out / RECORDS, heard(screen, bar)).run(listed["base"] & listed["head"])
     compared = Compared(pair[0].told, pair[1].told, seed, ranks, listed)
     result = build(out, compared, strict=options.strict)
-    shown.console.print(table(result))
+    terminal.show(screen, table(result))
     for line in summary(result):
-        shown.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        terminal.say(screen, line)
     return result
+
+
+def heard(screen: Console, bar: Any) -> Told:
+    """Return a listener that shows how far a comparison is: in a bar on a terminal, else as a line now and then."""
+    tasks: dict[str, Any] = {}
+
+    def told(what: str, done: int, total: int, seconds_left: float | None) -> None:
+        left = "" if seconds_left is None else f"about {duration(seconds_left)} left in this stage"
+        stage = what.partition(" ")[0]
+        if not screen.is_terminal and (done == 1 or done % 10 == 0 or done == total):
+            terminal.say(screen, f"{stage}: {done} of {total} launches, {left}")
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(what, total=total)
+        bar.update(tasks[stage], description=f"{what}, {left}", completed=done, total=total)
+
+    return told
+
+
+def duration(seconds: float) -> str:
+    """Return seconds for a person: 40 s, 3 min."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def chosen(keys: set[tuple[str, int]], texts: Sequence[str]) -> set[tuple[str, int]]:
@@ -124,16 +179,15 @@ def fresh_folder(wanted: Path | None) -> Path:
     """An empty folder for the files of one comparison.
 
     Raises:
-        CompareError: there is something in it, which must not be mixed with new records.
+        UsageError: there is something in it, which must not be mixed with new records.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
     folder = wanted or REPORTS / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CompareError(f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed.")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise UsageError(f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed.")
+    writable(folder / RECORDS)
     return folder
 
 
 if __name__ == "__main__":
-    catch_termination()
-    raise SystemExit(main())
+    launching.main(main)

@@ -21,7 +21,7 @@ from benchmarks.compare.rule import (
     raised_delta,
     suspicion,
 )
-from benchmarks.records import Record, key
+from benchmarks.records import MEASURED, Record
 
 Key = tuple[str, int]
 Place = tuple[str, int, str]
@@ -29,7 +29,6 @@ Place = tuple[str, int, str]
 
 SIDES = ("base", "head")
 STAGES = {"screen": SCREEN_PAIRS, "confirm": CONFIRM_PAIRS}
-TIMED = ("ok", "skew_limited")  # ranks that start unevenly are noise, which the half-width of base against itself includes
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ class Group:
         self.at: dict[Place, Record] = {}
         self.twice: list[Place] = []
         for record in records:
-            pair = record["pair"] or {"stage": "none", "index": 0, "side": "none"}
-            place = (pair["stage"], pair["index"], pair["side"])
+            pair = record.pair
+            place = (pair.stage, pair.index, pair.side) if pair else ("none", 0, "none")
             self.twice += [place] * (place in self.at)
             self.at[place] = record
 
@@ -89,7 +88,7 @@ class Group:
 
     def seconds(self, stage: str, side: str) -> list[float]:
         """The time of each launch."""
-        return [self.at[(stage, index, side)]["timing"]["median_s"] for index in range(STAGES[stage])]
+        return [self.at[(stage, index, side)].seconds for index in range(STAGES[stage])]
 
     def logs(self, stage: str) -> list[float]:
         """log(head / base) of each pair."""
@@ -111,7 +110,7 @@ def grouped(records: Iterable[Record]) -> dict[Key, Group]:
     """The records by what they measure."""
     found: dict[Key, list[Record]] = {}
     for record in records:
-        found.setdefault(key(record), []).append(record)
+        found.setdefault(record.key, []).append(record)
     return {name: Group(some) for name, some in found.items()}
 
 
@@ -161,7 +160,7 @@ def _timed(row: Row, group: Group, stage: str, obstacle: tuple[Verdict, str] | N
         verdict=decision.verdict,
         reason=reason,
         stage=decision.stage,
-        pairs=found.pairs,
+        pairs=found.count,
         slower=decision.slower,
         ratio=math.exp(found.median),
         low=math.exp(found.low),
@@ -192,9 +191,9 @@ def _obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
     difference = _difference(group.stage("screen") + (group.stage("confirm") if stage == "confirm" else []))
     if difference is not None:
         return Verdict.MISMATCH, difference
-    transport = group.stage(stage)[0]["transport"]
-    if transport["oversubscribed"] or transport["shared_gpu"]:
-        return Verdict.OVERSUBSCRIBED, "more ranks than " + ("GPUs" if transport["shared_gpu"] else "cores")
+    transport = group.stage(stage)[0].transport
+    if transport and (transport.oversubscribed or transport.shared_gpu):
+        return Verdict.OVERSUBSCRIBED, "more ranks than " + ("GPUs" if transport.shared_gpu else "cores")
     return None
 
 
@@ -210,9 +209,9 @@ def _failure(group: Group, stage: str) -> str | None:
 def _complaint(record: Record | None) -> str | None:
     if record is None:
         return "no record"
-    if record["status"] not in TIMED:
-        return f"{record['status']}: {record['reason']}"
-    return None if record["timing"]["median_s"] > 0 else "a time of 0 s"
+    if record.status not in MEASURED:  # ranks that start unevenly are noise, which the half-width of base includes
+        return f"{record.status}: {record.reason}"
+    return None if record.seconds else "a time of 0 s"
 
 
 def _where(place: Place) -> str:
@@ -221,12 +220,13 @@ def _where(place: Place) -> str:
 
 def _difference(records: Sequence[Record]) -> str | None:
     """What differs between launches that must not."""
-    for what, values in (
-        ("fingerprint", [record["env"]["fingerprint"] for record in records]),
-        ("harness", [record["harness_sha"] for record in records]),
-        ("case", [record["case"] for record in records]),
-        *((f"commit of {side}", [r["commit"] for r in records if r["pair"]["side"] == side]) for side in SIDES),
-    ):
+    checks: tuple[tuple[str, list[Any]], ...] = (
+        ("fingerprint", [record.env and record.env.fingerprint for record in records]),
+        ("harness", [record.harness_sha for record in records]),
+        ("case", [record.case for record in records]),
+        *((f"commit of {side}", [r.commit for r in records if r.pair and r.pair.side == side]) for side in SIDES),
+    )
+    for what, values in checks:
         other = next((value for value in values if value != values[0]), None)
         if other is not None:
             return f"the {what} is not the same in all launches: {values[0]} and {other}"
@@ -235,8 +235,13 @@ def _difference(records: Sequence[Record]) -> str | None:
 
 def _delta(group: Group) -> float:
     """The smallest change that counts, from the screen, so that the second stage cannot move it."""
-    kind = group.stage("screen")[0]["device"]["kind"]
-    return raised_delta(DELTAS[kind], group.seconds("screen", "base"))
+    return raised_delta(floor(group), group.seconds("screen", "base"))
+
+
+def floor(group: Group) -> float:
+    """Return the smallest change that ever counts on the device of a group."""
+    device = group.stage("screen")[0].device
+    return DELTAS[device.kind if device else "cpu"]
 
 
 def _suspicion(group: Group) -> int:
@@ -245,6 +250,6 @@ def _suspicion(group: Group) -> int:
 
 def _flags(group: Group, stage: str) -> Iterator[str]:
     records = group.stage(stage)
-    limited = sum(record["timing"]["skew_limited"] for record in records)
+    limited = sum(bool(record.timing and record.timing.skew_limited) for record in records)
     if limited:
         yield f"skew-limited in {limited} of {len(records)} launches"

@@ -8,7 +8,6 @@ Exit code: 0 no false alarm, and the delay is found in 95 of 100; 1 otherwise; 2
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -19,16 +18,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.compare.pairs import SIDES, Group, Key, Row, assess, grouped
+from benchmarks.compare.pairs import SIDES, Group, Key, Row, assess, floor, grouped
 from benchmarks.compare.result import RECORDS, RESULT
-from benchmarks.compare.rule import CONFIRM_PAIRS, DELTAS, JUDGED, SCREEN_PAIRS, Verdict, judge, raised_delta
-from benchmarks.compare.sides import CompareError
+from benchmarks.compare.rule import CONFIRM_PAIRS, JUDGED, SCREEN_PAIRS, Verdict, judge, raised_delta
+from benchmarks.launching import Options, UsageError, about, parse
 from benchmarks.records import read
 
 COMPARISONS, DELAYED = 1000, 100
 FOUND_SHARE = 0.95
 Pairs = list[tuple[float, float]]
 """Seconds of both launches of each pair of a screen."""
+OPTIONS: Options = {
+    "folders": about(nargs="+", type=Path, metavar="FOLDER", help="of a comparison of a commit with itself"),
+    "--comparisons": about(type=int, default=COMPARISONS, help="without a delay (default: %(default)s)"),
+    "--extra": about(type=float, default=0.2, help="delay as a share of a case's time (default: %(default)s)"),
+    "--case": about(default="", metavar="TEXT", help="the delay must be found in cases with this in their name"),
+    "--seed": about(type=int, default=0),
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,13 @@ def load(folders: Sequence[Path]) -> dict[Key, Stored]:
     """The launches that can be resampled: those of comparisons of a commit with itself, where every pair is there.
 
     Raises:
-        CompareError: a folder holds something else.
+        UsageError: a folder holds something else.
     """
     found: dict[Key, Stored] = {}
     for folder in folders:
         for name, group in _screens(folder).items():
-            floor = DELTAS[group.stage("screen")[0]["device"]["kind"]]
             sides = (group.seconds("screen", side) for side in SIDES)
-            found.setdefault(name, Stored(floor, [])).runs.append(list(zip(*sides, strict=True)))
+            found.setdefault(name, Stored(floor(group), [])).runs.append(list(zip(*sides, strict=True)))
     return found
 
 
@@ -91,16 +96,10 @@ def delays(stored: Mapping[Key, Stored], extra: float, seed: int) -> dict[Key, C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="resample", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a comparison of a commit with itself")
-    parser.add_argument("--comparisons", type=int, default=COMPARISONS, help="without a delay (default: %(default)s)")
-    parser.add_argument("--extra", type=float, default=0.2, help="delay as a share of a case's time (default: %(default)s)")
-    parser.add_argument("--case", default="", metavar="TEXT", help="the delay must be found in cases with this in their name")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    options = parse("resample", (__doc__ or "").partition("\n")[0], OPTIONS, arguments)
     try:
         stored = load(options.folders)
-    except CompareError as error:
+    except UsageError as error:
         print(f"resample: {error}", file=sys.stderr)
         return 2
     return report(stored, options.comparisons, options.extra, options.case, options.seed)
@@ -132,9 +131,9 @@ def _screens(folder: Path) -> dict[Key, Group]:
         result = json.loads((folder / RESULT).read_text())
         same, listed = result["same_commit"], {side: {(case, n) for case, n in result["cases"][side]} for side in SIDES}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CompareError(f"{folder} holds no comparison: {error!r}") from error
+        raise UsageError(f"{folder} holds no comparison: {error!r}") from error
     if not same:
-        raise CompareError(f"{folder} compares different commits; what it measured is not noise alone.")
+        raise UsageError(f"{folder} compares different commits; what it measured is not noise alone.")
     groups = grouped(read(folder / RECORDS).records)
     return {name: group for name, group in groups.items() if _usable(assess(name, group, listed))}
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from benchmarks.statistics import Interval, exact_interval
+
 SCREEN_PAIRS, SCREEN_AGREE, SCREEN_SHARE = 10, 8, 0.8
 CONFIRM_PAIRS, CONFIRM_AGREE = 20, 16
 DELTAS: Mapping[str, float] = {"cuda": 0.05, "cpu": 0.10}  # the smallest change that counts: a node of our own, a shared runner
@@ -40,28 +42,13 @@ JUDGED = {Verdict.REGRESSED, Verdict.IMPROVED, Verdict.UNCHANGED, Verdict.INCONC
 
 
 @dataclass(frozen=True)
-class Interval:
-    """The median of log-ratios, between two of them that miss the true one with at most `MISS` each.
-
-    Args:
-        low, median, high: log(head / base).
-        pairs: how many there are.
-    """
-
-    low: float
-    median: float
-    high: float
-    pairs: int
-
-
-@dataclass(frozen=True)
 class Decision:
     """The verdict on one case.
 
     Args:
         verdict: one of `JUDGED`, or `Verdict.UNGATEABLE`.
         stage: "screen" or "confirm": the pairs that decided.
-        interval: of those pairs.
+        interval: of the log-ratios of those pairs.
         slower: how many of them were slower.
         pairs_needed: where inconclusive, how many pairs would decide; None beyond `MANY_PAIRS`.
     """
@@ -73,17 +60,9 @@ class Decision:
     pairs_needed: int | None = None
 
 
-def chance(pairs: int, agree: int) -> float:
-    """Probability that at least `agree` of `pairs` fair coins show heads."""
-    ways = sum(math.comb(pairs, k) for k in range(agree, pairs + 1))
-    return float(ways / 2**pairs)
-
-
 def interval(logs: Sequence[float]) -> Interval:
-    """The exact interval of the median: k-th smallest to k-th largest, or the widest where there are too few for `MISS`."""
-    ordered, n = sorted(logs), len(logs)
-    k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= MISS), default=1)
-    return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
+    """Return the exact interval of the median: k-th smallest to k-th largest, or the widest if there are too few for `MISS`."""
+    return exact_interval(logs, MISS)
 
 
 def half_width(seconds: Sequence[float]) -> float:
@@ -166,9 +145,9 @@ def _pairs_needed(found: Interval, limit: float) -> int | None:
     beyond = found.median >= limit
     room = found.median if beyond else limit - found.median
     reach = found.median - found.low if beyond else found.high - found.median
-    if reach > room * math.sqrt(MANY_PAIRS / found.pairs):
+    if reach > room * math.sqrt(MANY_PAIRS / found.count):
         return None
-    return max(found.pairs + 1, math.ceil(found.pairs * (reach / room) ** 2))
+    return max(found.count + 1, math.ceil(found.count * (reach / room) ** 2))
 
 
 def _require(holds: bool, text: str) -> None:

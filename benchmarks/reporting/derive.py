@@ -5,15 +5,23 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
-from benchmarks.harness.derived import BUS, flags
-from benchmarks.records import Record, key
+from benchmarks.records import Case, Record
+from benchmarks.records.types import Traffic
 
-MEASURED = ("ok", "skew_limited")
 CAVEATS = ("oversubscribed", "shared GPU", "skew-limited")
 """Flags of rows whose time says nothing about scaling."""
+
+BUS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "all_gather": lambda p: (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
+}
+"""Bytes that must pass each rank's link, over bytes of the buffer; 1 for other operations.
+
+Source: nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Row:
         flags: why to read the row with care.
     """
 
-    case: dict[str, Any]
+    case: Case
     times: tuple[float, ...]
     speedup: float
     efficiency: float
@@ -74,12 +82,12 @@ class Row:
     @property
     def id(self) -> str:
         """Of the case."""
-        return str(self.case["id"])
+        return self.case.id
 
     @property
     def ranks(self) -> int:
         """P."""
-        return int(self.case["ranks"])
+        return self.case.ranks
 
     @property
     def seconds(self) -> float:
@@ -88,68 +96,58 @@ class Row:
 
 
 def setting_of(record: Record) -> Setting:
-    """Where a record belongs."""
-    commit, pair, env = record["commit"], record["pair"] or {}, record["env"] or {}
-    return Setting(commit["sha"] or "unknown", bool(commit["dirty"]), pair.get("side", ""), env.get("fingerprint", ""))
+    """Return the setting of a record."""
+    side = record.pair.side if record.pair else ""
+    return Setting(record.commit.sha or "unknown", bool(record.commit.dirty), side, record.env.fingerprint if record.env else "")
 
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
-    """Records of each setting; the newest run comes last, and head after base."""
+    """Return the records of each setting; the newest run comes last, and head after base."""
     found: dict[Setting, list[Record]] = {}
     for record in records:
         found.setdefault(setting_of(record), []).append(record)
-    newest = {setting: max(record["run_id"] for record in group) for setting, group in found.items()}
+    newest = {setting: max(record.run_id for record in group) for setting, group in found.items()}
     order = sorted(found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s.sha, s.dirty, s.fingerprint))
     return {setting: found[setting] for setting in order}
 
 
-def measured(record: Record) -> bool:
-    """Whether a record holds a time that one can divide by."""
-    return record["status"] in MEASURED and record["timing"]["median_s"] > 0
-
-
 def rows(records: Iterable[Record]) -> list[Row]:
-    """A row for each case and number of ranks that was measured, in the order of case and ranks."""
+    """Return a row for each case and number of ranks that was measured, in the order of case and ranks."""
     launches: dict[tuple[str, int], list[Record]] = {}
-    for record in filter(measured, records):
-        launches.setdefault(key(record), []).append(record)
+    for record in records:
+        if record.seconds:
+            launches.setdefault(record.key, []).append(record)
     fewest: dict[str, tuple[int, float]] = {}
     for (case, ranks), group in sorted(launches.items()):
-        fewest.setdefault(case, (ranks, statistics.median(r["timing"]["median_s"] for r in group)))
+        fewest.setdefault(case, (ranks, statistics.median(r.seconds for r in group)))
     return [_row(group, *fewest[case]) for (case, _), group in sorted(launches.items())]
 
 
 def _row(group: list[Record], fewest: int, slowest: float) -> Row:
-    last, times = group[-1], tuple(r["timing"]["median_s"] for r in group)
-    seconds, ranks = statistics.median(times), last["case"]["ranks"]
+    last, times = group[-1], tuple(r.seconds for r in group)
+    case, seconds, work = last.case, statistics.median(times), last.work
     algbw = _algbw(last, seconds)
-    factor = BUS[last["case"]["scheme"]](ranks) if last["case"]["scheme"] in BUS else 1.0
-    work = last["work"] or {}
+    shares = [share for r in group if (share := _share(r)) is not None]
     return Row(
-        case=last["case"],
+        case=case,
         times=times,
         speedup=slowest / seconds,
-        efficiency=slowest / seconds * fewest / ranks,
+        efficiency=slowest / seconds * fewest / case.ranks,
         algbw=algbw,
-        busbw=None if algbw is None else algbw * factor,
-        share=_median(_share(r) for r in group),
-        sent=sum(count["bytes_sent"] for count in _payload(last).values()),
-        tokens_per_s=_rate(work.get("tokens"), seconds),
-        flops_per_s=_rate(work.get("flops"), seconds),
-        peak_bytes=last["memory"] and last["memory"]["peak_bytes"],
-        imbalance=statistics.median(r["timing"]["imbalance"] for r in group),
-        flags=tuple(flag for flag in FLAGS if any(FLAGS[flag](r) for r in group)),
-        phases={name: _mean_seconds(group, name) for name in last["phases"]},
+        busbw=None if algbw is None else algbw * (BUS[case.scheme](case.ranks) if case.scheme in BUS else 1.0),
+        share=statistics.median(shares) if shares else None,
+        sent=sum(count.bytes_sent for count in _payload(last)),
+        tokens_per_s=_rate(work.tokens if work else None, seconds),
+        flops_per_s=_rate(work.flops if work else None, seconds),
+        peak_bytes=last.memory.peak_bytes if last.memory else None,
+        imbalance=statistics.median(r.timing.imbalance for r in group if r.timing),
+        flags=tuple(dict.fromkeys(flag for r in group for flag in flags(r))),
+        phases={name: _mean_seconds(group, name) for name in last.phases or {}},
     )
 
 
 def _mean_seconds(group: list[Record], phase: str) -> float:
-    return float(statistics.median(r["phases"][phase]["mean_s"] for r in group if phase in r["phases"]))
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    return float(statistics.median(r.phases[phase].mean_s for r in group if r.phases and phase in r.phases))
 
 
 def _rate(count: int | None, seconds: float) -> float | None:
@@ -158,39 +156,35 @@ def _rate(count: int | None, seconds: float) -> float | None:
 
 def _algbw(record: Record, seconds: float) -> float | None:
     """Bytes of the collective's largest buffer per second; None where nothing has to travel."""
-    case = record["case"]
-    results = [count.get("bytes_result") for count in _payload(record).values()]
-    return _rate(next(iter(results), None), seconds) if case["layer"] == "collectives" and case["ranks"] > 1 else None
+    alone = record.case.layer != "collectives" or record.case.ranks == 1
+    return None if alone else _rate(next((count.bytes_result for count in _payload(record)), None), seconds)
 
 
 def _share(record: Record) -> float | None:
-    phases = record["phases"]
-    known = "communication" in phases and phases["total"]["max_s"] > 0
-    return phases["communication"]["max_s"] / phases["total"]["max_s"] if known else None
+    phases = record.phases or {}
+    known = "communication" in phases and phases["total"].max_s > 0
+    return phases["communication"].max_s / phases["total"].max_s if known else None
 
 
-def _payload(record: Record) -> dict[str, Any]:
-    """What each operation sent, without the agreement of the ranks."""
-    return {name: count for name, count in record["comm"].items() if name != "control"}
+def _payload(record: Record) -> list[Traffic]:
+    """The traffic of each operation, without the agreement of the ranks."""
+    return [count for name, count in (record.comm or {}).items() if name != "control"]
 
 
-def _miscounted(record: Record) -> bool:
-    formulas = [(c["bytes_sent"], c["bytes_formula"]) for c in _payload(record).values()]
-    whole = (sum(sent for sent, _ in formulas), (record["work"] or {}).get("bytes_formula"))
-    return any(formula is not None and sent != formula for sent, formula in [*formulas, whole])
-
-
-def _warned(record: Record, name: str) -> bool:
-    return name in flags(record)
-
-
-FLAGS: dict[str, Callable[[Record], bool]] = {
-    **{name: partial(_warned, name=name) for name in CAVEATS},
-    "bytes differ from formula": _miscounted,
-}
-"""Why a row must be read with care, and how a record shows it."""
+def flags(record: Record) -> list[str]:
+    """Return the reasons to read a record with care."""
+    transport, timing, payload = record.transport, record.timing, _payload(record)
+    formulas = [(count.bytes_sent, count.bytes_formula) for count in payload]
+    formulas.append((sum(count.bytes_sent for count in payload), record.work.bytes_formula if record.work else None))
+    signs = {
+        "oversubscribed": transport and transport.oversubscribed,
+        "shared GPU": transport and transport.shared_gpu,
+        "skew-limited": timing and timing.skew_limited,
+        "bytes differ from formula": any(formula is not None and sent != formula for sent, formula in formulas),
+    }
+    return [name for name, shown in signs.items() if shown]
 
 
 def doubtful(row: Row) -> bool:
-    """Whether a plot must mark the row."""
+    """Return whether a plot must mark the row."""
     return bool(set(CAVEATS) & set(row.flags))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.reporting.text import plain
+from benchmarks.reporting.tables import plain
 
 MAX_BYTES = 256 << 20
 

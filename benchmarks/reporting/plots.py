@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.reporting.derive import CAVEATS, Row, doubtful
 from benchmarks.reporting.style import (
     COLOURS,
     GRID,
+    Axes,
+    Figure,
     Picture,
     blank,
     hollow,
@@ -21,11 +23,7 @@ from benchmarks.reporting.style import (
     ranks_axis,
     short,
 )
-from benchmarks.reporting.text import plain, size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from benchmarks.reporting.tables import plain, size
 
 LINES = 6  # in one plot; more cannot be told apart
 BARS = 12
@@ -43,8 +41,8 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
 
     Collectives are left out: moving bytes to more ranks is more work, not the same work shared.
     """
-    shared = [row for row in rows if row.case["layer"] != "collectives"]
-    for (_, family, direction), group in _grouped(shared, lambda row: (_order(row), _family(row), row.case["direction"] or "")):
+    shared = [row for row in rows if row.case.layer != "collectives"]
+    for (_, family, direction), group in _grouped(shared, lambda row: (_order(row), _family(row), row.case.direction or "")):
         by_case = {case: list(found) for case, found in _grouped(group, lambda row: row.id)}
         series = {case: found for case, found in by_case.items() if len(found) > 1}
         heading = ", ".join(filter(None, (family, DIRECTIONS.get(direction, direction))))
@@ -76,6 +74,16 @@ def efficiencies(axes: Axes, series: Series) -> None:
     axes.set_ylim(0, max(110.0, *(row.efficiency * 105 for rows in series.values() for row in rows)))
 
 
+def speedups(axes: Axes, series: Series) -> None:
+    """Draw the speed-up against P, with the ideal."""
+    for number, (name, rows) in enumerate(series.items()):
+        line(axes, number, [(row.ranks, row.speedup) for row in rows], [doubtful(row) for row in rows], name)
+    ideal = sorted({(row.ranks, row.ranks / rows[0].ranks) for rows in series.values() for row in rows})
+    axes.plot(*zip(*ideal, strict=True), color=GRID, linestyle=":", label="ideal")
+    axes.set_ylabel("speed-up (number)")
+    axes.set_ylim(bottom=0)
+
+
 def _scaling_figure(series: Series, draw: Callable[[Axes, Series], None]) -> Figure:
     figure, axes = blank()
     draw_scaling(axes, series, draw)
@@ -94,7 +102,7 @@ def draw_scaling(axes: Axes, series: Series, draw: Callable[[Axes, Series], None
 def bandwidth(rows: Sequence[Row]) -> Iterator[Picture]:
     """Bus and algorithm bandwidth of every collective against the size of its largest buffer, for each P."""
     timed = [row for row in rows if row.algbw is not None]
-    for (_, scheme, ranks), group in _grouped(timed, lambda row: (doubtful(row), row.case["scheme"], row.ranks)):
+    for (_, scheme, ranks), group in _grouped(timed, lambda row: (doubtful(row), row.case.scheme, row.ranks)):
         series = {name: sorted(found, key=buffer_bytes) for name, found in _grouped(group, _way)}
         for part in _parts(list(series), LINES):
             figure, axes = blank()
@@ -130,7 +138,7 @@ def buffer_bytes(row: Row) -> float:
 
 def shares(rows: Sequence[Row]) -> Iterator[Picture]:
     """How the time of a step divides into phases, for each layer and P."""
-    timed = [row for row in rows if row.phases.get("total", 0) > 0 and len(row.phases) > 1 and row.case["layer"] != "collectives"]
+    timed = [row for row in rows if row.phases.get("total", 0) > 0 and len(row.phases) > 1 and row.case.layer != "collectives"]
     for (_, _, least, family), group in _grouped(timed, lambda row: (doubtful(row), _order(row), -row.ranks, _family(row))):
         ranks = -least
         for part in _parts(list(group), BARS):
@@ -156,30 +164,31 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     axes.set_ylabel("case (name)")
     axes.set_xlabel("share of a step (%)")
-    axes.set_xlim(0, max(100.0, *reached))
+    axes.set_xlim(0, 100)
 
 
 def _family(row: Row) -> str:
     """What shares a plot: the variants of a scheme, all layers."""
-    layer = row.case["layer"]
-    return f"{layer}/{row.case['scheme']}" if layer == "schemes" else str(layer)
+    layer = row.case.layer
+    return f"{layer}/{row.case.scheme}" if layer == "schemes" else str(layer)
 
 
 def _order(row: Row) -> int:
     """Schemes are what this is about; they come first."""
-    return int(row.case["layer"] != "schemes")
+    return int(row.case.layer != "schemes")
 
 
 def _part(row: Row, phase: str) -> float:
     """Percent of the step; phases that overlap leave nothing for the rest."""
     known = sum(seconds for name, seconds in row.phases.items() if name not in ("total", OTHER))
-    seconds = max(0.0, row.phases["total"] - known) if phase == OTHER else row.phases.get(phase, 0.0)
-    return 100 * seconds / row.phases["total"]
+    whole = max(row.phases["total"], known)  # medians of phases may add up to more than the median of the step
+    seconds = whole - known if phase == OTHER else row.phases.get(phase, 0.0)
+    return 100 * seconds / whole
 
 
 def _way(row: Row) -> str:
     """How the bytes of a collective travelled."""
-    names = (row.case["algorithm"], row.case["transport"], row.case["dtype"])
+    names = (row.case.algorithm, row.case.transport, row.case.dtype)
     return ", ".join(plain(name) for name in names if name)
 
 

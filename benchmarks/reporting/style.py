@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.reporting.text import plain, significant
+from benchmarks.reporting.tables import plain, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axes import Axes as Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Axes = Axis = Figure = object  # matplotlib is slow to import
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
 """After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink darkened so that they are seen on white."""
@@ -84,7 +86,7 @@ def styled() -> Iterator[None]:
 
 def blank(width: float = SIZE[0], height: float = SIZE[1]) -> tuple[Figure, Axes]:
     """A figure with one pair of axes."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()

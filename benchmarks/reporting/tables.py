@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.records import Record
 from benchmarks.reporting import derive
 from benchmarks.reporting.derive import Row
-from benchmarks.reporting.text import DASH, count, gigabytes, milliseconds, percent, plain, significant, size
 
 MAX_ROWS = 300
 WORDS = {
@@ -26,6 +27,18 @@ WORDS = {
     "status",
     "verdict",
     "where",
+    "contestant",
+    "requirement",
+    "what",
+    "ours",
+    "collective",
+    "chosen",
+    "best",
+    "policy",
+    "mesh",
+    "dtype",
+    "remarks",
+    "",
 }
 """Columns of words, which start at the left; numbers end at the right."""
 
@@ -80,7 +93,7 @@ COLUMNS = (
 
 def cells(row: Row) -> tuple[str, ...]:
     """The text of each of COLUMNS."""
-    scales = row.algbw is None and row.case["layer"] != "collectives"
+    scales = row.algbw is None and row.case.layer != "collectives"
     return (
         plain(row.id),
         milliseconds(row.seconds),
@@ -100,48 +113,42 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def per_ranks(rows: list[Row]) -> list[Table]:
     """A table for each layer and each number of ranks."""
-    places = sorted({(row.case["layer"], row.ranks) for row in rows})
+    places = sorted({(row.case.layer, row.ranks) for row in rows})
     return [
         make(
             f"{plain(layer)}, P = {ranks}",
             COLUMNS,
-            (cells(row) for row in rows if (row.case["layer"], row.ranks) == (layer, ranks)),
+            (cells(row) for row in rows if (row.case.layer, row.ranks) == (layer, ranks)),
         )
         for layer, ranks in places
     ]
 
 
 def failures(records: list[Record]) -> Table | None:
-    """What was not measured, and why; None if everything was."""
-    failed = [r for r in records if not derive.measured(r)]
-    lines = sorted((r["case"]["id"], r["case"]["ranks"], r["status"], r["reason"] or "the time is 0") for r in failed)
+    """Return a table of the cases without a time, with the reasons; None if there are none."""
+    lines = sorted((r.case.id, r.case.ranks, r.status, r.reason or "the time is 0") for r in records if not r.seconds)
     named = ("case", "P", "status", "reason")
     found = make("Not measured", named, ((plain(i), str(p), s, plain(why)) for i, p, s, why in lines))
     return found if lines else None
 
 
 def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
-    """What was measured where: a line for each commit and machine."""
+    """Return a table with a line for each commit and machine."""
     lines = []
     for setting, group in groups.items():
-        told = next((r for r in group if r["device"] and r["transport"] and r["env"]), None)
-        lines.append((setting.commit, setting.side or DASH, _runs(group), str(len(group)), *_machine(told), setting.fingerprint))
+        told = next((r for r in group if r.device), None)
+        runs = sorted({r.run_id for r in group})
+        run = runs[0] if len(runs) == 1 else f"{len(runs)} runs, the last {runs[-1]}"
+        lines.append((setting.commit, setting.side or DASH, run, str(len(group)), *_machine(told), setting.fingerprint))
     columns = ("commit", "side", "run", "records", "device", "count", "MPI", "software", "system", "fingerprint")
     return make("Commits and machines", columns, (tuple(plain(cell) for cell in line) for line in lines))
 
 
-def _runs(group: list[Record]) -> str:
-    runs = sorted({r["run_id"] for r in group})
-    return runs[0] if len(runs) == 1 else f"{len(runs)} runs, the last {runs[-1]}"
-
-
 def _machine(record: Record | None) -> tuple[str, ...]:
-    if record is None:
+    if record is None or record.device is None or record.transport is None or record.env is None:
         return (DASH,) * 5
-    device, transport, env = record["device"], record["transport"], record["env"]
-    mpi = f"{transport['mpi']['vendor']} {transport['mpi']['version']}"
-    software = f"Python {env['python']}, torch {env['torch']}"
-    return device["name"], str(device["count"]), mpi, software, env["platform"]
+    device, mpi, env = record.device, record.transport.mpi, record.env
+    return device.name, str(device.count), f"{mpi.vendor} {mpi.version}", f"Python {env.python}, torch {env.torch}", env.platform
 
 
 LEGEND = (
@@ -157,3 +164,51 @@ LEGEND = (
 def ratio(value: float) -> str:
     """A ratio of times as a change in percent."""
     return f"{'+' if value >= 1 else '-'}{significant(abs(value - 1) * 100, 2)}%"
+
+
+DASH = "-"
+LONGEST = 160  # characters of a foreign text that are shown
+BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plain(value: object, longest: int = LONGEST) -> str:
+    """A value on one line, without characters that are invisible or turn the text round, cut to a length."""
+    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Zs") else c for c in str(value))
+    shown = " ".join("".join(c for c in spaced if unicodedata.category(c)[0] != "C").split())
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, without an exponent."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits - 1}e}")  # 99.96 has as many digits before the point as 100
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, without the unit."""
+    return significant(seconds * 1e3)
+
+
+def gigabytes(rate: float | None) -> str:
+    """Bytes per second as GB/s (1e9), without the unit."""
+    return DASH if rate is None else significant(rate / 1e9)
+
+
+def percent(share: float | None) -> str:
+    """A share as a percentage."""
+    return DASH if share is None else f"{share:.1%}" if abs(share) < 0.1 else f"{share:.0%}"
+
+
+def size(count: float | None) -> str:
+    """Bytes with a binary unit."""
+    if count is None:
+        return DASH
+    step = max(0, min(len(BINARY) - 1, math.floor(math.log2(count) / 10))) if count >= 1 else 0
+    return f"{significant(count / 1024**step) if step else f'{count:.0f}'} {BINARY[step]}"
+
+
+def count(value: float | None) -> str:
+    """A whole number with separators."""
+    return DASH if value is None else f"{value:,.0f}"

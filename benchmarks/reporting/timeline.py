@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.reporting import foreign
 from benchmarks.reporting.page import Section
-from benchmarks.reporting.style import COLOURS, GRID, Picture, blank, legend, plain_ticks, short
-from benchmarks.reporting.tables import make
-from benchmarks.reporting.text import count, milliseconds, percent, plain, size
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from benchmarks.reporting.style import COLOURS, GRID, Axes, Picture, blank, legend, plain_ticks, short
+from benchmarks.reporting.tables import count, make, milliseconds, percent, plain, size
 
 SCHEMA = "timeline.schema.json"
 RANKS = 32  # in the picture

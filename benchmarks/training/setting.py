@@ -1,16 +1,22 @@
-"""What is trained, on what, and on which meshes."""
+"""The meshes and sizes of the training runs."""
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from benchmarks.corpus import source_bytes
-from sp_core.llama import LlamaConfig
+from benchmarks.launching import UsageError
+from sp_core.llama import LlamaConfig, train
 from sp_core.llama.train import Layout
+from sp_core.nn import gradients, loss
 from sp_core.sharding import Sharding
 
 CORPUS_BYTES = 1 << 20
@@ -22,12 +28,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-class SettingError(ValueError):
-    """Options that cannot be run."""
-
-
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A mesh, the attention scheme over the ranks that share a sequence, which of them owns which tokens, and whether by TP-SP."""
 
     axes: dict[str, Any]
@@ -79,8 +80,7 @@ MODEL: dict[str, Any] = {
 """A million parameters; 3 and 4 tensor ranks share key/value heads, and 4 do not divide the heads."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True):
     """A training run.
 
     Args:
@@ -105,16 +105,16 @@ class Setting:
     max_norm: float = 1.0
     perturbed: int = 3
     seed: int = 1
-    model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
+    model: dict[str, Any] = msgspec.field(default_factory=lambda: dict(MODEL))
 
     def __post_init__(self) -> None:
         """Refuse what makes no run."""
         least = {"steps": 1, "every": 1, "sequences": 1, "shortest": 2, "perturbed": 1, "warmup": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
-                raise SettingError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
+                raise UsageError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
         if self.longest < self.shortest:
-            raise SettingError(f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much.")
+            raise UsageError(f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much.")
 
     @property
     def config(self) -> LlamaConfig:
@@ -130,26 +130,72 @@ class Setting:
         """Pieces of the standard library's source, of unequal lengths, as bytes."""
         chance = random.Random(f"{self.seed} {step}")
         lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.sequences)]
-        starts = [chance.randrange(len(self._text) - length) for length in lengths]
-        return [list(self._text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a file."""
-        return asdict(self)
-
-    @cached_property
-    def _text(self) -> bytes:
-        return source_bytes(CORPUS_BYTES)
+        text = source_bytes(CORPUS_BYTES)
+        starts = [chance.randrange(len(text) - length) for length in lengths]
+        return [list(text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
 def chosen(ranks: Iterable[int], only: str) -> dict[int, list[Place]]:
     """The meshes of these numbers of ranks whose names contain a text.
 
     Raises:
-        SettingError: there is none.
+        UsageError: there is none.
     """
     found = {size: [place for place in places(size) if only in place.name] for size in ranks}
     found = {size: some for size, some in found.items() if some}
     if not found:
-        raise SettingError(f"no mesh of the ranks asked for has a name with {only!r} in it.")
+        raise UsageError(f"no mesh of the ranks asked for has a name with {only!r} in it.")
     return found
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text in a function, and what stands there instead."""
+
+    module: ModuleType
+    function: str
+    right: str
+    wrong: str
+
+
+FAULTS = {
+    "gradients of norms are not reduced": Fault(
+        gradients,
+        "reduce_gradients",
+        "    gradients = [parameter.grad",
+        "    wanted = [pair for pair in wanted if pair[0].dim() > 1]\n    gradients = [parameter.grad",
+    ),
+    "a mean of the ranks' means": Fault(
+        loss,
+        "next_token_loss",
+        "int(all_reduce(valid.sum(), comm=data))",
+        "max(int(valid.sum()), 1) * data.size",
+    ),
+    "labels shifted inside each shard": Fault(
+        loss,
+        "next_token_labels",
+        "return sharding.shard(labels, comm.rank, 1)",
+        "return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)",
+    ),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Train with a fault inside the block.
+
+    Raises:
+        LookupError: the library no longer reads as the fault expects.
+    """
+    fault = FAULTS[name]
+    right = getattr(fault.module, fault.function)
+    source = inspect.getsource(right)
+    if source.count(fault.right) != 1 or getattr(train, fault.function) is not right:
+        raise LookupError(f"{fault.function} has no {fault.right!r}, or is not what a step calls; plant the fault elsewhere.")
+    names = dict(vars(fault.module))
+    exec(compile(source.replace(fault.right, fault.wrong), f"<{name}>", "exec"), names)
+    setattr(train, fault.function, names[fault.function])
+    try:
+        yield
+    finally:
+        setattr(train, fault.function, right)

@@ -112,23 +112,24 @@ class Deaths:
 
     def story(self, rank: int) -> str:
         """Return what is known of one rank."""
-        lines = [f"---- rank {rank}: {self._state(rank)}"]
-        if place := self._text(rank, "place"):
-            lines.append(f"last place: {place}")
-        return "\n".join([*lines, shortened(self._stacks(rank)) or "no stack: the process ended without a chance to write it"])
+        stacks = shortened(self._stacks(rank)) or "no stack: the process ended without a chance to write it"
+        return f"---- rank {rank}: {self._state(rank)}{self._place(rank, chr(10))}\n{stacks}"
 
     def suspects(self) -> list[str]:
         """Return a line for each rank that explains the end: the first to die, or those that did not wait for the others."""
         first = self.first()
         if self._stopped:
-            ranks = sorted(self._stopped)
-            return [f"rank {rank} is stopped by a signal; last place: {self._text(rank, 'place')}" for rank in ranks]
+            return [f"rank {rank} is stopped by a signal{self._place(rank, '; ')}" for rank in sorted(self._stopped)]
         if first is not None:
-            return [f"rank {first} died first: {self._dead[first]}; last place: {self._text(first, 'place')}"]
+            return [f"rank {first} died first: {self._dead[first]}{self._place(first, '; ')}"]
         if not (self._dir / STARTED).exists():  # only the kit's waits can be told from work
             return []
         busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
         return [f"rank {rank} waits for nobody: it is at {place}" for rank, place in busy.items() if place]
+
+    def _place(self, rank: int, separator: str) -> str:
+        place = self._text(rank, "place")
+        return f"{separator}last place: {place}" if place else ""
 
     def _stacks(self, rank: int) -> str:
         return self._text(rank, "hang") or self._text(rank, "stack")

@@ -43,8 +43,9 @@ class _GlobalMap(torch.autograd.Function):
         ctx.save_for_backward(*shards)
 
         def body(comm: Any) -> tuple[Tensor, ...]:
+            mine = (x.detach().requires_grad_(x.is_floating_point()) for x in _of_rank(shards, comm.rank, size))
             with torch.enable_grad():
-                outputs = _tuple(f(comm, *map(_leaf, _of_rank(shards, comm.rank, size))))
+                outputs = _tuple(f(comm, *mine))
             return tuple(output.detach() for output in outputs)
 
         by_rank = run_threads(size, body)
@@ -77,10 +78,6 @@ def _pullback(f: RankFunction, local: int, given: int) -> RankFunction:
 def _of_rank(values: Sequence[Any], rank: int, size: int) -> Sequence[Any]:
     count = len(values) // size
     return values[rank * count : (rank + 1) * count]
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point())
 
 
 def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -20,7 +20,6 @@ from sp_core.testing.session import Session
 
 _RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")
 _MAX_LISTED = 5
-_PHASES = {"setup": "in the set-up of ", "call": "in ", "teardown": "in the tear-down of "}
 _Report = tuple[str, bool, str]
 
 
@@ -128,6 +127,21 @@ class Ranks:
             self._usage(f"the ranks collected different tests, or in another order:{different}{told}")
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Note that fixtures are set up."""
+        watch.note(f"in the set-up of {item.nodeid}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Note that a test runs."""
+        watch.note(f"in {item.nodeid}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """Note that fixtures are torn down."""
+        watch.note(f"in the tear-down of {item.nodeid}")
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Keep that a test begins."""
         self._keep(test=nodeid)
@@ -209,18 +223,6 @@ class Ranks:
         session.exitstatus = max((status for status, _ in everyone), default=pytest.ExitCode.INTERNAL_ERROR)
         for _, told in everyone:
             remarks.session.merge(told)
-
-
-def _note(words: str) -> Any:
-    @pytest.hookimpl(tryfirst=True)
-    def hook(self: Ranks, item: pytest.Item) -> None:
-        watch.note(words + item.nodeid)
-
-    return hook
-
-
-for _phase, _words in _PHASES.items():
-    setattr(Ranks, f"pytest_runtest_{_phase}", _note(_words))
 
 
 def _options(session: Session) -> str:

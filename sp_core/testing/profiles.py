@@ -11,7 +11,6 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 DEFAULT = "pr"
-EXPLORED = 5000
 FEWEST = 3
 SMALLER = ("brief", "soak")
 SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
@@ -20,23 +19,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
     "brief": {"derandomize": True, "max_examples": 10, "database": None},  # these two also of a test that says how many it wants
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
-    "explore": {"derandomize": False, "max_examples": EXPLORED},
+    "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
 }
 _TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")
 
 
-def register() -> None:
-    """Make the profiles known to Hypothesis. They have no deadlines, because times include waiting for other ranks."""
-    _OWN["explore"]["max_examples"] = int(os.environ.get("SP_EXAMPLES", EXPLORED))
-    for name, values in _OWN.items():
-        settings.register_profile(name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **values)
+for _name, _values in _OWN.items():  # without deadlines, because times include waiting for other ranks
+    settings.register_profile(_name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **_values)
 
 
 def load_from_environment() -> None:
     """Load the profile that the environment names, for all Hypothesis tests of the session."""
-    chosen = os.environ.get("SP_PROFILE")
-    if chosen:
-        settings.load_profile(_known(chosen))
+    if os.environ.get("SP_PROFILE"):
+        settings.load_profile(_known(os.environ["SP_PROFILE"]))
 
 
 def name() -> str:
@@ -93,6 +88,3 @@ def chosen(own: settings | None, max_examples: int | None = None, *, seeded: boo
     if values.get("derandomize", profile.derandomize):
         values["database"] = None
     return settings(profile, **values)
-
-
-register()

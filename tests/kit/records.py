@@ -6,6 +6,8 @@ import hashlib
 import random
 from typing import Any
 
+import msgspec
+
 from benchmarks.records import Record, fingerprint
 
 Values = dict[str, Any]
@@ -29,6 +31,20 @@ ENV: Values = {
     "cores": 2,
     "slurm_job": None,
 }
+
+
+def dicts(record: Record) -> Values:
+    """A record as plain values."""
+    found: Values = msgspec.to_builtins(record)
+    return found
+
+
+def again(record: Record, **changes: Any) -> Record:
+    """A record with other values in some of its parts."""
+    made = dicts(record)
+    for name, value in changes.items():
+        made[name] = {**made[name], **value} if isinstance(value, dict) and isinstance(made[name], dict) else value
+    return msgspec.convert(made, Record)
 
 
 def case(layer: str, scheme: str, variant: str, ranks: int, **changes: Any) -> Values:
@@ -79,7 +95,7 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
     }
     sent = bytes_result * (ranks - 1)
     phases = {"total": seconds, "communication": seconds * shared, "attention": seconds * 0.4}
-    made: Record = {
+    made: Values = {
         "schema": 1,
         "run_id": "20261120T131500Z-1a2b3c",
         "launch": 0,
@@ -108,7 +124,7 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
         "status": "ok",
         "reason": None,
     }
-    return {**made, **changes}
+    return msgspec.convert({**made, **changes}, Record)
 
 
 def failed(what: Values, status: str, reason: str) -> Record:

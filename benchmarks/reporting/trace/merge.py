@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.reporting.text import size
-from benchmarks.reporting.trace.clock import ANCHOR
-from benchmarks.reporting.trace.naming import PREFIX
+from benchmarks.reporting.tables import size
 
 Event = dict[str, Any]
 COMMUNICATION = "communication"
+ANCHOR = "clock anchor"
+PREFIX = "communication #"
 KEPT = ("ph", "cat", "name", "tid", "dur")
 
 

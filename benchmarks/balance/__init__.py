@@ -1,1 +1,0 @@
-"""How evenly sequences of unequal length keep ranks busy, by policy; and how long the stages of a pipeline do nothing."""

@@ -1,0 +1,123 @@
+"""Every collective, with every algorithm over every transport, for small, middle and large buffers.
+
+What there is to time is read from the library: a collective, an algorithm or a transport that is registered there later is
+timed without a change here. `elements` are those of the largest buffer that a rank has in the call: the result of an all-gather,
+the input of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.case import Work, dtype_of
+from benchmarks.records import AXIS, Case, make_case
+from sp_core.collectives import api
+from sp_core.mesh import Mesh
+from sp_core.schedules import ALGORITHMS
+from sp_core.sharding import split_sizes
+from sp_core.transport import MAY_BE_REFUSED, NAMES
+
+ELEMENTS = (256, 65_536, 1_048_576)  # of float32: 1 KiB, 256 KiB, 4 MiB
+QUICK = {("all_gather", 65_536), ("all_reduce", 65_536), ("reduce_scatter", 65_536)}
+WIDTH = 64  # of the dim that an all-to-all splits
+LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
+WINDOW = "window"
+WITH_WINDOW = (WINDOW, "ipc", "pinned")  # transports for the algorithm "window"
+
+
+def operations() -> list[str]:
+    """Every collective that can be called with a choice of algorithm."""
+    functions = inspect.getmembers(api, inspect.isfunction)
+    mine = {name: f for name, f in functions if f.__module__ == api.__name__ and not name.endswith("_start")}
+    return [name for name, f in mine.items() if "algorithm" in inspect.signature(f).parameters]
+
+
+def algorithms(operation: str, transport: str) -> list[str]:
+    """The algorithms that the library offers for it; "auto" is one of these. Shared memory has its own, which needs no messages."""
+    return [name for name in ALGORITHMS[operation] if name != "auto" and (name == WINDOW) == (transport in WITH_WINDOW)]
+
+
+def cases(ranks: int, device: str = "cpu") -> list[Case]:
+    """All cases on that number of ranks."""
+    return [
+        make_case(
+            "collectives",
+            operation,
+            {AXIS: ranks},
+            {"elements": elements},
+            transport,
+            algorithm=algorithm,
+            detail=f"{transport}/{elements}",
+        )
+        for operation in operations()
+        for transport in NAMES[device]
+        if transport not in MAY_BE_REFUSED
+        for algorithm in algorithms(operation, transport)
+        for elements in ELEMENTS
+    ]
+
+
+def quick(case: Case) -> bool:
+    """Return whether a case is part of the small selection."""
+    return case.algorithm == LIBRARY and (case.scheme, case.shape["elements"]) in QUICK
+
+
+def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+    """This rank's part in one collective, without gradients."""
+    comm = mesh[AXIS]
+    call = getattr(api, case.scheme)
+    x, arguments = _input(case.scheme, case.shape["elements"], mesh, dtype_of(case))
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            result: Tensor = call(x, comm=comm, algorithm=case.algorithm, **arguments)
+        return result
+
+    sent = SENT.get(case.scheme) if case.algorithm == LIBRARY else None
+    return Work(
+        step,
+        [comm],
+        [x],
+        sent=None if sent is None else sent(x, comm.rank, comm.size),
+        result_bytes=case.shape["elements"] * x.itemsize,
+    )
+
+
+def bench_collective(parallel_benchmark: Callable[..., None], case: Case) -> None:
+    """One collective."""
+    parallel_benchmark(case, build)
+
+
+def _input(operation: str, elements: int, mesh: Mesh, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """This rank's tensor, and the arguments that spare the ranks an agreement about sizes."""
+    size, rank = mesh[AXIS].size, mesh[AXIS].rank
+    if operation == "all_gather":
+        sizes = split_sizes(elements, size)
+        return torch.ones(sizes[rank], device=mesh.device, dtype=dtype), {"sizes": sizes}
+    x = torch.ones(elements // WIDTH, WIDTH, device=mesh.device, dtype=dtype)
+    if operation == "all_to_all":
+        return x, {"split_dim": 1, "concat_dim": 0, "concat_sizes": (len(x),) * size}
+    return x, {"sizes": (len(x),) * size} if operation == "shift" else {}
+
+
+def _others(x: Tensor, rank: int, size: int, dim: int) -> int:
+    """Bytes of the parts of x along `dim` that go to other ranks."""
+    kept = split_sizes(x.shape[dim], size)[rank]
+    return x.nbytes // x.shape[dim] * (x.shape[dim] - kept)
+
+
+SENT: dict[str, Callable[[Tensor, int, int], int]] = {
+    "all_gather": lambda x, rank, size: (size - 1) * x.nbytes,
+    "reduce_scatter": lambda x, rank, size: _others(x, rank, size, 0),
+    "all_to_all": lambda x, rank, size: _others(x, rank, size, 1),
+    "all_reduce": lambda x, rank, size: x.nbytes if size > 1 else 0,
+    "shift": lambda x, rank, size: x.nbytes if size > 1 else 0,
+    "broadcast": lambda x, rank, size: (size - 1) * x.nbytes if rank == 0 else 0,
+    "reduce": lambda x, rank, size: x.nbytes if rank != 0 else 0,
+}
+"""Bytes that a rank gives to the MPI library for others, or sends in messages."""

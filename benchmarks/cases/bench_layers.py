@@ -1,0 +1,154 @@
+"""A transformer block under every scheme, and Megatron's pair of parallel linear layers; forward and with the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases import bench_schemes
+from benchmarks.cases.bench_schemes import DIRECTIONS, HYBRID, MASKS
+from benchmarks.cases.case import Phases, Training, Work, dtype_of
+from benchmarks.records import AXIS, Case, make_case
+from sp_core import cost
+from sp_core.communicator import Communicator
+from sp_core.mesh import Mesh
+from sp_core.nn.layers import TransformerBlock
+from sp_core.nn.parallel import ColumnParallelLinear, RowParallelLinear
+from sp_core.schemes import SCHEMES
+from sp_core.transport import NAMES
+
+SHAPE = {"batch": 1, "seq": 1024, "hidden": 256, "heads": 8, "kv_heads": 8, "head_dim": 32, "ffn": 1024}
+LAYOUT, MASK = "zigzag", "causal"
+PAIR = "tp_sp"
+QUICK = {("allgather_kv", "forward"), (PAIR, "forward")}
+SEED = 0
+Made = tuple[nn.Module, Callable[[Tensor], Tensor], int | None]
+"""The layer, its forward, and bytes that this rank sends."""
+
+Named = Callable[[str], AbstractContextManager[Any]]
+"""Notes what happens in a block as a phase of that name."""
+
+
+def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
+    """All cases on that number of ranks."""
+    return [
+        make_case(
+            "layers",
+            scheme,
+            mesh,
+            shape,
+            NAMES[device][0],
+            direction=direction,
+            layout=LAYOUT,
+            mask=None if scheme == PAIR else MASK,
+            detail="feed_forward" if scheme == PAIR else "block",
+        )
+        for scheme in (*SCHEMES, HYBRID, PAIR)
+        if (mesh := bench_schemes.mesh_of(scheme, ranks)) is not None
+        for direction in DIRECTIONS
+    ]
+
+
+def quick(case: Case) -> bool:
+    """Return whether a case is part of the small selection."""
+    return (case.scheme, case.direction) in QUICK
+
+
+def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+    """This rank's part in one layer."""
+    comms = bench_schemes.communicators(case, mesh)
+    phases = Phases(comms, sync)
+    sharding = bench_schemes.sharding_of(case)
+    random = torch.Generator(mesh.device).manual_seed(mesh.rank)
+    shape = (case.shape["batch"], sharding.local_len(mesh.rank), case.shape["hidden"])
+    x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case)).requires_grad_(case.direction == "both")
+    torch.manual_seed(SEED)  # the same weights on every rank
+    made = _pair if case.scheme == PAIR else block
+    return work_of(case, comms, phases, made(case, mesh, phases), x)
+
+
+def work_of(case: Case, comms: list[Communicator], phases: Phases, made: Made, x: Tensor) -> Work:
+    """Return the work of a layer on this rank's tokens."""
+    layer, forward, sent = made
+    leaves = (x, *layer.parameters())
+    step = Training(case.direction, lambda: forward(x), leaves, phases)
+    tokens = case.shape["batch"] * case.shape["seq"]
+    return Work(step, comms, leaves, sent=sent, flops=flops(case), tokens=tokens, phases=phases)
+
+
+def flops(case: Case) -> int:
+    """Return the floating point operations of one step over all ranks, a multiply-add counted as two."""
+    shape, widths = case.shape, case.shape["ffn"]
+    if case.scheme != PAIR:
+        widths += shape["hidden"] + shape["kv_heads"] * shape["head_dim"]
+    linear = 4 * shape["batch"] * shape["seq"] * shape["hidden"] * widths * (3 if case.direction == "both" else 1)
+    return linear + (0 if case.scheme == PAIR else bench_schemes.flops(case))
+
+
+def bench_layer(parallel_benchmark: Callable[..., None], case: Case) -> None:
+    """One layer."""
+    parallel_benchmark(case, build)
+
+
+def block(case: Case, mesh: Mesh, phases: Named) -> Made:
+    """Return a transformer block whose attention is that of the case."""
+    shape = case.shape
+    sharding = bench_schemes.sharding_of(case)
+    axes = tuple(case.mesh)
+    made = TransformerBlock(
+        shape["hidden"],
+        shape["heads"],
+        num_kv_heads=shape["kv_heads"],
+        ffn_hidden=shape["ffn"],
+        comm=mesh[axes if len(axes) > 1 else axes[0]],
+        attention=partial(_attend, bench_schemes.attention_of(case, mesh), phases),
+        mask=MASKS[str(case.mask)],
+        device=mesh.device,
+        dtype=dtype_of(case),
+    )
+    _note(made.attention, "qkv", phases)
+    _note(made.feed_forward, "mlp", phases)
+    sent = bench_schemes.sent(case, mesh)
+    if sent is not None and case.direction == "both" and mesh.size > 1:
+        sent += sum(parameter.nbytes for parameter in made.parameters())  # an all-reduce of all gradients
+    return made, partial(_call, made, sharding=sharding), sent
+
+
+def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
+    comm, sharding = mesh[AXIS], bench_schemes.sharding_of(case)
+    hidden, ffn, batch = case.shape["hidden"], case.shape["ffn"], case.shape["batch"]
+    up, down = (nn.Linear(a, b, bias=False, device=mesh.device, dtype=dtype_of(case)) for a, b in ((hidden, ffn), (ffn, hidden)))
+    pair = nn.Sequential(
+        ColumnParallelLinear.from_linear(up, comm=comm, sharding=sharding),
+        RowParallelLinear.from_linear(down, comm=comm, sharding=sharding),
+    )
+    _note(pair, "mlp", phases)
+    both = cost.tp_sp(sharding, mesh.rank, batch, hidden, dtype_of(case).itemsize)
+    sent = both[0].bytes_sent + (both[1].bytes_sent if case.direction == "both" else 0)
+    return pair, partial(_call, pair), sent
+
+
+def _attend(call: Callable[..., Any], phases: Named, *tensors: Tensor, comm: object, **arguments: Any) -> Any:
+    with phases("attention"):
+        return call(*tensors, **arguments)
+
+
+def _call(layer: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+    out: Tensor = layer(x, **arguments)
+    return out
+
+
+def _note(layer: nn.Module, name: str, phases: Named) -> None:
+    """Note the layer's forward as a phase."""
+    forward = layer.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with phases(name):
+            return forward(*args, **kwargs)
+
+    object.__setattr__(layer, "forward", noted)

@@ -1,0 +1,128 @@
+"""A small LLaMA over tensor ranks with every algorithm of the all-reduce: the latency of one token, and a prompt at once.
+
+The ratio of two P of one case is what tensor parallelism gains; that of two algorithms at one P is what the algorithm does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.case import Work, dtype_of
+from benchmarks.records import Case, make_case
+from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
+from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement
+from sp_core.schedules import ALGORITHMS
+from sp_core.sharding import split_sizes
+from sp_core.transport import NAMES
+
+SHAPE = {"layers": 4, "seq": 256, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 704, "vocab": 1024}
+LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
+WINDOW = "window"  # a transport, and the algorithm that needs it
+PREFILL, DECODE, TP_SP = "prefill", "decode", "tp_sp"
+WIDTH = 0.05  # of the random weights
+TOKEN = 1
+
+
+def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
+    """All cases on that number of ranks."""
+    offered = [name for name in ALGORITHMS["all_reduce"] if name != "auto" and (name != WINDOW or WINDOW in NAMES[device])]
+    ways = [(algorithm, None) for algorithm in offered]
+    chosen = [(DECODE, *way) for way in ways] + [(PREFILL, *way) for way in (*ways, (LIBRARY, TP_SP))]
+    return [
+        make_case(
+            *("llama", scheme, {"tp": ranks}, shape, WINDOW if algorithm == WINDOW else NAMES[device][0]),
+            algorithm=algorithm,
+            detail=detail,
+        )
+        for scheme, algorithm, detail in chosen
+    ]
+
+
+def quick(case: Case) -> bool:
+    """Return whether a case is part of the small selection."""
+    return case.algorithm == LIBRARY and not case.id.endswith(f"/{TP_SP}")
+
+
+def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+    """This rank's part of a model and of what it has read."""
+    random = torch.Generator(mesh.device).manual_seed(mesh.rank)
+
+    def drawn(_: str, placement: Placement) -> Tensor:
+        return torch.randn(placement.local_shape(mesh["tp"].rank), generator=random, device=mesh.device) * WIDTH
+
+    model = Llama(config_of(case.shape), Grid.of(mesh), dtype=dtype_of(case), tp_sp=case.id.endswith(f"/{TP_SP}"))
+    model.fill(drawn)
+    step, held = (_decode if case.scheme == DECODE else _prefill)(model, case.shape["seq"])
+    return Work(
+        step,
+        [mesh["tp"]],
+        [*model.parameters(), *held],
+        sent=_sent(case, mesh["tp"].rank) if case.algorithm == LIBRARY else None,
+        tokens=_tokens(case),
+    )
+
+
+def bench_llama(parallel_benchmark: Callable[..., None], case: Case) -> None:
+    """One token, or one prompt."""
+    parallel_benchmark(case, build)
+
+
+def config_of(shape: dict[str, int]) -> LlamaConfig:
+    """The architecture of a case."""
+    return LlamaConfig(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["ffn"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+    )
+
+
+Made = tuple[Callable[[], object], list[Tensor]]
+"""The step, and what is alive besides the weights when it begins."""
+
+
+def _prefill(model: Llama, seq: int) -> Made:
+    """A prompt into a new cache, and the logits after it."""
+    return lambda: Decoder(model, [seq]).prefill([[TOKEN] * seq]), []
+
+
+def _decode(model: Llama, seq: int) -> Made:
+    """One token after as many as a prompt has; then it is forgotten, so that every step is the same."""
+    decoder = Decoder(model, [seq + 1])
+    decoder.prefill([[TOKEN] * seq])
+    (cache,) = decoder.caches
+    before = [len(owned) for owned in cache.owned]
+
+    def step() -> None:
+        decoder.decode([[TOKEN]])
+        cache.lengths = [seq]
+        for owned, length in zip(cache.owned, before, strict=True):
+            del owned[length:]
+
+    return step, [cache.rows]
+
+
+def _tokens(case: Case) -> int:
+    return 1 if case.scheme == DECODE else case.shape["seq"]
+
+
+def _sent(case: Case, rank: int) -> int:
+    """Bytes that this rank gives to the MPI library for others: a sum after the embedding, two in each layer, then the logits."""
+    ranks, hidden, itemsize = case.ranks, case.shape["hidden"], dtype_of(case).itemsize
+    if ranks == 1:
+        return 0
+    sums, tokens = 1 + 2 * case.shape["layers"], _tokens(case)
+    logits = (ranks - 1) * split_sizes(case.shape["vocab"], ranks)[rank] * itemsize
+    if not case.id.endswith(f"/{TP_SP}"):
+        return sums * tokens * hidden * itemsize + logits
+    own = split_sizes(tokens, ranks)[rank]
+    scattered, gathered = sums * (tokens - own), (sums - 1) * (ranks - 1) * own
+    last = (ranks - 1) * (rank == ranks - 1)
+    return (scattered + gathered + last) * hidden * itemsize + logits

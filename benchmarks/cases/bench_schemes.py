@@ -1,0 +1,155 @@
+"""Attention under every scheme, layout and mask, forward and with its backward. A scheme that is registered later is timed too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.case import Phases, Training, Work, dtype_of
+from benchmarks.records import AXIS, Case, make_case
+from sp_core import cost
+from sp_core.communicator import Communicator
+from sp_core.mask import Mask
+from sp_core.mesh import Mesh
+from sp_core.schemes import SCHEMES, hybrid_attention
+from sp_core.schemes.hybrid import groups_of
+from sp_core.sharding import Sharding
+from sp_core.transport import MAY_BE_REFUSED, MESSAGES, NAMES
+
+SHAPE = {"batch": 1, "seq": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32}
+LAYOUTS = ("contiguous", "zigzag", "striped")
+MASKS = {"full": Mask(), "causal": Mask(causal=True)}
+DIRECTIONS = ("forward", "both")
+HYBRID = "hybrid"
+WINDOW = "window"  # shared memory, in which keys and values are read where they lie; timed in one layout
+QUICK = {("zigzag", "causal", "forward"), ("zigzag", "causal", "both")}
+BACKWARD_FLOPS = 2.5  # of the forward: five products of matrices instead of two
+
+
+def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
+    """The axes of a scheme; None where a hybrid would be one of its parts alone."""
+    if scheme != HYBRID:
+        return {AXIS: ranks}
+    heads = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
+    return {"ring": ranks // heads, "ulysses": heads} if heads > 1 or ranks == 1 else None
+
+
+def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
+    """All cases on that number of ranks."""
+    return [
+        make_case(
+            "schemes",
+            scheme,
+            mesh,
+            shape,
+            transport,
+            direction=direction,
+            layout=layout,
+            mask=mask,
+            detail=transport if transport == WINDOW or len(MESSAGES[device]) > 1 else None,
+        )
+        for scheme in (*SCHEMES, HYBRID)
+        if (mesh := mesh_of(scheme, ranks)) is not None
+        for transport in NAMES[device]
+        if transport not in MAY_BE_REFUSED
+        for layout in (LAYOUTS if transport in MESSAGES[device] else LAYOUTS[1:2])
+        for mask in MASKS
+        for direction in DIRECTIONS
+    ]
+
+
+def quick(case: Case) -> bool:
+    """Return whether a case is part of the small selection."""
+    wanted = (case.layout, case.mask, case.direction) in QUICK and case.transport != WINDOW
+    return wanted and (case.scheme != HYBRID or case.ranks > 1)
+
+
+def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+    """This rank's part in one attention."""
+    comms = communicators(case, mesh)
+    sharding = sharding_of(case)
+    own, (heads, kv_heads, head_dim) = sharding.local_len(mesh.rank), widths(case)
+    q, k, v = (_leaf((case.shape["batch"], own, n, head_dim), case, mesh, i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    phases = Phases(comms, sync)
+    call = attention_of(case, mesh)
+
+    def forward() -> Tensor:
+        with phases("attention"):
+            out: Tensor = call(q, k, v, sharding=sharding, mask=MASKS[str(case.mask)])
+        return out
+
+    return Work(
+        Training(case.direction, forward, (q, k, v), phases),
+        comms,
+        (q, k, v),
+        sent=sent(case, mesh),
+        flops=flops(case),
+        tokens=case.shape["batch"] * case.shape["seq"],
+        phases=phases,
+    )
+
+
+def bench_scheme(parallel_benchmark: Callable[..., None], case: Case) -> None:
+    """One attention."""
+    parallel_benchmark(case, build)
+
+
+def communicators(case: Case, mesh: Mesh) -> list[Communicator]:
+    """All that the scheme sends on."""
+    axes = tuple(case.mesh)
+    return [mesh[axis] for axis in axes] + ([mesh[axes]] if len(axes) > 1 else [])
+
+
+def attention_of(case: Case, mesh: Mesh) -> Callable[..., Any]:
+    """The scheme, bound to its ranks."""
+    if case.scheme == HYBRID:
+        return partial(hybrid_attention, mesh=mesh)
+    return partial(SCHEMES[case.scheme], comm=mesh[AXIS])
+
+
+def sharding_of(case: Case) -> Sharding:
+    """Who owns which tokens."""
+    made: Sharding = getattr(Sharding, str(case.layout))(case.shape["seq"], case.ranks)
+    return made
+
+
+def widths(case: Case) -> tuple[int, int, int]:
+    """H, K and D."""
+    return case.shape["heads"], case.shape["kv_heads"], case.shape["head_dim"]
+
+
+def sent(case: Case, mesh: Mesh) -> int | None:
+    """Bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
+    sharding = sharding_of(case)
+    itemsize, shared = dtype_of(case).itemsize, case.transport == WINDOW
+    sizes = cost.Attention(
+        *(sharding, sharding, MASKS[str(case.mask)], case.shape["batch"], *widths(case), itemsize), shared=shared
+    )
+    formula = getattr(cost, case.scheme, None)
+    if formula is None:
+        return None
+    if case.scheme == HYBRID:
+        groups = groups_of(case.mesh["ring"], case.mesh["ulysses"], ulysses_fastest=True)
+        both: cost.Both = formula(sizes, mesh["ring"].rank, mesh["ulysses"].rank, groups)
+    else:
+        both = formula(sizes, mesh.rank)
+    return both[0].bytes_sent + (both[1].bytes_sent if case.direction == "both" else 0)
+
+
+def flops(case: Case) -> int:
+    """Floating point operations of one step over all ranks, a multiply-add counted as two."""
+    seq, (heads, _, head_dim) = case.shape["seq"], widths(case)
+    pairs = seq * (seq + 1) // 2 if MASKS[str(case.mask)].causal else seq**2
+    forward = 4 * case.shape["batch"] * pairs * heads * head_dim
+    return int(forward * (1 + BACKWARD_FLOPS)) if case.direction == "both" else forward
+
+
+def _leaf(shape: tuple[int, ...], case: Case, mesh: Mesh, number: int) -> Tensor:
+    """Normal numbers, other ones on every rank."""
+    random = torch.Generator(mesh.device).manual_seed(mesh.rank * 3 + number)
+    x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))
+    return x.requires_grad_(case.direction == "both")

@@ -1,0 +1,124 @@
+"""The step of the scaling experiment: a transformer block, checked against a single device, then timed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import corpus
+from benchmarks.cases import bench_layers, single
+from benchmarks.cases.bench_layers import Named
+from benchmarks.cases.bench_schemes import communicators, sharding_of
+from benchmarks.cases.case import Phases, Work, dtype_of
+from benchmarks.cases.measured import measure as measure_case
+from benchmarks.cases.measured import problem
+from benchmarks.cases.setting import BlockSetting, Verdict
+from benchmarks.machine import device as device_of
+from benchmarks.machine import facts
+from benchmarks.records import AXIS, Case, fingerprint
+from benchmarks.sample import Counts, Sampler, meet_asleep
+from benchmarks.worker import Intracomm, Rank
+from sp_core.collectives.api import all_gather
+from sp_core.mesh import Mesh
+
+LEAST_GATHERS, FIRST_GATHERS = 10, 3
+
+
+class WrongOutput(Exception):
+    """The output of the ranks is not that of a single device; raised on all ranks."""
+
+
+def measure(values: Any, rank: Rank) -> dict[str, Any]:
+    """Carry out one launch.
+
+    Returns:
+        "parts" of the record; "check", the verdict on the output; and "all_gather", the gathering of K and V by itself.
+    """
+    setting, world = msgspec.convert(values, BlockSetting), rank.world
+    device, found = device_of(setting.device, world, share_gpu=setting.share_gpu), dict[str, Any]()
+    said: dict[str, Any] = {}
+
+    def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+        said.update(facts(world, device, mesh[AXIS].transport.name))
+        rank.tell("checking the output against a single device")
+        phases = Phases(communicators(case, mesh), sync)
+        made, x = block(setting, mesh, phases)
+        verdict = check(setting, made, x, world)
+        found["check"] = asdict(verdict)
+        if not verdict.passed:
+            raise WrongOutput
+        rank.tell("timing the AllGather")
+        found["all_gather"] = time_gather(setting, mesh, sync, world)
+        return bench_layers.work_of(case, communicators(case, mesh), phases, made, x)
+
+    counts = Counts(setting.warmup + 1, 1, setting.iterations)  # one more than asked for: the first touches all memory
+    try:
+        parts, _ = measure_case(setting.case, build, world, device, counts, partial(_told_loop, rank))
+    except WrongOutput:
+        return {"status": "wrong", **found}
+    if (wrong := problem(parts)) is not None:
+        raise RuntimeError(wrong)
+    said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
+    return {"parts": {**said, **parts}, **found}
+
+
+def block(setting: BlockSetting, mesh: Mesh, phases: Named) -> tuple[bench_layers.Made, Tensor]:
+    """Return the block with its weights, and this rank's tokens (B, S/P, E)."""
+    case = setting.case
+    made = bench_layers.block(case, mesh, phases)
+    corpus.fill(made[0], setting.seed)
+    x = corpus.tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
+    return made, x.to(mesh.device, dtype_of(case))
+
+
+def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intracomm) -> Verdict:
+    """Compare the gathered output with a single device's; the verdict is the same on every rank."""
+    case, (layer, forward, _) = setting.case, made
+    verdict: Verdict | None = None
+    with torch.no_grad():
+        shards = world.gather(forward(x).float().cpu().contiguous().numpy())
+        if shards is not None:
+            y = torch.empty(case.shape["batch"], case.shape["seq"], case.shape["hidden"])
+            for rank, part in enumerate(shards):
+                y[:, sharding_of(case).positions(rank)] = torch.from_numpy(np.asarray(part))
+            whole = corpus.tokens(case, torch.arange(case.shape["seq"]), setting.seed).to(x)
+            weights = layer.state_dict()
+            verdict = single.judge(y.to(x), single.block(whole, weights, case), single.exact(whole, weights, case), case)
+    meet_asleep(world)
+    agreed: Verdict = world.bcast(verdict)
+    return agreed
+
+
+def time_gather(setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], world: Intracomm) -> dict[str, Any] | None:
+    """Time the AllGather of K and V by itself; None for a single rank, which has nobody to gather from."""
+    case, comm = setting.case, mesh[AXIS]
+    if case.ranks == 1:
+        return None
+    sharding, shape = sharding_of(case), case.shape
+    tokens = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
+    mine = torch.ones((sharding.local_len(comm.rank), *tokens), device=mesh.device, dtype=dtype_of(case))
+    gather = partial(all_gather, mine, comm=comm, sizes=sharding.lengths)
+    rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
+    samples, _ = Sampler(gather, world, sync=sync).run(rounds)
+    result = math.prod((shape["seq"], *tokens)) * mine.itemsize
+    received = result * (case.ranks - 1) / case.ranks
+    median = statistics.median(samples.makespans)
+    sizes = {"bytes_result": result, "bytes_received_per_rank": received}
+    return {**sizes, "samples_s": samples.makespans, "ms": median * 1e3, "gb_per_s": received / median / 1e9}
+
+
+def _told_loop(rank: Rank, target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int) -> None:
+    """Take samples, and say how many there are."""
+    for number in range(warmup_rounds + rounds):
+        setup()
+        target()
+        rank.tell("timing the step", max(0, number + 1 - warmup_rounds), rounds)

@@ -1,0 +1,154 @@
+"""pytest-benchmark under mpiexec: every rank is a session, rank 0 keeps the results, and all ranks learn how a case ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks import records
+from benchmarks.cases.case import Build
+from benchmarks.cases.measured import measure as measure_case
+from benchmarks.cases.measured import problem
+from benchmarks.cases.setting import LAYERS, Setting
+from benchmarks.cases.suite import of_module
+from benchmarks.launching import NO_MEMORY, Record
+from benchmarks.machine import device, facts
+from benchmarks.records import Case, fingerprint
+from benchmarks.sample import QUICK, Budget
+from benchmarks.worker import Intracomm, Rank
+
+SAVED_BY_RANK_0 = {"benchmark_json": None, "benchmark_save": None, "benchmark_autosave": False, "benchmark_histogram": None}
+PATIENCE_SECONDS = 10.0
+PAUSE_SECONDS = 0.001
+SHOWN = 1500  # characters of an error that a record keeps
+NOT_MEASURED: Record = dict.fromkeys(("timing", "phases", "comm", "memory", "work"))
+
+
+class CaseFailed(Exception):
+    """A case that went wrong on some rank, or whose result is wrong; raised on all ranks."""
+
+
+class Harness:
+    """A pytest plugin that gives the benchmarks their cases and the fixture `parallel_benchmark`.
+
+    Args:
+        setting: of the launch.
+        rank: the ranks.
+    """
+
+    def __init__(self, setting: Setting, rank: Rank) -> None:
+        self.setting, self.rank = setting, rank
+        self.world = rank.world.Dup()  # cases never send on it
+        self.device = device(setting.device, self.world, share_gpu=setting.share_gpu)
+        self.total = self.done = 0
+        self._common = setting.common()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Leave all files to rank 0."""
+        if self.world.rank != 0:
+            for option, value in SAVED_BY_RANK_0.items():
+                setattr(config.option, option, value)
+            config.option.benchmark_quiet = True
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give a module its cases for this number of ranks."""
+        name = f"benchmarks.cases.{metafunc.module.__name__.rsplit('.', 1)[-1]}"
+        cases = of_module(name, self.world.size, self.setting)
+        self.total += len(cases)
+        metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+
+    @pytest.fixture
+    def parallel_benchmark(self, benchmark: Any) -> Any:
+        """Time a case on all ranks: `parallel_benchmark(case, build)`."""
+        return lambda case, build: self.run(case, build, benchmark)
+
+    def run(self, case: Case, build: Build, benchmark: Any) -> None:
+        """Measure a case, and have rank 0 write its record, whatever becomes of it.
+
+        Raises:
+            CaseFailed: on all ranks.
+        """
+        self.rank.tell(f"measuring {case.id}", self.done, self.total, case=case.id)
+        found, error = NOT_MEASURED, None
+        said = facts(self.world, self.device, case.transport)
+        said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
+        try:
+            budget = QUICK if self.setting.quick else Budget()
+            memory = self.setting.pair is None  # a comparison has many launches, and asks for times only
+            found, samples = measure_case(case, build, self.world, self.device, budget, benchmark.pedantic, memory=memory)
+        except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
+            error = raised
+        failures = meet(self.world, error)
+        status, reason = status_of(found, failures)
+        parts = {**said, **(NOT_MEASURED if failures else found), "status": status, "reason": reason}
+        if self.world.rank == 0 and self.setting.out:
+            records.append(Path(self.setting.out), {**self._common, "case": case, **parts})
+        self.done += 1
+        if reason is not None:
+            raise CaseFailed(reason) from error
+        benchmark.stats.stats.data[:] = [seconds / samples.inner for seconds in samples.makespans]  # rank 0's own clock sees less
+        benchmark.group = case.layer
+        benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=samples.inner)
+
+
+def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
+    """Return the status of a case and its reason, from its measured parts and from what ranks raised."""
+    if failures:
+        status = "oom" if any(sign in failures[0] for sign in NO_MEMORY) else "failed"
+        return status, records.reason("\n".join(failures))
+    wrong = problem(found)
+    if wrong is not None:
+        return "wrong", wrong
+    return ("skew_limited" if found["timing"]["skew_limited"] else "ok"), None
+
+
+def meet(world: Intracomm, error: Exception | None) -> list[str]:
+    """Tell the other ranks how the case ended here.
+
+    A rank that failed does not wait for ever: the others may be waiting for it inside the case. It then ends the whole launch.
+
+    Args:
+        world: a communicator that the case did not use.
+        error: raised by the case on this rank.
+
+    Returns:
+        A text for each rank that failed; the same on all.
+    """
+    mine = "" if error is None else f"rank {world.rank}: {type(error).__name__}: {error}"[:SHOWN]
+    arrived = world.Ibarrier()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not arrived.Test():
+        if error is not None and time.monotonic() > deadline:
+            traceback.print_exception(error)
+            print(f"{mine}\nThe others did not arrive within {PATIENCE_SECONDS:g} s: the launch ends.", file=sys.stderr, flush=True)
+            world.Abort(1)
+        time.sleep(PAUSE_SECONDS)
+    told: list[str] = world.allgather(mine)
+    return [text for text in told if text]
+
+
+def measure(values: Any, rank: Rank) -> Record:
+    """Run all benchmarks in this rank's pytest session.
+
+    Raises:
+        SystemExit: a case went wrong.
+    """
+    setting = msgspec.convert(values, Setting)
+    if rank.world.rank != 0:  # rank 0's pytest prints enough; the runner shows errors of the others
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    suites = [str(Path(__file__).with_name(f"bench_{layer}.py")) for layer in LAYERS]
+    options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # sp_core is imported before the plugin in it is found
+    code = pytest.main([*options, *setting.saves, *suites], plugins=[Harness(setting, rank)])
+    if code:
+        raise SystemExit(int(code))
+    return {}

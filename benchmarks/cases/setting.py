@@ -1,0 +1,114 @@
+"""The part of a run that all its cases share."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.records import SCHEMA_VERSION, Case
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+MEASURING = ("cases/*.py", "sample.py", "machine.py", "worker.py")
+LAYERS = ("collectives", "schemes", "layers", "llama")
+NO_COMMIT: dict[str, Any] = dict.fromkeys(("sha", "merge_base", "branch", "dirty"))
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One launch.
+
+    Args:
+        out: file to which rank 0 appends records.
+        run_id: of the invocation of the runner.
+        launch: index of the launch of this P within the run.
+        pair: the measurement of a comparison that this is.
+        commit: of the library that is measured.
+        only: parts of case ids, one of which a case must contain; all cases if empty.
+        layers: suites to run; all if empty.
+        quick: the small selection, each case for longer.
+        device: "cpu" or "cuda".
+        share_gpu: let several ranks use one GPU.
+        saves: options for pytest-benchmark's own files.
+    """
+
+    out: str = ""
+    run_id: str = "by-hand"
+    launch: int = 0
+    pair: dict[str, Any] | None = None
+    commit: dict[str, Any] = msgspec.field(default_factory=lambda: dict(NO_COMMIT))
+    only: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    quick: bool = False
+    device: str = "cpu"
+    share_gpu: bool = False
+    saves: tuple[str, ...] = ()
+
+    def common(self) -> dict[str, Any]:
+        """Return the part of a record that is the same for all cases of a launch."""
+        shared = {name: getattr(self, name) for name in ("run_id", "launch", "pair", "commit")}
+        return {"schema": SCHEMA_VERSION, **shared, "harness_sha": harness_sha()}
+
+
+class BlockSetting(msgspec.Struct, frozen=True):
+    """One launch of the scaling experiment.
+
+    Args:
+        case: the block.
+        iterations: timed steps.
+        warmup: steps before them.
+        seed: of weights and embedding.
+        device: "cpu" or "cuda".
+        share_gpu: let several ranks use one GPU.
+    """
+
+    case: Case
+    iterations: int = 10
+    warmup: int = 2
+    seed: int = 0
+    device: str = "cpu"
+    share_gpu: bool = False
+
+
+def harness_sha() -> str:
+    """Return the SHA-256 of the files that decide what is measured and how, so that two records can show that it was done alike."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern)):
+        digest.update(f"{path.relative_to(BENCHMARKS).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far the output of the ranks is from the single device's, and how far it may be.
+
+    Args:
+        max_abs_error: max |ranks - single device| over all tokens; None if an output is not finite.
+        single_error: max |single device - float64| over the tokens computed in float64.
+        ranks_error: max |ranks - float64| over the same.
+        bound: of `ranks_error`: 2 * single_error + ROUND_OFFS * u * scale.
+        single_bound: of `single_error`: sqrt(longest sum) * u * scale.
+        scale: max |float64|.
+        tokens: how many tokens were computed in float64.
+        passed: whether the output counts as right.
+    """
+
+    max_abs_error: float | None
+    single_error: float | None
+    ranks_error: float | None
+    bound: float
+    single_bound: float
+    scale: float
+    tokens: int
+    passed: bool
+
+    def __str__(self) -> str:
+        errors = (self.max_abs_error, self.ranks_error, self.single_error)
+        between, ranks, single = ("not finite" if error is None else f"{error:.2e}" for error in errors)
+        text = f"max |ranks - single device| = {between}; against float64: ranks {ranks}, single device {single}"
+        text += f", allowed {self.bound:.2e}"
+        if self.single_error is not None and self.single_error > self.single_bound:
+            text += f". The single device itself is too far off: {self.single_bound:.2e} is what rounding explains"
+        return text

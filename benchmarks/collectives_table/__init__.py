@@ -1,1 +1,0 @@
-"""Our collectives against the MPI library's and gloo's, and what "auto" loses against the best: `nox -s collectives`."""

@@ -1,0 +1,319 @@
+"""Who takes part: ways to carry out a collective of two ranks over a float32 vector, each made once and run many times.
+
+A contestant is one line in `CONTESTANTS`: a name, and what makes a call and shows its result. It gives None where it has no way to
+do a collective, or where something that it needs is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sp_core as sp
+from benchmarks.contests.collectives import regret
+from benchmarks.contests.collectives.rows import heats
+from benchmarks.contests.peers.contestants import start_gloo
+from benchmarks.machine import facts
+from benchmarks.worker import Intracomm, Rank
+from sp_core.measuring import interleaved
+from sp_core.schedules import ALGORITHMS
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where contestants meet.
+
+    Args:
+        world: all ranks; the library's calls go over it.
+        mesh: the same ranks, with the axis "all".
+        op: collective.
+        x: what this rank contributes, flat; its piece in an all-gather or a ring exchange.
+    """
+
+    world: Intracomm
+    mesh: sp.Mesh
+    op: str
+    x: Tensor
+
+    @property
+    def piece(self) -> int:
+        """Elements of one rank's piece of the vector."""
+        return self.x.numel() // (1 if self.op in ("all_gather", "shift") else self.world.size)
+
+    @property
+    def received(self) -> int:
+        """Elements of the result on this rank."""
+        pieces = {"all_gather": self.world.size, "reduce_scatter": 1, "shift": 1}
+        return self.piece * pieces.get(self.op, self.world.size)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A prepared call, and how to see its result as a flat tensor; `scratch` bytes of ours, 0 for others."""
+
+    call: Callable[[], object]
+    result: Callable[[], Tensor]
+    scratch: Callable[[], int] = lambda: 0
+
+
+Maker = Callable[[Field], Runner | None]
+
+
+def library(field: Field) -> Runner | None:
+    """mpi4py's own call on NumPy arrays, its arguments made beforehand: nobody can call the library quicker from Python."""
+    world, send = field.world, field.x.numpy()
+    out = torch.zeros(field.received)
+    recv, right, left = out.numpy(), (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: world.Allreduce(send, recv),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(send, recv),
+        "all_gather": lambda: world.Allgather(send, recv),
+        "all_to_all": lambda: world.Alltoall(send, recv),
+        "reduce": lambda: world.Reduce(send, recv if world.rank == 0 else None, root=0),
+        "shift": lambda: world.Sendrecv(send, right, 0, recv, left, 0),
+    }
+    if field.op == "broadcast":
+        out.copy_(field.x)
+        return Runner(lambda: world.Bcast(recv, 0), lambda: out)
+    return Runner(calls[field.op], lambda: out)
+
+
+def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Maker:
+    """A plan of ours by an algorithm; on a tensor that lives in shared memory, if that is asked for."""
+
+    def make(field: Field) -> Runner | None:
+        if algorithm != "auto" and algorithm not in ALGORITHMS.get(field.op, ()):
+            return None
+        comm = field.mesh["all"]
+        x = field.x.to(dtype)
+        x = in_shared_memory(x, field) if shared else x
+        x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
+        named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if field.op == "all_to_all" else {}
+        made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **named)
+        if algorithm not in ("auto", made.algorithm):
+            return None  # not on this communicator
+        return Runner(made.run, lambda: made.run().reshape(-1).float(), lambda: comm.counters[field.op].scratch)
+
+    return make
+
+
+def in_shared_memory(x: Tensor, field: Field) -> Tensor:
+    """A copy of a tensor in memory that the ranks share."""
+    there = sp.shared_empty(x.shape, comm=field.mesh["all"], dtype=x.dtype)
+    there.copy_(x)
+    sp.fence(comm=field.mesh["all"])
+    return there
+
+
+def on_input(field: Field, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """What is computed once x, in shared memory, holds everybody's input; then x is zero: sums of sums would soon be infinite."""
+    fence = partial(sp.fence, comm=field.mesh["all"])
+    x.copy_(field.x)
+    fence()
+    found = compute()
+    fence()
+    x.zero_()
+    fence()
+    return found
+
+
+def summed_in_place(field: Field) -> Runner | None:
+    """Our all-reduce of a tensor in shared memory that becomes the sum."""
+    if field.op != "all_reduce":
+        return None
+    comm = field.mesh["all"]
+    x = in_shared_memory(field.x, field)
+    made = sp.plan("all_reduce_", x, comm=comm, algorithm="window")
+    result = partial(on_input, field, x, lambda: made.run().clone())
+    return Runner(made.run, result, lambda: comm.counters["all_reduce"].scratch)
+
+
+def read_in_place(field: Field) -> Runner | None:
+    """A ring exchange in which nothing moves: the neighbour's tensor is read where it is, once all have arrived."""
+    if field.op != "shift":
+        return None
+    comm = field.mesh["all"]
+    mine = in_shared_memory(field.x, field)
+    theirs = sp.peer(mine, (comm.rank - 1) % comm.size, comm=comm)
+    return Runner(lambda: sp.fence(comm=comm), lambda: theirs)
+
+
+def barrier(field: Field) -> Runner:
+    """The library's barrier, which exchanges nothing; what is "in place" without it would be wrong."""
+    wanted = expected(field).float()
+    return Runner(field.world.Barrier, lambda: wanted)
+
+
+def memory_floor(field: Field) -> Runner | None:
+    """What a collective of two ranks in shared memory does with memory, while nobody waits for anybody.
+
+    A sum in place adds up one half and copies the other, a reduce-scatter adds up one, a ring exchange copies everything.
+    """
+    if field.op not in ("all_reduce", "reduce_scatter", "shift") or field.world.size != 2:
+        return None
+    comm, half, rank = field.mesh["all"], field.x.numel() // 2, field.world.rank
+    x = in_shared_memory(field.x, field)
+    mine, theirs = x.numpy(), sp.peer(x, 1 - rank, comm=comm).numpy()
+    own, other = (slice(0, half), slice(half, None))[:: 1 if rank == 0 else -1]
+    out = torch.zeros(field.received)
+    there = mine[own] if field.op == "all_reduce" else out.numpy()
+
+    def call() -> None:
+        if field.op == "shift":
+            np.copyto(there, theirs)
+            return
+        np.add(mine[own], theirs[own], out=there)
+        if field.op == "all_reduce":
+            np.copyto(mine[other], theirs[other])
+
+    def result() -> Tensor:
+        if field.op == "all_reduce":
+            return on_input(field, x, lambda: torch.from_numpy(mine + theirs))
+        call()
+        return out
+
+    return Runner(call, result)
+
+
+def exchange(field: Field) -> Runner | None:
+    """Our message to the next rank of a ring, and one from the rank before, on memory that is bound once."""
+    if field.op != "shift":
+        return None
+    comm = field.mesh["all"]
+    out = torch.zeros_like(field.x)
+    transport, size = comm.transport, comm.size
+    sends, recvs = transport.bind([((comm.rank + 1) % size, field.x)]), transport.bind([((comm.rank - 1) % size, out)])
+    return Runner(lambda: sp.transport.wait(transport.post(sends, recvs, comm.next_tag()), comm.poll), lambda: out)
+
+
+def gloo(field: Field) -> Runner | None:
+    """torch.distributed's collectives over gloo, where this torch has them."""
+    x, out = field.x, torch.zeros(field.received)
+    both = x.clone()
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(both),
+        "reduce_scatter": lambda: dist.reduce_scatter(out, list(x.chunk(field.world.size))),
+        "all_gather": lambda: dist.all_gather(list(out.chunk(field.world.size)), x),
+        "all_to_all": lambda: dist.all_to_all_single(out, x),
+        "broadcast": lambda: dist.broadcast(both, 0),
+        "reduce": lambda: dist.reduce(both, 0),
+    }
+    if field.op not in calls or not dist.is_initialized():
+        return None
+    in_place = field.op in ("all_reduce", "broadcast", "reduce")
+
+    def result() -> Tensor:
+        both.copy_(x)
+        calls[field.op]()
+        return both if in_place else out
+
+    return Runner(calls[field.op], result)
+
+
+CONTESTANTS: dict[str, Maker] = {
+    "library": library,
+    "plan of the library": plan("mpi"),
+    "segmented_ring": plan("segmented_ring"),
+    "rabenseifner": plan("rabenseifner"),
+    "pairwise": plan("pairwise"),
+    "ring": plan("ring"),
+    "recursive_doubling": plan("recursive_doubling"),
+    "bruck": plan("bruck"),
+    "binomial": plan("binomial"),
+    "window": plan("window", shared=True),
+    "window, staged": plan("window"),
+    "memory floor": memory_floor,
+    "window, in place": summed_in_place,
+    "read in place": read_in_place,
+    "barrier": barrier,
+    "bf16 segmented_ring": plan("segmented_ring", torch.bfloat16),
+    "bf16 ring": plan("ring", torch.bfloat16),
+    "bf16 window, staged": plan("window", torch.bfloat16),
+    "exchange": exchange,
+    "gloo": gloo,
+}
+
+
+def expected(field: Field) -> Tensor:
+    """The result in float64, from everybody's contribution; empty where this rank gets none."""
+    everybody = [torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))]
+    rank, total = field.world.rank, torch.stack(everybody).sum(0)
+    match field.op:
+        case "all_gather":
+            return torch.cat(everybody)
+        case "shift":
+            return everybody[rank - 1]
+        case "all_to_all":
+            return torch.cat([x.chunk(field.world.size)[rank] for x in everybody])
+        case "reduce_scatter":
+            return total.chunk(field.world.size)[rank]
+        case "broadcast":
+            return everybody[0]
+        case "reduce":
+            return total if rank == 0 else total[:0]
+    return total
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    """The largest error, over the unit of the result's precision: 1 is one rounding of the exact sum to bfloat16."""
+    if wanted.numel() == 0:
+        return 0.0
+    difference = (found[: wanted.numel()].double() - wanted).abs()
+    return float((difference / (wanted.abs() * 2**-8 + 1e-30)).max())
+
+
+SHARE = 0.3  # seconds for each heat, beside the least number of rounds
+LEAST_ROUNDS = 7
+EXACT = 2**-16  # of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own
+
+
+class WrongResult(RuntimeError):
+    """A contestant whose result is not the right one."""
+
+
+def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: Iterable[str]) -> dict[str, Any]:
+    """Check and time contestants."""
+    count = nbytes // 4 // (world.size if op == "all_gather" else 1)
+    x = torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).bfloat16().float()  # bf16 is given the same
+    field = Field(world, mesh, op, x)
+    runners: dict[str, Runner] = {}
+    for name in names:
+        mesh["all"].counters.reset()
+        made = CONTESTANTS[name](field)
+        if made is not None:
+            runners[name] = made
+    wanted, errors, scratch = expected(field), {}, {}
+    for name, runner in runners.items():
+        mesh["all"].counters.reset()
+        runner.call()
+        errors[name] = max(world.allgather(error_of(runner.result(), wanted)))
+        scratch[name] = max(world.allgather(runner.scratch()))
+        if errors[name] > (1.0 if name.startswith("bf16") else EXACT):
+            raise WrongResult(f"{name}: {op} of {nbytes} bytes is off by {errors[name]:g} roundings to bfloat16")
+    gc.collect()
+    samples = interleaved(world, {name: runner.call for name, runner in runners.items()}, SHARE, LEAST_ROUNDS)
+    return {"samples": samples, "errors": errors, "scratch": scratch}
+
+
+def measure(kind: str, rank: Rank) -> dict[str, Any]:
+    """Carry out one launch: the heats of a kind of row, or "regret"."""
+    world = rank.world
+    with sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh, contextlib.ExitStack() as stack:
+        record = facts(world, mesh.device, mesh["all"].transport.name)
+        if kind == "regret":
+            measured = regret.measure(world, mesh["all"])
+            cases = regret.judged(measured["bare"], measured["samples"])
+            return {**record, "cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
+        if kind == "default":
+            start_gloo(rank.folder, world.rank, world.size)
+            stack.callback(dist.destroy_process_group)
+        return {**record, "heats": {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}}

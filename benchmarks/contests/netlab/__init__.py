@@ -1,0 +1,1 @@
+"""Collectives and ring attention over an emulated network: `nox -s netlab`."""

@@ -1,0 +1,210 @@
+"""Contestants on the emulated hosts, each checked before it is timed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from benchmarks.contests.netlab.setting import BY_AXES, LIBRARY, STREAM, STREAM_BYTES, Setting
+from benchmarks.launching import Record
+from benchmarks.machine import environment
+from benchmarks.sample import undisturbed
+from benchmarks.worker import Intracomm, Rank
+from sp_core.collectives.plans import plan
+from sp_core.schedules import ALGORITHMS
+from sp_core.schemes.blocks import circulate
+from sp_core.schemes.problem import Problem
+from sp_core.transport import Done, Handle, HostTransport, Messages
+from tests.oracle.collective_cases import Case
+from tests.oracle.link import LinkModel
+
+Step = Callable[[], object]
+PORT = 7077
+LEAD_SECONDS = 0.02  # until the last rank has heard of it, over links of a few milliseconds
+LATE_SECONDS = 3e-4  # a rank that begins later than this makes the sample be taken again
+NAP_SECONDS = 2e-4
+TRIES = 5
+TOKENS, HEADS, HEAD_DIM = 2048, 8, 64  # of each rank; attention to a block takes longer than the block's way at 1 Gbit/s
+
+
+def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
+    """The contestants that this version has, each found to be right.
+
+    Raises:
+        RuntimeError: one is wrong.
+    """
+    x = torch.arange(setting.nbytes // 4).remainder(97).float() + mesh.rank
+    expected = torch.arange(setting.nbytes // 4).remainder(97).float() * mesh.size + mesh.size * (mesh.size - 1) // 2
+    found: dict[str, Step] = {}
+    for name in setting.contestants:
+        step = _all_reduce(name, x, mesh)
+        if step is not None:
+            check(f"all_reduce by {name}", step(), expected)
+            found[name] = step
+    return found
+
+
+def _all_reduce(name: str, x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor] | None:
+    everyone = mesh["hosts", "ranks"]
+    if name == BY_AXES:
+        return _by_axes(x, mesh)
+    algorithm = "mpi" if name == LIBRARY else name
+    return plan("all_reduce", x, comm=everyone, algorithm=algorithm).run if algorithm in ALGORITHMS["all_reduce"] else None
+
+
+def _by_axes(x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor]:
+    """Hierarchy by hand: each rank of a host sums a part over the host, then over the hosts; the host gathers the parts."""
+    inside, between = mesh["ranks"], mesh["hosts"]
+    parted = plan("reduce_scatter", x, comm=inside, algorithm="pairwise")
+    summed = plan("all_reduce", parted.run(), comm=between, algorithm="segmented_ring")
+    gathered = plan("all_gather", summed.run(), comm=inside)
+
+    def step() -> Tensor:
+        parted.run()
+        summed.run()
+        return gathered.run()
+
+    return step
+
+
+def check(what: str, got: object, expected: Tensor) -> None:
+    """Raise where a result is not exactly what it must be."""
+    if not isinstance(got, Tensor) or not torch.equal(got, expected):
+        raise RuntimeError(f"{what} is wrong: {got} instead of {expected}")
+
+
+class Stream:
+    """One TCP stream from the first host to the last, without MPI: what the link can carry."""
+
+    def __init__(self, world: Intracomm, address: str) -> None:
+        self._buffer = bytearray(STREAM_BYTES)
+        self._end: socket.socket | None = None
+        self._sends = world.rank == 0
+        listener = socket.create_server((address, PORT)) if self._sends else None
+        world.Barrier()
+        if world.rank == world.size - 1:
+            self._end = socket.create_connection((address, PORT), timeout=30)
+        if listener is not None:
+            listener.settimeout(30)
+            self._end = listener.accept()[0]
+            listener.close()
+
+    def __call__(self) -> None:
+        """Carry the bytes once; ranks at neither end do nothing."""
+        if self._end is None:
+            return
+        if self._sends:
+            self._end.sendall(self._buffer)
+            self._end.recv(1)  # else the next stream would begin while this one still arrives
+            return
+        view = memoryview(self._buffer)
+        while view:
+            view = view[self._end.recv_into(view) :]
+        self._end.sendall(b".")
+
+
+class _Nowhere(HostTransport):
+    """A transport in which every message is complete at once and brings nothing."""
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        return Done()
+
+
+def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
+    """Ring attention; the same without its messages; its messages without the rest."""
+    torch.manual_seed(mesh.rank)
+    q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM) for _ in range(3))
+    sharding = sp.Sharding.contiguous(TOKENS * mesh.size, mesh.size)
+    comm, silent = mesh["hosts", "ranks"], idle["hosts", "ranks"]
+    problem = Problem(comm, sharding, sharding, sp.Mask(), 1.0)
+    result = sp.ring_attention(q, k, v, comm=comm, sharding=sharding)
+    reference = sp.allgather_kv_attention(q, k, v, comm=comm, sharding=sharding)
+    torch.testing.assert_close(result, reference)
+    silent.transport = _Nowhere(world)
+    return {
+        "both": partial(sp.ring_attention, q, k, v, comm=comm, sharding=sharding),
+        "compute": partial(sp.ring_attention, q, k, v, comm=silent, sharding=sharding),
+        "communication": lambda: [None for _ in circulate(k, v, problem)],
+    }
+
+
+def begin(world: Intracomm) -> tuple[float, float]:
+    """Wait for the time that rank 0 has chosen, mostly asleep. Return that time, and by how much this rank missed it.
+
+    A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core from it; and in sleep alone a
+    library that sends only when it is called would keep the news to itself.
+    """
+    start: float = world.bcast(time.perf_counter() + LEAD_SECONDS)
+    while (left := start - time.perf_counter()) > 0:
+        world.Iprobe()
+        time.sleep(min(left, NAP_SECONDS))
+    return start, time.perf_counter() - start
+
+
+def sample(world: Intracomm, step: Step) -> float:
+    """Return seconds from the common beginning to the end on the last rank; of a few tries the one with the least delay."""
+    tries: list[tuple[float, float]] = []
+    for _ in range(TRIES):
+        start, late = begin(world)
+        step()
+        ranks: list[tuple[float, float]] = world.allgather((time.perf_counter(), late))
+        tries.append((max(late for _, late in ranks), max(end for end, _ in ranks) - start))
+        if tries[-1][0] < LATE_SECONDS:
+            break
+    return min(tries)[1]
+
+
+def rounds(setting: Setting, world: Intracomm, steps: dict[str, Step]) -> dict[str, list[float]]:
+    """Return samples of all contestants, who take turns; the first round only warms up."""
+    with undisturbed():
+        found = [{name: sample(world, step) for name, step in steps.items()} for _ in range(setting.rounds + 1)][1:]
+    return {name: [one[name] for one in found] for name in steps}
+
+
+def check_all(comm: sp.Communicator, *, library: bool) -> int:
+    """Compare every collective by every algorithm with its definition; return how many there were."""
+    absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
+    chosen = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent]
+    for number, (op, algorithm) in enumerate(chosen):
+        case = Case(op, 0, 1, "float32", "plain", 1, True, False, number, algorithm)
+        inputs = case.inputs(comm.size)
+        check(f"{op} by {algorithm}", case.call(inputs[comm.rank], comm), case.expected(inputs, comm.rank, comm.size))
+    return len(chosen)
+
+
+def measure(values: Any, rank: Rank) -> Record:
+    """Carry out one launch."""
+    from mpi4py import MPI
+
+    setting, world = msgspec.convert(values, Setting), rank.world
+    hosts = sorted(set(world.allgather(socket.gethostname())))
+    library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+    return {"mpi": library, "env": environment(), "hosts": hosts, **found_by(setting, world)}
+
+
+def found_by(setting: Setting, world: Intracomm) -> Record:
+    """Return the results or the samples that a setting asks for; the same on every rank."""
+    make = partial(sp.Mesh, world, hosts=setting.hosts, ranks=setting.per_host)
+    carrier: Any = LinkModel(setting.wire.delay, setting.wire.rate / 8) if setting.modelled else "auto"
+    usual = "ring" if setting.modelled else "auto"  # the model carries no collective of the library
+    with (
+        make(transport=carrier) as mesh,
+        make(check="off", transport=carrier, algorithm=usual) as quick,
+        make(check="off") as idle,
+    ):
+        if setting.kind == "check":
+            return {"checked": check_all(mesh["hosts", "ranks"], library=not setting.modelled)}
+        steps = all_reduces(setting, quick) if setting.kind == "all_reduce" else overlaps(world, quick, idle)
+        if setting.modelled:
+            stream = [STREAM_BYTES * 8 / setting.wire.rate] * setting.rounds
+            return {"seconds": {STREAM: stream, **rounds(setting, world, steps)}}
+        address: str = world.bcast(socket.gethostbyname(socket.gethostname()))  # of rank 0
+        return {"seconds": rounds(setting, world, {STREAM: Stream(world, address), **steps})}

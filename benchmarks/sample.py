@@ -1,0 +1,259 @@
+"""The one sampler: how often a step is taken, agreed by all ranks, the samples that come of it, and contestants that take turns.
+
+`benchmark(step)` of pytest-benchmark finds its number of rounds with each rank's own clock: ranks disagree, and one of them waits
+for ever in a collective that the others do not enter. Here rank 0 chooses, from a pilot that all ranks take, and tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.worker import Intracomm
+
+OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
+PILOT_STEPS = 3
+PILOT_BARRIERS = 10
+SKEW_LIMIT = 0.05  # of the typical makespan; above it the ranks start too unevenly for the time to mean much
+NAP_SECONDS = 0.002
+Span = tuple[float, float]
+"""Start and end on one rank."""
+
+ABSENT: Span = (math.inf, -math.inf)
+"""The span of a rank that takes no part."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a case may take.
+
+    Args:
+        seconds: of all samples together.
+        warmup_s: of the samples before them that are not kept.
+        fewest, most: samples.
+    """
+
+    seconds: float = 0.25
+    warmup_s: float = 0.03
+    fewest: int = 7
+    most: int = 30
+
+
+QUICK = Budget(seconds=0.4, warmup_s=0.02, fewest=7, most=40)
+"""For comparisons: few cases, each for longer. On two cores medians over 0.12 s scattered twice as much as over 0.4 s."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The decision of rank 0: `warmup` samples that are not kept, then `samples` that are, of `inner` steps each."""
+
+    warmup: int
+    inner: int
+    samples: int
+
+
+def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
+    """Return the counts for a step of `step_s` seconds, if sync and barrier take `meeting_s`."""
+    step_s = max(step_s, 1e-7)
+    longest = max(1, int(budget.seconds / budget.fewest / step_s))
+    enough = max(meeting_s / OVERHEAD, budget.seconds / budget.most)  # a sample; short steps fill the time too
+    inner = max(1, min(math.ceil(enough / step_s), longest))
+    samples = min(max(int(budget.seconds / (inner * step_s)), budget.fewest), budget.most)
+    return Counts(min(max(math.ceil(budget.warmup_s / (inner * step_s)), 1), budget.fewest), inner, samples)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Starts and ends of each sample on each rank, `[rank][sample]`, by one clock; a sample has `inner` steps."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    inner: int = 1
+
+    @property
+    def makespans(self) -> list[float]:
+        """Seconds from the first rank's start to the last rank's end, of each sample."""
+        return makespans([list(zip(*pair, strict=True)) for pair in zip(self.starts, self.ends, strict=True)])
+
+    @property
+    def durations(self) -> list[list[float]]:
+        """Seconds of one step on each rank."""
+        pairs = zip(self.starts, self.ends, strict=True)
+        return [[(end - start) / self.inner for start, end in zip(*pair, strict=True)] for pair in pairs]
+
+    @property
+    def skews(self) -> list[float]:
+        """Seconds between the first and the last rank that left the barrier, of each sample."""
+        return [max(starts) - min(starts) for starts in zip(*self.starts, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the timing of a record: seconds of one step in every sample, their median, and how evenly the ranks started."""
+        steps = [seconds / self.inner for seconds in self.makespans]
+        by_rank = [statistics.median(durations) for durations in self.durations]
+        skew = sorted(self.skews)[math.ceil(0.95 * len(self.skews)) - 1]
+        return {
+            "iterations": len(steps),
+            "inner": self.inner,
+            "samples_s": steps,
+            "max_local_s": [max(together) for together in zip(*self.durations, strict=True)],
+            "per_rank_median_s": by_rank,
+            "median_s": statistics.median(steps),
+            "imbalance": max(by_rank) / statistics.mean(by_rank),
+            "barrier_skew_s": {"median": statistics.median(self.skews), "p95": skew, "max": max(self.skews)},
+            "skew_limited": skew > SKEW_LIMIT * statistics.median(self.makespans),
+        }
+
+
+class Loop(Protocol):
+    """Calls `target` a number of times, `setup` before each: pytest-benchmark's `pedantic`, or `plain_loop`."""
+
+    def __call__(self, target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int) -> object: ...
+
+
+def plain_loop(target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int) -> None:
+    """Do as pytest-benchmark's `pedantic`, without pytest."""
+    for _ in range(warmup_rounds + rounds):
+        setup()
+        target()
+
+
+class Sampler:
+    """One rank's part in timing a step.
+
+    Args:
+        step: is timed.
+        world: the ranks.
+        sync: waits until the device is idle.
+        note: read before the first step of a sample and after the last one; plain values by name.
+    """
+
+    def __init__(
+        self, step: Callable[[], object], world: Intracomm, *, sync: Callable[[], None], note: Callable[[], dict[str, float]] = dict
+    ) -> None:
+        self._step, self._world, self._sync, self._note = step, world, sync, note
+        self._taken: list[tuple[float, float, dict[str, float]]] = []
+        self._before: dict[str, float] = {}
+        self._inner = 1
+
+    def agree(self, budget: Budget) -> Counts:
+        """Take a few steps, and let rank 0 choose by the slowest rank's time.
+
+        Communication:
+            As many barriers as steps and `PILOT_BARRIERS` more, one gathering, one broadcast.
+        """
+        self._step()  # the first touches all memory
+        for _ in range(PILOT_STEPS):
+            self._meet()
+            self._take()
+        steps = [end - start for start, end, _ in self._taken]
+        self._taken.clear()
+        start = time.perf_counter()
+        for _ in range(PILOT_BARRIERS):
+            self._meet()
+        meeting = (time.perf_counter() - start) / PILOT_BARRIERS
+        found = self._world.gather((statistics.median(steps), meeting))
+        counts = None if found is None else choose(max(step for step, _ in found), max(meeting for _, meeting in found), budget)
+        agreed: Counts = self._world.bcast(counts)
+        return agreed
+
+    def run(self, counts: Counts, loop: Loop = plain_loop) -> tuple[Samples, list[list[dict[str, float]]]]:
+        """Take all samples.
+
+        Returns:
+            Starts and ends of every rank, and the growth of its notes in one step of each sample, `[rank][sample]`.
+
+        Communication:
+            One barrier per sample, and one gathering at the end.
+        """
+        self._inner = counts.inner
+        loop(self._take, setup=self._meet, rounds=counts.samples, warmup_rounds=counts.warmup)
+        if len(self._taken) != counts.warmup + counts.samples:
+            raise RuntimeError(
+                f"{len(self._taken)} samples were taken, {counts.warmup + counts.samples} were agreed on. "
+                "Leave --benchmark-disable and the other options that change how often pytest-benchmark calls out."
+            )
+        kept = self._taken[counts.warmup :]
+        by_rank: list[list[tuple[float, float, dict[str, float]]]] = self._world.allgather(kept)
+        starts = [[start for start, _, _ in rank] for rank in by_rank]
+        ends = [[end for _, end, _ in rank] for rank in by_rank]
+        return Samples(starts, ends, counts.inner), [[note for _, _, note in rank] for rank in by_rank]
+
+    def _meet(self) -> None:
+        self._before = self._note()
+        self._sync()
+        self._world.Barrier()
+
+    def _take(self) -> None:
+        start = time.perf_counter()
+        for _ in range(self._inner):
+            self._step()
+        self._sync()
+        end = time.perf_counter()
+        grown = {name: (value - self._before.get(name, 0.0)) / self._inner for name, value in self._note().items()}
+        self._taken.append((start, end, grown))
+
+
+def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return medians over samples of the largest and of the mean value over the ranks, from `[rank][sample]`."""
+    by_sample = list(zip(*values, strict=True))
+    return {"max_s": statistics.median(map(max, by_sample)), "mean_s": statistics.median(map(statistics.mean, by_sample))}
+
+
+def race(world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: int, seed: int) -> dict[str, list[list[Span]]]:
+    """Let contestants take turns, in a new random order in each round; returns the spans of each, `[rank][round]`."""
+    order = random.Random(seed)
+    mine: dict[str, list[Span]] = {name: [] for name in runners}
+    with undisturbed():
+        for _ in range(rounds):
+            gc.collect()
+            for name in order.sample(list(runners), len(runners)):
+                mine[name].append(runners[name]())
+    every = world.allgather(mine)
+    return {name: [rank[name] for rank in every] for name in runners}
+
+
+def makespans(by_rank: Sequence[Sequence[Span]]) -> list[float]:
+    """Return the seconds of each round, from the first rank's start to the last rank's end."""
+    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*by_rank, strict=True)]
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave garbage uncollected while something is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def meet_asleep(world: Intracomm) -> None:
+    """Wait for all ranks, asleep, so that the others have this rank's core."""
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP_SECONDS)
+
+
+def peak_memory(step: Callable[[], object], held: Iterable[Tensor], device: torch.device) -> tuple[int, str]:
+    """Take one step. Return how many bytes of tensors were alive at most, and how that was measured."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
+    from tests.oracle.live_bytes import LiveBytes  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
+
+    with LiveBytes(held) as live:
+        step()
+    return live.peak, "bytes of live tensors, counted after each operation"

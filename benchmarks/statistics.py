@@ -1,0 +1,81 @@
+"""The one statistic of all contests and comparisons: a median with its exact interval, and whether that meets a requirement.
+
+The interval goes from the k-th smallest value to the k-th largest. It misses the true median as often as that many throws of a coin
+give fewer than k heads, or fewer than k tails.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MISS = 0.025  # probability that one end of an interval may lie on the wrong side of the true median
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median of `count` values, between two of them."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def chance(throws: int, heads: int) -> float:
+    """Return the probability that at least `heads` of `throws` fair coins show heads."""
+    ways = sum(math.comb(throws, k) for k in range(heads, throws + 1))
+    return float(ways / 2**throws)
+
+
+def exact_interval(values: Sequence[float], miss: float = MISS) -> Interval:
+    """Return the median and its exact interval; the widest one if there are too few values for `miss`."""
+    ordered, n = sorted(values), len(values)
+    k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= miss), default=1)
+    return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A line of a contest.
+
+    Args:
+        text: names the line.
+        relation: ">=", "<=" or ">": how `found` must lie to `bound`.
+        bound: None for a line that is shown and not judged.
+        found: None if it was not measured.
+        least: number of values that a judgement needs.
+        fails: something else than `found` is wrong.
+    """
+
+    text: str
+    relation: str
+    bound: float | None
+    found: Interval | None
+    least: int = 1
+    fails: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Whether the requirement is reached, by the median; "open" if the interval crosses the bound."""
+        if self.found is None:
+            return "not measured"
+        if self.bound is None:
+            return "-"
+        if self.found.count < self.least:
+            return f"not judged: {self.found.count} of {self.least} launches"
+        holds = [not self.fails and self._holds(x, self.bound) for x in (self.found.median, self.found.low, self.found.high)]
+        return ("reached" if holds[0] else "not reached") + ("" if len(set(holds)) == 1 else ", open")
+
+    def _holds(self, value: float, bound: float) -> bool:
+        return {"<=": value <= bound, ">=": value >= bound, ">": value > bound}[self.relation]
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of "must be", "median, interval" and the mark."""
+        must = "-" if self.bound is None else f"{self.relation} {self.bound:g}"
+        return must, str(self.found or "-"), self.mark
