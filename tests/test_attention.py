@@ -15,8 +15,8 @@ from sp_core.attention import (
     accumulation_dtype,
     attend,
     attend_backward,
-    attention,
     block_attention,
+    local_attention,
 )
 from sp_core.mask import Mask, plan_blocks
 from sp_core.testing.tolerance import bound, check_close
@@ -160,7 +160,7 @@ def test_an_lse_in_base_2_is_out_of_bounds() -> None:
     q, k, v, *_ = Problem(1, 1, 1, 8, [*range(9)], [*range(9)], {}, 0.3, 1.0, torch.float16, 0).tensors()
     expected = reference.attention(q, k, v)
     allowed = bound(expected.lse_scale, torch.float16, expected.growth)
-    _, lse = attention(q, k, v, return_lse=True)
+    _, lse = local_attention(q, k, v, return_lse=True)
     check_close("lse", lse, expected.lse, allowed)
     with pytest.raises(AssertionError, match="lse"):
         check_close("lse", lse / torch.log(torch.tensor(2.0)), expected.lse, allowed)
@@ -173,7 +173,7 @@ def test_autograd_gives_the_same_gradients(problem: Problem) -> None:
     mask = Mask(**problem.mask)
     where = {"q_positions": problem.q_positions, "kv_positions": problem.kv_positions}
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*leaves, mask=mask, softmax_scale=problem.scale, return_lse=True, **where)
+    out, lse = local_attention(*leaves, mask=mask, softmax_scale=problem.scale, return_lse=True, **where)
     assert out.shape == q.shape
     assert out.dtype == q.dtype
     assert lse.dtype == accumulation_dtype(q.dtype)
@@ -190,7 +190,7 @@ def test_a_query_that_sees_nothing_is_zero_and_has_no_gradient(problem: Problem)
     q, k, v, do, _ = problem.tensors()
     leaves = [t.requires_grad_() for t in (q, k, v)]
     mask, where = Mask(**problem.mask), (problem.q_positions, problem.kv_positions)
-    out, lse = attention(*leaves, mask=mask, q_positions=where[0], kv_positions=where[1], return_lse=True)
+    out, lse = local_attention(*leaves, mask=mask, q_positions=where[0], kv_positions=where[1], return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, leaves, do)
     visible = mask.allowed(*where)
     blind, unseen = ~visible.any(1), ~visible.any(0)
@@ -211,7 +211,7 @@ def test_a_later_token_changes_nothing_before_it(dtype: torch.dtype, causal: boo
     for t in far:
         t[:, 60:] = 3e4
     mask = Mask(causal=causal)
-    same = torch.equal(attention(q, k, v, mask=mask)[:, :60], attention(*far, mask=mask)[:, :60])
+    same = torch.equal(local_attention(q, k, v, mask=mask)[:, :60], local_attention(*far, mask=mask)[:, :60])
     assert same == causal
 
 
@@ -260,21 +260,21 @@ def test_gradcheck() -> None:
     leaves = [torch.randn(1, n, h, 3, dtype=torch.float64, requires_grad=True) for n, h in ((5, 4), (7, 2), (7, 2))]
 
     def run(*leaves: Tensor) -> Any:
-        return attention(*leaves, mask=Mask(causal=True, window=4), q_positions=range(3, 8), return_lse=True)
+        return local_attention(*leaves, mask=Mask(causal=True, window=4), q_positions=range(3, 8), return_lse=True)
 
     assert torch.autograd.gradcheck(run, leaves)
 
 
 def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
-    (dq,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)  # a constant gradient of out, too
+    (dq,) = torch.autograd.grad(local_attention(q, q, q).sum(), q, create_graph=True)  # a constant gradient of out, too
     with pytest.raises(RuntimeError, match="differentiable once"):
         dq.sum().backward()
 
 
 def test_gradient_of_the_lse_alone() -> None:
     q, k, v = (torch.randn(1, 6, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    _, lse = attention(q, k, v, return_lse=True)
+    _, lse = local_attention(q, k, v, return_lse=True)
     dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
     for a, b in zip((dq, dk), torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k)), strict=True):

@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sp_core.attention import (
     accumulation_dtype,
-    attention,
     backend_for,
     block_attention,
     block_attention_backward,
+    local_attention,
     merge,
     record_backends,
 )
@@ -143,7 +143,7 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch() -> None:
     q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
     do = torch.randn(1, 150, 2, 16)
     with record_backends() as ran:
-        out = attention(q, k, v, mask=Mask(causal=True))
+        out = local_attention(q, k, v, mask=Mask(causal=True))
         grads = torch.autograd.grad(out, (q, k, v), do)
     assert [call.direction for call in ran] == ["forward", "backward"]
     fused = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
@@ -203,9 +203,9 @@ def test_a_constant_value_comes_back_and_equal_scores_average() -> None:
     q, k = torch.zeros(1, 6, 2, 4, dtype=torch.float64), torch.randn(1, 6, 2, 4, dtype=torch.float64)
     v = torch.randn(1, 6, 2, 4, dtype=torch.float64)
     running = v.cumsum(1) / torch.arange(1, 7)[None, :, None, None]
-    torch.testing.assert_close(attention(q, k, v, mask=Mask(causal=True)), running, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(local_attention(q, k, v, mask=Mask(causal=True)), running, rtol=1e-14, atol=1e-14)
     constant = torch.full_like(v, 0.7)
-    torch.testing.assert_close(attention(k, k, constant, mask=Mask(window=2)), constant, rtol=1e-14, atol=0)
+    torch.testing.assert_close(local_attention(k, k, constant, mask=Mask(window=2)), constant, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -224,15 +224,15 @@ def test_a_constant_value_comes_back_and_equal_scores_average() -> None:
 def test_tensors_that_do_not_fit_are_refused(shapes: Any, dtypes: Any, error: type[Exception]) -> None:
     q, k = (torch.ones(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     with pytest.raises(error, match="needed"):
-        attention(q, k, k)
+        local_attention(q, k, k)
 
 
 def test_masks_and_positions_for_another_length_are_refused() -> None:
     q = torch.randn(1, 3, 1, 2)
     with pytest.raises(ShapeError, match="needed seq_len = 3"):
-        attention(q, q, q, mask=Mask(documents=(0, 4)))
+        local_attention(q, q, q, mask=Mask(documents=(0, 4)))
     with pytest.raises(ShapeError, match="needed 3"):
-        attention(q, q, q, q_positions=range(4))
+        local_attention(q, q, q, q_positions=range(4))
     with pytest.raises(ShapeError, match="causal block"):
         block_attention(q, q[:, :, :, :].expand(1, 3, 2, 2), q, kind="causal", scale=1.0)
     with pytest.raises(ShapeError, match="allowed"):

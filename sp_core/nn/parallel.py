@@ -192,7 +192,7 @@ class ColumnParallelLinear(_ParallelLinear):
             As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the gradient of x backward.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
-        return project(x, self, lengths=self.lengths)[0]
+        return project(x, self, lengths=self.lengths)[0].to(x.dtype)  # autocast multiplies in another one
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -212,7 +212,7 @@ class RowParallelLinear(_ParallelLinear):
             all-reduce of the result.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
-        out = sum_over_ranks(x, self, lengths=self.lengths)
+        out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
         if self.bias is None:
             return out
         return out + (self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm))

@@ -63,11 +63,11 @@ class Case:
         self.is_column = name == "ColumnParallelLinear"
         self.made: Any = getattr(sp, name)
         self.drawn, self.group, self.rank = drawn, group, group.rank
-        self.sharding = layers.sharding_of(drawn, group.size)
+        self.sharding = layers.sharding_of(drawn, group.size) if drawn["(tokens)"] == "split" else None
         self.linear = ordinary(drawn)
         self.sizes = list(drawn["sizes"] or split_sizes(drawn[SPLIT[name]], group.size))
-        gathered = [int(p) for rank in range(group.size) for p in self.sharding.positions(rank)]
-        self.gathered = places(gathered)
+        sharding = self.sharding or sp.Sharding.contiguous(drawn["x.seq_len"], 1)
+        self.gathered = places([int(p) for rank in range(sharding.size) for p in sharding.positions(rank)])
         shape = (drawn["x.batch"], drawn["x.seq_len"])
         self.whole = whole_numbers(drawn, 5, *shape, drawn["linear.in_features"])
         self.grad = whole_numbers(drawn, 6, *shape, drawn["linear.out_features"])
@@ -80,7 +80,7 @@ class Case:
 
     def tokens(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens with all features."""
-        return self.sharding.shard(whole, self.rank, 1)
+        return whole if self.sharding is None else self.sharding.shard(whole, self.rank, 1)
 
     def features(self, whole: Tensor) -> Tensor:
         """Return all tokens, in the order of an all-gather, with this rank's features."""
@@ -166,6 +166,7 @@ LINEAR: dict[str, Parts] = {
     name: TOKENS[name]
     for name in ("x.seq_len", "x.batch", "x.memory", "x.upstream", "x.gradient", "sharding.layout", "sharding.start")
 } | {
+    "(tokens)": values("split", "all on every rank"),
     "linear.in_features": spans((2, 9), (1, 1), (17, 40)),
     "linear.out_features": spans((2, 9), (1, 1), (17, 40)),
     "linear.bias": values(True, False),
