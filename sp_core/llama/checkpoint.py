@@ -158,7 +158,12 @@ def load(
     def call() -> str:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
-        _check_layers(checkpoint, config)
+        layers = len({name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")})
+        if layers != config.num_hidden_layers:  # before so many layers are built
+            raise CheckpointError(
+                f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in {folder} are those of {layers}. "
+                "They belong to different models."
+            )
         model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
@@ -177,16 +182,6 @@ def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
             f"the weights in {checkpoint.folder} have the dtypes {', '.join(names)}. Say in which one to compute: dtype=..."
         )
     return dtypes.pop()
-
-
-def _check_layers(checkpoint: Checkpoint, config: LlamaConfig) -> None:
-    """Refuse a number of layers that the weights do not have, before so many layers are built."""
-    layers = {name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")}
-    if len(layers) != config.num_hidden_layers:
-        raise CheckpointError(
-            f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in {checkpoint.folder} are those of "
-            f"{len(layers)}. They belong to different models."
-        )
 
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:

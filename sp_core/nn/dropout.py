@@ -40,17 +40,6 @@ def dropout(
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure 16, for the hash.
     """
-    _check(x, p, seed, positions, features)
-    if not training or p == 0:
-        return x
-    middle = [range(length) for length in x.shape[2:-1]]
-    places = [range(x.shape[0]), positions, *middle, range(x.shape[-1]) if features is None else features]
-    kept = _uniform(seed, places, x.device) >= p
-    dropped: Tensor = x * kept.to(x.dtype) * (1.0 / (1.0 - p))
-    return dropped
-
-
-def _check(x: Tensor, p: float, seed: int, positions: Positions, features: Positions | None) -> None:
     if not 0 <= p < 1:
         raise ValueError(f"p={p} was given; pass a probability in [0, 1).")
     if not 0 <= seed < 2**62:
@@ -61,6 +50,13 @@ def _check(x: Tensor, p: float, seed: int, positions: Positions, features: Posit
         raise ShapeError(f"{len(positions)} positions for a tensor of shape {tuple(x.shape)}; pass (B, S, ..., E) and S positions.")
     if features is not None and len(features) != x.shape[-1]:
         raise ShapeError(f"{len(features)} features for a last dim of {x.shape[-1]}; pass the global number of each.")
+    if not training or p == 0:
+        return x
+    middle = [range(length) for length in x.shape[2:-1]]
+    places = [range(x.shape[0]), positions, *middle, range(x.shape[-1]) if features is None else features]
+    kept = _uniform(seed, places, x.device) >= p
+    dropped: Tensor = x * kept.to(x.dtype) * (1.0 / (1.0 - p))
+    return dropped
 
 
 def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor:
