@@ -159,21 +159,14 @@ class Mesh(NotCopied):
 
     def _add(self, names: tuple[str, ...]) -> None:
         """Make a communicator. If its transport is refused on some ranks of the mesh, refuse it on all ranks."""
-        made = error = None
+        error = None
         try:
             color, key = axes.place(self.axes, self.rank, names)
-            made = self._make(names, cast("Intracomm", self._comm.Split(color, key)))
-            self._made[names] = made
+            self._made[names] = self._make(names, cast("Intracomm", self._comm.Split(color, key)))
         except DeviceError as found:
             error = found
-        if self._transport not in MAY_BE_REFUSED:
-            return
-        try:
+        if self._transport in MAY_BE_REFUSED:
             agreement.agree(self._comm, f"mesh[{names}]", error=error)
-        except DeviceError:
-            if made is not None:
-                self._made.pop(names).free()
-            raise
 
     def _make(self, names: tuple[str, ...], comm: Intracomm) -> Communicator:
         return Communicator(

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sp_core as sp
+from sp_core.arguments import check
 from sp_core.collectives.build import check_device
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
@@ -226,6 +227,13 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
     fits = tensor.partition(":")[0] == wanted.partition(":")[0] and (":" not in wanted or tensor == wanted)
     with nullcontext() if fits else pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}"):
         check_device(x, comm)
+
+
+def test_an_error_shows_an_argument_of_80_letters_and_cuts_a_longer_one() -> None:
+    for letters in (78, 79):  # and two quotes
+        with pytest.raises(TypeError) as caught:
+            check(dim="x" * letters)
+        assert (f"dim={'x' * letters!r} was given" in str(caught.value)) == (letters == 78)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

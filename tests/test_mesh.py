@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
+from sp_core.counters import Count, Counters
 from sp_core.mesh import _resolved
 from sp_core.testing import given, run_threads, spmd
 
@@ -190,3 +191,7 @@ def test_the_environment_says_where_the_nodes_are(monkeypatch: pytest.MonkeyPatc
             return mesh["sp"].nodes
 
     assert run_threads(3, body) == [(0, 1, 0)] * 3
+
+
+def test_an_operation_that_was_never_called_has_counted_nothing() -> None:
+    assert Counters()["all_reduce"] == Count(calls=0, messages=0, bytes_sent=0, seconds=0.0, scratch=0)

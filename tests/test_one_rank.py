@@ -126,6 +126,7 @@ def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: 
     with pytest.raises(KeyError if here else sp.PeerFailed) as caught:
         work()
     assert here or f"rank {comm.size - 1} has left" in str(caught.value)
+    assert here or f"rank 0: {'all_reduce(tensor' if others == 'call' else 'free() of mesh'}" in str(caught.value)
     with sp.Mesh(comm, ring=comm.size) as mesh:
         assert sp.all_reduce(torch.ones(1), comm=mesh["ring"]).item() == comm.size
 

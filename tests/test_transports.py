@@ -121,6 +121,7 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(mon
     def body(comm: Any) -> None:
         with pytest.raises(sp.DeviceError, match="no way out"):
             sp.Mesh(comm, transport="distributed", a=2, b=2)
+        assert [str(made) for made in comm.family.members if "freed" not in str(made)] == [str(comm)]
         with sp.Mesh(comm, a=2, b=2) as mesh:
             assert sp.all_reduce(torch.ones(2), comm=mesh["a", "b"])[0] == comm.size
 
