@@ -146,7 +146,8 @@ def scaling(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Our attention against torch's ring, DeepSpeed's Ulysses and one process. Arguments go to it; `--mpi mpich` is read here."""
     if HELPED:
-        return _program(session, "benchmarks.contests.peers", ".[bench]")
+        _program(session, "benchmarks.contests.peers", ".[bench]")
+        return
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench]", *PEERS_NEED)
     _install_others(session, "deepspeed")
@@ -184,7 +185,8 @@ def bench(session: nox.Session) -> None:
 def collectives(session: nox.Session) -> None:
     """Our collectives against the MPI library's and gloo's, what "auto" loses, and `netlab`. Arguments, `-- --help`: without it."""
     if HELPED:
-        return _program(session, "benchmarks.contests.collectives", ".[bench]")
+        _program(session, "benchmarks.contests.collectives", ".[bench]")
+        return
     if not session.posargs:
         session.notify("netlab")
     for mpi in MPIS:
@@ -196,7 +198,8 @@ def collectives(session: nox.Session) -> None:
 def counters(session: nox.Session) -> None:
     """What a fixed list of cases sends and holds is what benchmarks/counters.json says; `-- --write` makes it say so."""
     if HELPED:
-        return _program(session, "benchmarks.counters", ".[test,bench]")
+        _program(session, "benchmarks.counters", ".[test,bench]")
+        return
     _install(session, MPIS[0], "-e", ".[test,bench]")
     session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1", "SP_TUNING": "off"})
 
@@ -217,7 +220,8 @@ def bench_selftest(session: nox.Session) -> None:
 def netlab(session: nox.Session) -> None:
     """Algorithms and overlap over an emulated network, MPICH and then Open MPI; needs root. Arguments go to it, but `--mpi`."""
     if HELPED:
-        return _program(session, "benchmarks.contests.netlab", ".[test,bench]")
+        _program(session, "benchmarks.contests.netlab", ".[test,bench]")
+        return
     mpi, arguments = _choose_mpi(session)
     for chosen in (mpi,) if "--mpi" in session.posargs else MPIS[::-1]:
         _install(session, chosen, "-e", ".[test,bench]")
