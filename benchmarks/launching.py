@@ -152,7 +152,7 @@ def run(
         around: changes the command line.
 
     Returns:
-        The record of rank 0, and "status", "seconds" and "load_before". A launch that fails has a "reason" and its "output".
+        The record of rank 0, and "status", "took_s" and "load_before". A launch that fails has a "reason" and its "output".
     """
     start, load = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
@@ -166,7 +166,7 @@ def run(
         else:
             doing = (told(folder) or {}).get("phase", "starting")
             found = {**failure(code, output, launch.timeout, doing), "output": tail(output)}
-    return {"seconds": time.monotonic() - start, "load_before": load, **found}
+    return {"took_s": time.monotonic() - start, "load_before": load, **found}
 
 
 def commit(root: Path = ROOT) -> Record:

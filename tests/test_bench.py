@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -170,6 +172,15 @@ def test_a_name_that_no_case_has_is_refused(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(record, "listing", lambda *_: {1: []})
     assert record.main(["--only", "nothing", "--list"]) == 2
     assert "no case has that name" in capsys.readouterr().err
+
+
+def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
+    texts = {path: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
+    named = [(path, name) for path, text in texts.items() for name in re.findall(r'"([\w.{}]+):measure"', text)]
+    assert len(named) == 9
+    for path, name in named:
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        assert callable(importlib.import_module(name.replace("{__package__}", package)).measure), path
 
 
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])

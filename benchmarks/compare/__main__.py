@@ -153,8 +153,8 @@ def heard(screen: Console, bar: Any) -> Told:
     """Return a listener that shows how far a comparison is: in a bar on a terminal, else as a line now and then."""
     tasks: dict[str, Any] = {}
 
-    def told(what: str, done: int, total: int, seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"about {duration(seconds_left)} left in this stage"
+    def told(what: str, done: int, total: int, seconds_left: float) -> None:
+        left = f"about {duration(seconds_left)} left in this stage"
         stage = what.partition(" ")[0]
         if not screen.is_terminal and (done == 1 or done % 10 == 0 or done == total):
             terminal.say(screen, f"{stage}: {done} of {total} launches, {left}")

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.compare.pairs import SIDES, Group, Key, Row, assess, floor, grouped
+from benchmarks.compare.pairs import SIDES, Group, Key, assess, floor, grouped
 from benchmarks.compare.result import RECORDS, RESULT
 from benchmarks.compare.rule import CONFIRM_PAIRS, JUDGED, SCREEN_PAIRS, Verdict, judge, raised_delta
 from benchmarks.launching import Options, UsageError, about, parse
@@ -135,11 +135,7 @@ def _screens(folder: Path) -> dict[Key, Group]:
     if not same:
         raise UsageError(f"{folder} compares different commits; what it measured is not noise alone.")
     groups = grouped(read(folder / RECORDS).records)
-    return {name: group for name, group in groups.items() if _usable(assess(name, group, listed))}
-
-
-def _usable(row: Row) -> bool:
-    return row.verdict in JUDGED | {Verdict.UNGATEABLE}
+    return {name: group for name, group in groups.items() if assess(name, group, listed).verdict in JUDGED | {Verdict.UNGATEABLE}}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from benchmarks.launching import KEEP_MEMORY, Launch, UsageError, commit
 from benchmarks.record import Plan, listing, run_launch
 from benchmarks.records import read
 
-Told = Callable[[str, int, int, float | None], None]
+Told = Callable[[str, int, int, float], None]
 """Told after every launch: what was launched, how many are done, of how many in this stage, and seconds that the rest will take."""
 
 
@@ -62,26 +63,23 @@ class Session:
         living = dict(cases)
         for index in range(STAGES[stage]):
             for ranks, names in list(living.items()):
-                for place, side in enumerate(self._order(stage, ranks, index)):
+                thrown = coin(self.seed, stage, ranks, index)
+                for place, side in enumerate(self.sides if thrown == 0 else self.sides[::-1]):
                     pair = {"index": index, "stage": stage, "side": side.name, "slot": place}
-                    self._launch(side, ranks, names, {**pair, "coin": coin(self.seed, stage, ranks, index), "seed": self.seed})
+                    start = time.monotonic()
+                    self.runner.launch(side, ranks, names, {**pair, "coin": thrown, "seed": self.seed}, self.out)
+                    self.seconds.append(time.monotonic() - start)
                     done += 1
-                    self.told(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total, self._left(total - done))
+                    self.told(
+                        f"{stage} pair {index + 1}, P={ranks}, {side.name}",
+                        done,
+                        total,
+                        (total - done) * statistics.mean(self.seconds),
+                    )
                 if index == 0 and self._hopeless(ranks):
                     del living[ranks]
                     total -= 2 * (STAGES[stage] - 1)
         return [(name, ranks) for ranks, names in cases.items() for name in names]
-
-    def _order(self, stage: str, ranks: int, index: int) -> tuple[Side, ...]:
-        return self.sides if coin(self.seed, stage, ranks, index) == 0 else self.sides[::-1]
-
-    def _launch(self, side: Side, ranks: int, names: Sequence[str], pair: dict[str, Any]) -> None:
-        start = time.monotonic()
-        self.runner.launch(side, ranks, names, pair, self.out)
-        self.seconds.append(time.monotonic() - start)
-
-    def _left(self, launches: int) -> float | None:
-        return launches * sum(self.seconds) / len(self.seconds) if self.seconds else None
 
     def _hopeless(self, ranks: int) -> bool:
         """Whether a side has no time for any case: more pairs would not change that."""

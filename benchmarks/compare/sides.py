@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,7 @@ def _constraints(root: Path) -> list[str]:
 def _harness_needs() -> list[str]:
     """What the benchmarks of the present tree need beside the library, and the MPI that is in use."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return [*extras["test"], *extras["bench"], *(mpi for mpi in MPIS if _installed(mpi))]
-
-
-def _installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
+    return [*extras["test"], *extras["bench"], *(mpi for mpi in MPIS if any(distributions(name=mpi)))]
 
 
 def _sees_system() -> bool:

@@ -72,7 +72,7 @@ def compete(name: str, entries: Iterable[Entry], document: Record, out: Path | N
         for entry in entries:
             record = {"name": entry.name, **entry.about, **entry.run()}
             document["launches"].append(record)
-            terminal.say(screen, f"{name}: {entry.name}: {record['status']}, {record.get('seconds', 0.0):.0f} s")
+            terminal.say(screen, f"{name}: {entry.name}: {record['status']}, {record.get('took_s', 0.0):.0f} s")
             if record["status"] != "ok":
                 terminal.say(screen, "\n".join(filter(None, (record["reason"], record.get("output")))), "red")
             if out is not None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.reporting.style import Picture, styled, svg
 from benchmarks.reporting.tables import Table, plain
@@ -145,60 +142,30 @@ MOST = {"Comparison": 1, "Scaling": 3, "Bandwidth": 2, "Communication": 1, "Hist
 ALONE = 6  # where there is one kind only
 DPI = 130
 TITLE = 60  # characters
-Pixels = NDArray[np.uint8]
 
 
 def overview(pictures: Sequence[Picture]) -> bytes:
-    """The first plots of each kind side by side as PNG. Titles go into the figures, so this is their last use."""
-    chosen = list(_chosen(pictures))
-    with styled():
-        tiles = [_pixels(picture) for picture in chosen]
-    return _png(_stacked(tiles))
+    """Return the first plots of each kind as PNG, two in a row, a broad one alone. Titles go into the figures."""
+    from PIL import Image  # comes with matplotlib
 
-
-def _chosen(pictures: Sequence[Picture]) -> Iterator[Picture]:
     kinds = dict.fromkeys(picture.kind for picture in pictures)
-    for kind in kinds:
-        most = ALONE if len(kinds) == 1 else MOST.get(kind, 1)
-        yield from [picture for picture in pictures if picture.kind == kind][:most]
-
-
-def _pixels(picture: Picture) -> Pixels:
-    from matplotlib.image import imread
-
-    file = io.BytesIO()
-    picture.figure.suptitle(plain(picture.title, TITLE), fontsize=10)
-    picture.figure.savefig(file, format="png", dpi=DPI, facecolor="white")
-    file.seek(0)
-    return np.asarray(imread(file)[..., :3] * 255).round().astype(np.uint8)
-
-
-def _stacked(tiles: Sequence[Pixels]) -> Pixels:
-    """Two tiles in a row, a broad one alone, white where they leave room."""
-    width = 2 * min(tile.shape[1] for tile in tiles) if len(tiles) > 1 else tiles[0].shape[1]
-    width = max(width, *(tile.shape[1] for tile in tiles), 0)
-    rows: list[list[Pixels]] = []
+    most = {kind: ALONE if len(kinds) == 1 else MOST.get(kind, 1) for kind in kinds}
+    chosen = [one for kind in kinds for one in [picture for picture in pictures if picture.kind == kind][: most[kind]]]
+    tiles = []
+    for picture in chosen:
+        file = io.BytesIO()
+        picture.figure.suptitle(plain(picture.title, TITLE), fontsize=10)
+        with styled():
+            picture.figure.savefig(file, format="png", dpi=DPI, facecolor="white")
+        tiles.append(Image.open(file).convert("RGB"))
+    width = max(2 * min(tile.width for tile in tiles) if len(tiles) > 1 else 0, *(tile.width for tile in tiles), 0)
+    canvas = Image.new("RGB", (width, sum(tile.height for tile in tiles)), "white")
+    left = top = height = 0
     for tile in tiles:
-        fits = rows and sum(other.shape[1] for other in rows[-1]) + tile.shape[1] <= width
-        if fits:
-            rows[-1].append(tile)
-        else:
-            rows.append([tile])
-    return np.concatenate([_row(row, width) for row in rows])
-
-
-def _row(tiles: Sequence[Pixels], width: int) -> Pixels:
-    row = np.full((max(tile.shape[0] for tile in tiles), width, 3), 255, np.uint8)
-    left = 0
-    for tile in tiles:
-        row[: tile.shape[0], left : left + tile.shape[1]] = tile
-        left += tile.shape[1]
-    return row
-
-
-def _png(pixels: Pixels) -> bytes:
-    from matplotlib.image import imsave
-
+        if left and left + tile.width > width:
+            left, top, height = 0, top + height, 0
+        canvas.paste(tile, (left, top))
+        left, height = left + tile.width, max(height, tile.height)
     file = io.BytesIO()
-    imsave(file, pixels, format="png", metadata={"Software": "sp_core"})
+    canvas.crop((0, 0, width, top + height)).save(file, format="png")
     return file.getvalue()

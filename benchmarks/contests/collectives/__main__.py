@@ -80,7 +80,7 @@ def collectives(arguments: Sequence[str] | None = None) -> int:
         launches = [Launch(timeout=options.timeout, variables=variables(kind)) for kind in order]
     except UsageError as error:
         return refused("collectives", error)
-    measure = f"{__package__}.heats:measure"
+    measure = f"{__package__}.contestants:measure"
     entries = [Entry(kind, RANKS, measure, kind, how, {"kind": kind}) for kind, how in zip(order, launches, strict=True)]
     document = new_document(ranks=RANKS)
     code = compete("collectives", entries, document, draft, show)

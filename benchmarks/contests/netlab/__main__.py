@@ -61,8 +61,11 @@ def netlab(arguments: Sequence[str] | None = None) -> int:
         document = new_document(mpi=mpi, net=net)
         print(f"netlab: {mpi} over {net}")
         measure, launch = f"{__package__}.measure:measure", Launch(timeout=starting.TIMEOUT)
-        entries = [starting.Hosted(one.name, one.ranks, measure, one, launch, {"setting": _plain(one)}, mpi) for one in settings]
-        code = compete("netlab", entries, document, out, lambda screen, done: show(screen, done))
+        entries = [
+            starting.Hosted(one.name, one.ranks, measure, one, launch, {"setting": msgspec.structs.asdict(one)}, mpi)
+            for one in settings
+        ]
+        code = compete("netlab", entries, document, out, show)
     except UsageError as error:
         return refused("netlab", error)
     except NetlabError as error:
@@ -85,10 +88,6 @@ def show(screen: Console, document: Record) -> Iterator[str]:
     shown = [(row.text, *row.cells()) for row in rows(launches)]
     terminal.show(screen, make(title, ("requirement", "must be", "median, interval", ""), shown))
     yield from ()
-
-
-def _plain(setting: Setting) -> Record:
-    return msgspec.structs.asdict(setting)
 
 
 def _summary(document: Record) -> Record:

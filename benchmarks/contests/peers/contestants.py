@@ -82,10 +82,19 @@ class Field:
         self._gloo = start_gloo(folder, world.rank, world.size)
         self._peers = dict(self._find_peers())
 
-    def contestants(self, seq: int, *, extras: bool) -> list[Contestant]:
-        """All of them at one length; with `extras` unmasked attention and single ranks too."""
-        found = [*self._ours(seq), *self._rivals(), *_processes()]
-        return [*found, *self._unmasked(seq), *self._one_rank(seq)] if extras else found
+    def contestants(self, seq: int, *, extras: bool) -> Iterator[Contestant]:
+        """Yield all contestants at one length; with `extras` unmasked attention and single ranks too."""
+        for check, mesh in self.meshes.items():
+            for scheme, layouts in LAYOUTS.items():
+                yield from (_ours(f"{scheme}/{layout}/{check}", mesh, scheme, layout, seq) for layout in layouts)
+        for name, (attend, missing) in self._peers.items():
+            ring = name.startswith("torch")
+            layout = "zigzag" if ring else "contiguous"
+            yield Contestant(name, attend, layout, self.world.size, heads_first=ring, missing=missing)
+        yield from _processes()
+        for scheme, layout in BALANCED.items() if extras else ():
+            yield _ours(f"{scheme}/{layout}/off/full", self.meshes["off"], scheme, layout, seq, causal=False)
+            yield _ours(f"{scheme}/one rank", self.single, scheme, "contiguous", seq)
 
     def free(self) -> None:
         """End all communicators."""
@@ -94,24 +103,6 @@ class Field:
         for mesh in (*self.meshes.values(), self.single):
             mesh.free()
         dist.destroy_process_group()
-
-    def _ours(self, seq: int) -> Iterator[Contestant]:
-        for check, mesh in self.meshes.items():
-            for scheme, layouts in LAYOUTS.items():
-                yield from (_ours(f"{scheme}/{layout}/{check}", mesh, scheme, layout, seq) for layout in layouts)
-
-    def _unmasked(self, seq: int) -> Iterator[Contestant]:
-        for scheme, layout in BALANCED.items():
-            yield _ours(f"{scheme}/{layout}/off/full", self.meshes["off"], scheme, layout, seq, causal=False)
-
-    def _one_rank(self, seq: int) -> Iterator[Contestant]:
-        yield from (_ours(f"{scheme}/one rank", self.single, scheme, "contiguous", seq) for scheme in SCHEMES)
-
-    def _rivals(self) -> Iterator[Contestant]:
-        for name, (attend, missing) in self._peers.items():
-            ring = name.startswith("torch")
-            layout = "zigzag" if ring else "contiguous"
-            yield Contestant(name, attend, layout, self.world.size, heads_first=ring, missing=missing)
 
     def _find_peers(self) -> Iterator[tuple[str, tuple[Attend | None, str]]]:
         for rotation in ROTATIONS:

@@ -35,7 +35,7 @@ class Heat:
 
     def __init__(self, field: Field, setting: Setting, seq: int) -> None:
         self.world = field.world
-        self.contestants = field.contestants(seq, extras=setting.extras(seq))
+        self.contestants = list(field.contestants(seq, extras=setting.extras(seq)))
         self._seq = seq
         self._whole = problem.draw(setting, seq)
         self._parts: dict[tuple[str, int, bool], Part] = {}
