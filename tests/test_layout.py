@@ -25,11 +25,11 @@ ROOMS = (
     ("nn", "cost"),
     ("llama", "planning"),
     ("__init__",),
-    ("testing",),
     ("measuring",),
     ("doctor",),
     ("inference",),
     ("__main__",),
+    ("testing",),
 )
 """Every module or folder of sp_core. Each may import from the lines above its own, and from itself."""
 
@@ -125,6 +125,8 @@ def test_imports_go_one_way() -> None:
         ("sp_core/schemes/ring.py", "from sp_core import Mesh"),
         ("sp_core/mask/runs.py", "from ..collectives import maps"),
         ("sp_core/nn/layers.py", "from sp_core.testing import given"),
+        ("sp_core/inference.py", "from sp_core.testing import run_threads"),
+        ("sp_core/launch/watch.py", "from sp_core.sharding import Sharding"),
         ("sp_core/errors.py", "from sp_core import machine"),
         ("sp_core/novelty.py", ""),
     ],
@@ -147,6 +149,18 @@ def test_the_reference_knows_only_torch() -> None:
     assert foreign_to_reference(read("tests/oracle")) == []
     planted = {"tests/oracle/reference/dense.py": "from sp_core.attention import local_attention"}
     assert foreign_to_reference(planted) == ["tests/oracle/reference/dense.py imports sp_core.attention.local_attention"]
+
+
+def beyond_the_library(sources: dict[str, str]) -> list[str]:
+    """Return what files import beside the standard library and the launcher."""
+    names = [(path, name) for path, text in sources.items() for name in imported(path, text)]
+    own = (*sys.stdlib_module_names, "sp_core")
+    return [f"{path} imports {name}" for path, name in names if name.split(".")[0] not in own]
+
+
+def test_the_launcher_needs_the_standard_library_only() -> None:
+    assert beyond_the_library(read("sp_core/launch")) == []
+    assert beyond_the_library({"sp_core/launch/watch.py": "import numpy"}) == ["sp_core/launch/watch.py imports numpy"]
 
 
 def succeeds_alone(program: str) -> None:
