@@ -23,7 +23,6 @@ from sp_core.collectives import execution
 from sp_core.communicator import Communicator
 from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
-from sp_core.tuning import decide
 
 Refresh = Callable[[], object] | None
 """How to bring an input into a flat vector again; None where the vector is the memory of the input."""
@@ -134,6 +133,8 @@ class Map(ABC):
             return name
         if comm.tuning is None or comm.device.type != "cpu" or self.name not in comm.tuning.times:
             return "mpi" if comm.window is None else "window"
+        from sp_core.tuning import decide
+
         among = usable(comm.nodes, self.name, window=comm.window is not None)
         return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
 
