@@ -152,9 +152,9 @@ class _AlongDim(Map):
     offset: int = field(default=0, kw_only=True)
 
     @property
-    @abstractmethod
     def received(self) -> int:
         """Length of the result along `dim`."""
+        return self.sizes[(self.comm.rank - self.offset) % self.comm.size]
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
@@ -191,10 +191,6 @@ class ReduceScatter(_AlongDim):
     def transpose(self) -> Map:
         return AllGather(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
-    @property
-    def received(self) -> int:
-        return self.sizes[self.comm.rank]
-
 
 @dataclass(frozen=True)
 class Shift(_AlongDim):
@@ -206,10 +202,6 @@ class Shift(_AlongDim):
     def transpose(self) -> Map:
         moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
         return replace(self, offset=-self.offset, sizes=moved)
-
-    @property
-    def received(self) -> int:
-        return self.sizes[(self.comm.rank - self.offset) % self.comm.size]
 
 
 @dataclass(frozen=True)
