@@ -19,10 +19,11 @@ from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
 from sp_core.transport.counter import SharedCounter, make_counter
-from sp_core.tuning import Tuning
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from sp_core.tuning import Tuning
 
 Check = Literal["agree", "off"]
 MAX_TAG = 32767

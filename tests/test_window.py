@@ -86,12 +86,14 @@ def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def right(slots: int) -> bool:
         for module in (programs, window_cases):
             monkeypatch.setattr(module, "SLOTS", slots)
+        programs.in_window.cache_clear()
         played = (Node(3, 8, torch.float32, seed).play(long, inputs) for seed in range(10))
         wanted = [window_cases.in_rank_order(given_) for given_ in inputs]
         return all(torch.equal(x, total) for found in played for total, xs in zip(wanted, found, strict=True) for x in xs)
 
     assert right(SLOTS)
     assert not right(SLOTS - 1)
+    programs.in_window.cache_clear()
 
 
 @pytest.mark.explore

@@ -133,7 +133,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
             raise ShapeError(
                 f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
             )
-    if len(set(dims)) < len(dims):
+    if len(dims) == 2 and dims[0] == dims[1]:
         raise ShapeError(f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. Pass two different dims.")
     _check_algorithm(kind.map.name, given["algorithm"], comm, deterministic=given.get("deterministic", False))
     if kind.cut:

@@ -23,7 +23,6 @@ from sp_core.collectives import execution
 from sp_core.communicator import Communicator
 from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
-from sp_core.tuning import decide
 
 Refresh = Callable[[], object] | None
 """How to bring an input into a flat vector again; None where the vector is the memory of the input."""
@@ -134,6 +133,8 @@ class Map(ABC):
             return name
         if comm.tuning is None or comm.device.type != "cpu" or self.name not in comm.tuning.times:
             return "mpi" if comm.window is None else "window"
+        from sp_core.tuning import decide
+
         among = usable(comm.nodes, self.name, window=comm.window is not None)
         return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
 
@@ -151,9 +152,9 @@ class _AlongDim(Map):
     offset: int = field(default=0, kw_only=True)
 
     @property
-    @abstractmethod
     def received(self) -> int:
         """Length of the result along `dim`."""
+        return self.sizes[(self.comm.rank - self.offset) % self.comm.size]
 
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
@@ -190,10 +191,6 @@ class ReduceScatter(_AlongDim):
     def transpose(self) -> Map:
         return AllGather(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
-    @property
-    def received(self) -> int:
-        return self.sizes[self.comm.rank]
-
 
 @dataclass(frozen=True)
 class Shift(_AlongDim):
@@ -205,10 +202,6 @@ class Shift(_AlongDim):
     def transpose(self) -> Map:
         moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
         return replace(self, offset=-self.offset, sizes=moved)
-
-    @property
-    def received(self) -> int:
-        return self.sizes[(self.comm.rank - self.offset) % self.comm.size]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def broadcast(rank: int, size: int, count: int, root: int) -> Program:
     """Receive from the parent, then serve the children, those with the largest families first."""
     number, whole = (rank - root) % size, range(count)
     have = inp(whole) if rank == root else out(whole)
-    steps = [Step((), (Message(_rank(_parent(number), size, root), have),))] if number else []
+    steps = [Step((), (Message(_rank(number & (number - 1), size, root), have),))] if number else []
     steps += [Step((Message(_rank(child, size, root), have),)) for child in reversed(_children(number, size))]
     return program(steps)
 
@@ -40,17 +40,12 @@ def reduce(rank: int, size: int, count: int, root: int) -> Program:
         steps.append(Step((), (received,), (Combine(total, (have, landed)),)))
         have = total
     if number:
-        steps.append(Step((Message(_rank(_parent(number), size, root), have),)))
+        steps.append(Step((Message(_rank(number & (number - 1), size, root), have),)))
     return program(steps, more * count if children else 0)
 
 
 def _rank(number: int, size: int, root: int) -> int:
     return (number + root) % size
-
-
-def _parent(number: int) -> int:
-    """Return the number without its lowest bit."""
-    return number & (number - 1)
 
 
 def _children(number: int, size: int) -> list[int]:

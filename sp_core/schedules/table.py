@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
-from sp_core.schedules import binomial, bruck, hierarchical, pairwise, recursive, ring
 from sp_core.schedules.operation import Operation
 from sp_core.schedules.program import Program, Step, copy, inp, out, program
 from sp_core.schedules.window import in_window
 
+
+def _module(name: str) -> Any:
+    """Import the algorithms of a file when one of them is used."""
+    return import_module(f"sp_core.schedules.{name}")
+
+
 _BUILDERS: dict[str, dict[str, Callable[[Operation], Program]]] = {
     "all_gather": {
-        "ring": lambda t: ring.all_gather(t.rank, t.recv),
-        "bruck": lambda t: bruck.all_gather(t.rank, t.recv),
-        "recursive_doubling": lambda t: recursive.all_gather(t.rank, t.recv),
+        "ring": lambda t: _module("ring").all_gather(t.rank, t.recv),
+        "bruck": lambda t: _module("bruck").all_gather(t.rank, t.recv),
+        "recursive_doubling": lambda t: _module("recursive").all_gather(t.rank, t.recv),
     },
     "reduce_scatter": {
-        "ring": lambda t: ring.reduce_scatter(t.rank, t.send, None),
-        "segmented_ring": lambda t: ring.reduce_scatter(t.rank, t.send, t.segment),
-        "pairwise": lambda t: pairwise.reduce_scatter(t.rank, t.send, t.segment),
+        "ring": lambda t: _module("ring").reduce_scatter(t.rank, t.send, None),
+        "segmented_ring": lambda t: _module("ring").reduce_scatter(t.rank, t.send, t.segment),
+        "pairwise": lambda t: _module("pairwise").reduce_scatter(t.rank, t.send, t.segment),
     },
     "all_reduce": {
-        "ring": lambda t: ring.all_reduce(t.rank, t.size, t.elements, None),
-        "segmented_ring": lambda t: ring.all_reduce(t.rank, t.size, t.elements, t.segment),
-        "recursive_doubling": lambda t: recursive.all_reduce(t.rank, t.size, t.elements),
-        "rabenseifner": lambda t: recursive.rabenseifner(t.rank, t.size, t.elements),
-        "pairwise": lambda t: pairwise.all_reduce(t.rank, t.size, t.elements, t.segment),
-        "hierarchical": lambda t: hierarchical.all_reduce(t.rank, t.size, t.elements, t.nodes),
+        "ring": lambda t: _module("ring").all_reduce(t.rank, t.size, t.elements, None),
+        "segmented_ring": lambda t: _module("ring").all_reduce(t.rank, t.size, t.elements, t.segment),
+        "recursive_doubling": lambda t: _module("recursive").all_reduce(t.rank, t.size, t.elements),
+        "rabenseifner": lambda t: _module("recursive").rabenseifner(t.rank, t.size, t.elements),
+        "pairwise": lambda t: _module("pairwise").all_reduce(t.rank, t.size, t.elements, t.segment),
+        "hierarchical": lambda t: _module("hierarchical").all_reduce(t.rank, t.size, t.elements, t.nodes),
     },
-    "all_to_all": {"pairwise": lambda t: pairwise.all_to_all(t.rank, t.send, t.recv)},
-    "broadcast": {"binomial": lambda t: binomial.broadcast(t.rank, t.size, t.elements, t.root)},
-    "reduce": {"binomial": lambda t: binomial.reduce(t.rank, t.size, t.elements, t.root)},
+    "all_to_all": {"pairwise": lambda t: _module("pairwise").all_to_all(t.rank, t.send, t.recv)},
+    "broadcast": {"binomial": lambda t: _module("binomial").broadcast(t.rank, t.size, t.elements, t.root)},
+    "reduce": {"binomial": lambda t: _module("binomial").reduce(t.rank, t.size, t.elements, t.root)},
     "shift": {},
 }
 
@@ -56,11 +63,13 @@ IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms whose sums are bitwise those of a loop over the ranks."""
 
 
-@lru_cache(maxsize=256)
 def program_of(operation: Operation, algorithm: str) -> Program:
     """Return what a rank does. A program depends on its operation alone, so it is computed once."""
-    if algorithm == "window":
-        return in_window(operation)
+    return in_window(operation) if algorithm == "window" else _of_messages(operation, algorithm)
+
+
+@lru_cache(maxsize=64)
+def _of_messages(operation: Operation, algorithm: str) -> Program:
     if operation.size == 1 and operation.reduces:
         return program([Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))])
     return _BUILDERS[operation.op][algorithm](operation)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 
 from sp_core.schedules.operation import Operation
@@ -53,6 +54,7 @@ Stages = Iterator[tuple[Stage, ...]]
 """For each chunk, its stages in order."""
 
 
+@lru_cache(maxsize=256)
 def in_window(t: Operation) -> Program:
     """Return what a rank does."""
     chunks = list(_BUILDERS[t.op](t))
