@@ -42,14 +42,21 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
 
     if kind == "cpu":
         return torch.device("cpu")
-    local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    count = torch.cuda.device_count()
-    if local.size > count and not (share_gpu and count):
-        raise SystemExit(f"{local.size} ranks on a node with {count} GPUs. Pass --share-gpu to let several ranks use one.")
-    chosen = torch.device("cuda", local.rank % count)
+    local, count = world.Split_type(MPI.COMM_TYPE_SHARED), torch.cuda.device_count()
+    chosen = torch.device("cuda", local.rank % max(count, 1))
+    gpus = {gpu for gpu in local.allgather(_uuid(chosen) if count else None) if gpu}
+    if local.size > len(gpus) and not (share_gpu and gpus):
+        raise SystemExit(f"{local.size} ranks on a node with {len(gpus)} GPUs. Pass --share-gpu to let several ranks use one.")
     local.Free()
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _uuid(device: torch.device) -> str:
+    """Return what tells a GPU from all others, also of other nodes: under Slurm each rank may see one GPU, and call it cuda:0."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
@@ -64,7 +71,7 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
     from mpi4py import MPI
 
     cuda = device.type == "cuda"
-    devices = set(world.allgather(str(device)))
+    devices = set(world.allgather(_uuid(device) if cuda else str(device)))
     vendor, numbers = MPI.get_vendor()
     threads = torch.get_num_threads()
     return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +129,6 @@ class Questions:
                 progress.of_this_rank().keep(self._open)
                 raise
         return not self._open
-
-
-def leave(comm: Intracomm, name: str) -> None:
-    """Tell the other ranks, in their next comparison, that this one has left because of an error. Do not wait for them."""
-    with suppress(Exception):  # the error that made it leave says more
-        progress.of_this_rank().keep([Question(comm, f"an error made it leave {name}", state=State.FAILS)])
 
 
 def _hash(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
@@ -97,6 +97,7 @@ class Communicator(NotCopied):
         self.counters = Counters()
         self.scratch = Scratch(self.device)
         self._pending: list[Handle] = []
+        self._declined: list[agreement.Question] = []
         self._progress = progress.of_this_rank()
         self._tags = self._numbers = 0
         self._freed = False
@@ -254,7 +255,9 @@ class Communicator(NotCopied):
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed."""
         if self._freed:
-            raise self._closed()
+            raise RankError(
+                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block."
+            )
 
     def ask_to_free(self) -> list[agreement.Question]:
         """Start to compare whether every rank is about to free this communicator."""
@@ -274,7 +277,7 @@ class Communicator(NotCopied):
         try:
             if not is_agreed:
                 wait(agreement.Questions(self.ask_to_free()), self.poll)
-            for handle in self._pending:
+            for handle in (*self._pending, *self._declined):
                 wait(handle, self.poll)
         except RankError:
             self.abandon()
@@ -285,9 +288,16 @@ class Communicator(NotCopied):
 
     def abandon(self) -> None:
         """Stop using this communicator because of an error. Tell ranks that compare calls on it, and wait for none."""
-        if self.is_made and not self._freed:
-            agreement.leave(self._control, self.name)
+        if self.is_made:
+            self.decline(f"an error made it leave {self.name}")
         self._leave(together=False)
+
+    def decline(self, why: str) -> None:
+        """Make the next comparison of the other ranks an error, without waiting for them."""
+        if not self._freed:
+            with suppress(Exception):  # the error that is the reason says more
+                self._declined.append(agreement.Question(self._control, why, state=agreement.State.FAILS))
+                self._progress.keep(self._declined[-1:])
 
     def _leave(self, *, together: bool) -> None:
         made, self._freed = self.is_made and not self._freed, True
@@ -307,9 +317,6 @@ class Communicator(NotCopied):
             self.free()
         else:
             self.abandon()
-
-    def _closed(self) -> RankError:
-        return RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block.")
 
 
 class Reordered(Communicator):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.contests import gpu
 from benchmarks.contests.gpu import link_seconds, rows, slicing
+from benchmarks.machine import device
 from sp_core.testing import run_threads
 
 CPU = torch.device("cpu")
@@ -78,3 +81,33 @@ def test_the_table_shows_launches_that_failed(tmp_path: Any) -> None:
     list(gpu.show(Console(file=out, width=120), {"kind": "cuda", "launches": [good, broken]}))
     for text in ("pipelined", "reached", "device: it says no", "P = 4: failed: exit code 1", "1.50 times as long"):
         assert text in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seen", "share", "numbers"),
+    [
+        (["a b", "a b"], False, [0, 1]),
+        (["a", "b"], False, [0, 0]),  # as `--gpus-per-task` has it: every rank sees one
+        (["a", "a"], True, [0, 0]),
+        (["a", "a"], False, None),
+        (["", ""], True, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_uuid(
+    seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one node see some GPUs each, and each takes one that no other has, unless they share."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[rank].split()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=seen[rank].split()[d.index]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def taken(place: int) -> str | None:
+        names = seen[place].split()
+        return names[place % len(names)] if names else None
+
+    local: Any = SimpleNamespace(size=2, rank=0, Free=lambda: None, allgather=lambda own: [taken(0), taken(1)])
+    world: Any = SimpleNamespace(Split_type=lambda kind: local)
+    for rank in range(2):
+        local.rank = rank
+        with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
+            assert device("cuda", world, share_gpu=share).index == (numbers or [None, None])[rank]

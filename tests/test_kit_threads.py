@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit.failing import failure_of
 
 from sp_core.testing import run_threads, spmd
@@ -17,6 +18,11 @@ pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
 def test_results_come_in_rank_order() -> None:
     assert run_threads(16, lambda comm: (comm.rank, comm.size)) == [(rank, 16) for rank in range(16)]
+
+
+def test_each_rank_goes_backward_in_its_own_thread() -> None:
+    assert run_threads(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_a_failure_names_its_rank() -> None:

@@ -131,6 +131,21 @@ def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: 
         assert sp.all_reduce(torch.ones(1), comm=mesh["ring"]).item() == comm.size
 
 
+@pytest.mark.parametrize("wrong", [("ring", "tp"), ("ring", "missing"), ("ring",), None])
+@spmd(4)
+def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(comm: Any, wrong: Any) -> None:
+    """On one rank, whose error its partners hear of; then on all, after which the mesh still works."""
+    lengths = {"tp": 1, "ring": 2, "ulysses": 2}
+    with pytest.raises((sp.ShapeError, sp.PeerFailed)) as caught, sp.Mesh(comm, **lengths) as mesh:
+        hybrid(axes=wrong)(mesh, comm.rank == 0)
+    assert isinstance(caught.value, sp.ShapeError) == (comm.rank == 0)
+    assert "axes=" in str(caught.value) or comm.rank
+    with sp.Mesh(comm, **lengths) as mesh:
+        with pytest.raises(sp.ShapeError, match="Name two axes of the mesh"):
+            hybrid(axes=wrong)(mesh, True)
+        hybrid(axes=("ring", "ulysses"))(mesh, True)
+
+
 @spmd(4, 6)
 def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
     """Also that of no axes. Asking sends nothing; a rank alone can use the latter."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 from torch import Tensor
 
@@ -95,10 +96,17 @@ def hybrid_attention(
 
 
 def _product(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None) -> Communicator:
-    """Return the communicator of both axes. Wrong axes are an error on all ranks of the mesh."""
+    """Return the communicator of both axes. Refuse wrong axes.
+
+    On a mesh of more than two axes a rank with wrong axes cannot know on which two the others wait, so it tells all of them.
+    """
     check_type("mesh", mesh, Mesh, "Pass the mesh itself, which has both axes.")
     names = list(axes) if isinstance(axes, Sequence) else []
     fits = len(names) == 2 and names[0] != names[1] and all(axis in list(mesh.axes) for axis in names) and ulysses in names
+    if not fits and len(mesh.axes) > 2:
+        for pair in combinations(mesh.axes, 2):
+            mesh[pair].decline(f"{axes=}, {ulysses=}")
+        _refuse(mesh, axes, ulysses, comm)
     product = mesh[axes] if fits else mesh[tuple(mesh.axes)]
     if not fits or (comm is not None and comm is not product):
         product.agree_on(partial(_refuse, mesh, axes, ulysses, comm))

@@ -90,6 +90,10 @@ class _Rank(threading.Thread):
     def run(self) -> None:
         """Run the body, then end the example."""
         remarks.enter(self._sink)
+        if (
+            "torch" in sys.modules
+        ):  # all backward passes on a GPU share one thread of torch, in which one rank would wait for another
+            sys.modules["torch"].autograd.set_multithreading_enabled(False)  # in this thread alone
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
             self.outcome = self._family.finish(self.outcome)[self.number]

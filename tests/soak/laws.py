@@ -8,7 +8,7 @@ _MEETING = (
     *("collectives", "algorithms", "plans", "window", "staged", "overlap", "mesh", "autograd", "tp_sp", "schemes", "scheme_laws"),
     *("loss", "link", "kit_comm", "kit_engine", "kit_requests"),
 )
-_ALONE = (*("sharding", "mask", "rope", "attention", "transfer", "scheduling", "errors", "kit_threads"),)
+_ALONE = (*("sharding", "mask", "rope", "attention", "operation", "scheduling", "errors", "kit_threads"),)
 FILES = tuple(f"tests/test_{name}.py" for name in (*_ALONE, *_MEETING))
 THREADS_ONLY = tuple(f"tests/test_{name}.py" for name in _ALONE)
 """What is the same under mpiexec, or takes most of its time there."""
