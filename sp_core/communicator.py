@@ -255,9 +255,7 @@ class Communicator(NotCopied):
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed."""
         if self._freed:
-            raise RankError(
-                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with Mesh(...)` block."
-            )
+            raise RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with` block.")
 
     def ask_to_free(self) -> list[agreement.Question]:
         """Start to compare whether every rank is about to free this communicator."""

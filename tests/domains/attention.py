@@ -13,7 +13,7 @@ from oracle.strategies import DTYPES, LAYOUTS, LISTED, STORAGES, AttentionProble
 
 import sp_core as sp
 from domains import situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Draw, Parts, Subject, Values, spans, values
 from domains.situations import COMMUNICATOR, SITUATIONS
 from sp_core.schemes import SCHEMES
 
@@ -35,6 +35,7 @@ def lengths() -> Parts:
         "fewer than ranks": lambda c, v: c.randint(0, size_of(v) - 1),
         "0": lambda c, v: 0,
         "above 100": lambda c, v: c.randint(101, 140),
+        "thousands": lambda c, v: c.randint(1600, 1800),
     }
 
 
@@ -72,18 +73,25 @@ def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
     return max(2, max(1, drawn["q.seq_len"] // size_of(drawn)) * chance.randint(*shards) // 4)
 
 
+def several(low: int, high: int) -> dict[str, Draw]:
+    """A part of large numbers, of which a long sequence gets the least."""
+    return {f"{low} to {high}": lambda c, v: low if v.get("q.seq_len", 0) > 1000 else c.randint(low, high)}
+
+
 COMMON: dict[str, Parts] = {
     "q.seq_len": lengths(),
-    "q.batch": spans((1, 1), (2, 3)),
+    "q.batch": spans((1, 1), (2, 3)) | several(4, 17),
     "q.head_dim": spans((2, 16), (1, 1), (17, 64), (65, 128), (129, 256), (257, 300)),
     "q.dtype": values(*DTYPES),
     "q.memory": values(*STORAGES),
     "q.magnitude": values(*MAGNITUDES),
-    "q.group": spans((1, 1), (2, 3), (7, 9)),
-    "k.heads": spans((2, 4), (1, 1), (5, 9)),
+    "q.group": spans((1, 1), (2, 3), (7, 9)) | several(10, 17),
+    "k.heads": spans((2, 4), (1, 1), (5, 9)) | several(10, 33),
     "k.gradients": {
         "all": lambda c, v: (True, True, True),
-        "some": lambda c, v: c.choice([(True, False, False), (False, True, False), (False, True, True)]),
+        "q": lambda c, v: (True, False, False),
+        "k": lambda c, v: (False, True, False),
+        "k and v": lambda c, v: (False, True, True),
         "none": lambda c, v: (False, False, False),
     },
     "v.values": values("normal", "constant", "cancelling"),
@@ -201,8 +209,8 @@ def by_hand(*given: Any, **named: Any) -> Any:
 
 INNER: Parts = {"default": lambda c, v: sp.local_attention, "the user's own": lambda c, v: by_hand}
 GRID: dict[str, Parts] = {
-    "mesh.ring": spans((2, 2), (1, 1), (3, 3)),
-    "mesh.ulysses": spans((2, 2), (1, 1), (3, 3)),
+    "mesh.ring": spans((2, 2), (1, 1), (3, 3), (4, 5)),
+    "mesh.ulysses": spans((2, 2), (1, 1), (3, 3), (4, 5)),
     "mesh.axes": values("two", "three"),
     "mesh.order": values("sorted", "reversed"),
     "axes": values("the mesh's order", "not the mesh's order"),

@@ -16,7 +16,7 @@ from domains import situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.situations import COMMUNICATOR
 from sp_core.collectives.build import MOVABLE, SUMMABLE
-from sp_core.schedules import ALGORITHMS
+from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.sharding import split_sizes
 
 SUMS = ("reduce_scatter", "all_reduce", "all_reduce_", "reduce", "reduce_from_group", "copy_to_group", "copy_all_to_group")
@@ -256,9 +256,12 @@ def subjects() -> Iterator[Subject]:
                     situations.ranks,
                     allowed=allowed,
                     own_results=OWN.get(op, ("one dim more",)),
+                    together=tuple(MANY | {"algorithm": way} for way in SCHEDULED.get(name, ())),
                 )
 
 
+MANY = {"comm.ranks": "9 to 17"}
+"""In every run each algorithm meets more ranks than a power of two, or four bits, can number."""
 OWN = {"copy_to_group": ("another dtype", "longer at the end", "one dim more")}
 """What is copied is not sent."""
 

@@ -215,9 +215,11 @@ ALIKE_INSIDE = {
     "groups.ulysses": "ring",
     "problem.q.seq_len": "halves uneven",
     "problem.kv_sharding": "other",
-    "problem.k.gradients": "some",
 }
 """Shards of queries and keys are of equal lengths in some of the groups that exchange heads, and not in others."""
+SOME = ({"problem.k.gradients": some} for some in ("q", "k", "k and v"))
+"""Which gradients travel depends on which are wanted."""
+ALONE = {"ulysses_rank.mesh.ulysses": "1"}
 
 SUBJECTS = [
     Subject(
@@ -236,7 +238,10 @@ SUBJECTS += [
         GRID | FORMULA,
         gridded,
         grid_ranks,
-        together=(*({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")), ALIKE_INSIDE),
+        together=(
+            *({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")),
+            *(inside | some for some in SOME for inside in (ALIKE_INSIDE, ALONE)),
+        ),
     ),
     Subject("cost.tp_sp", LAYERS, layers, lambda drawn: int(drawn["rank.comm.ranks"])),
     Subject("cost.Traffic", TRAFFIC, added, lambda drawn: 1),

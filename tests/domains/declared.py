@@ -117,7 +117,17 @@ class Subject:
         return {factor: [part for part in parts if (factor, part) not in SLOW] for factor, parts in self.factors.items()}
 
 
-SLOW = {("(call)", "10th"), ("(call)", "100th")}
+SLOW = {
+    *(("(call)", "10th"), ("(call)", "100th"), ("comm.ranks", "9 to 17"), ("q.seq_len", "thousands")),
+    *(
+        ("mesh.ring", "4 to 5"),
+        ("mesh.ulysses", "4 to 5"),
+        ("q.batch", "4 to 17"),
+        ("q.group", "10 to 17"),
+        ("k.heads", "10 to 33"),
+    ),
+}
+"""Parts that cost much, which are drawn in rows of their own."""
 
 
 def values(*items: Any) -> Parts:

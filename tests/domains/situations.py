@@ -42,7 +42,10 @@ def situations(*carried: str) -> dict[str, Parts]:
 
 
 SITUATIONS = situations("host in parts", "staged", "pipelined")
-COMMUNICATOR: dict[str, Parts] = {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8)), "comm.axes": values(*AXES)}
+COMMUNICATOR: dict[str, Parts] = {
+    "comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8), (9, 17)),
+    "comm.axes": values(*AXES),
+}
 
 
 def lengths(drawn: Values) -> dict[str, int]:
