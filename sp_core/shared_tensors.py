@@ -86,11 +86,10 @@ def fence(*, comm: Communicator) -> None:
     comm.fence()
 
 
-def _check(shape: Sequence[int], dtype: torch.dtype) -> int:
+def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
     arguments.check(shape=shape)
     arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
     if len(shape) > MAX_DIMS or any(length < 0 for length in shape):
         raise ShapeError(f"shape {tuple(shape)} was given; at most {MAX_DIMS} lengths >= 0 are needed. Reshape the tensor.")
     if dtype.is_complex:
         raise DtypeError(f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of them.")
-    return 0

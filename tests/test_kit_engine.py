@@ -155,7 +155,7 @@ def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(monkeypat
         return int(profiles.chosen(None, own).max_examples)
 
     assert (number("pr", None), number("pr", 30), number("quick", 30)) == (60, 30, 30)
-    assert (number("brief", None), number("brief", 30), number("brief", 4)) == (10, 5, 3)
+    assert (number("brief", None), number("brief", 30), number("brief", 4)) == (6, 3, 3)
     most = number("explore", None)
     assert number("explore", 30) == max(30, 30 * most // 60)
 

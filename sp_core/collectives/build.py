@@ -171,13 +171,12 @@ def check_tensor(x: Tensor, comm: Communicator) -> None:
         raise ShapeError(f"a tensor of layout {x.layout} was given; a dense one is needed. Pass x.to_dense().")
 
 
-def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> int:
-    """Raise if an all-reduce cannot take one of the tensors. Return 0."""
+def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    """Raise if an all-reduce cannot take one of the tensors."""
     arguments.check(tensors=tensors)
     for x in tensors:
         check_tensor(x, comm)
         _check_dtype(x, SUMMABLE)
-    return 0
 
 
 def _check_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

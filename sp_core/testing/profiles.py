@@ -17,7 +17,7 @@ SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.larg
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
-    "brief": {"derandomize": True, "max_examples": 10, "database": None},  # these two also of a test that says how many it wants
+    "brief": {"derandomize": True, "max_examples": 6, "database": None},  # these two also of a test that says how many it wants
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
     "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
 }

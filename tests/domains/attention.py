@@ -35,7 +35,7 @@ def lengths() -> Parts:
         "fewer than ranks": lambda c, v: c.randint(0, size_of(v) - 1),
         "0": lambda c, v: 0,
         "above 100": lambda c, v: c.randint(101, 140),
-        "thousands": lambda c, v: c.randint(1600, 1800),
+        "thousands": lambda c, v: c.randint(1050, 1150),
     }
 
 
