@@ -28,7 +28,7 @@ def in_order(axes: Axes, names: Names) -> Names:
 
 
 def numbered(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Number nodes from 0 in the order of their lowest ranks."""
+    """Return the number of each node, from 0 in the order of their lowest ranks."""
     order = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     return tuple(order[node] for node in nodes)
 

@@ -238,7 +238,7 @@ class Communicator(NotCopied):
         return ()
 
     def numbered(self) -> Callable[[str], object]:
-        """Number an object that the ranks make in one order and use later, such as a plan or a call that has a backward.
+        """Give a number to an object that the ranks make in one order and use later, such as a plan or a backward.
 
         Returns:
             A function to call with what is about to be done, such as "the backward of all_reduce". Unless the communicator was

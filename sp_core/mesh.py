@@ -102,11 +102,10 @@ class Mesh(NotCopied):
             raise
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        """Return the communicator along one axis, or along several, of which the last one varies fastest. No axis means this rank
-        alone.
+        """Return the communicator along one axis, or along several, of which the last one varies fastest.
 
-        Nothing is sent. Products in the order of the mesh are there from the beginning. One in another order is made in its first
-        use, which is a call of all its ranks like any other.
+        No axis means this rank alone. Nothing is sent. Products in the order of the mesh are there from the beginning. One in
+        another order is made in its first use, which is a call of all its ranks like any other.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.

@@ -22,8 +22,9 @@ from sp_core.transport.window import MAX_DIMS
 
 
 def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Make a tensor in memory that all ranks of a communicator see. Without a window (`comm.window` is None) it is an ordinary
-    tensor.
+    """Make a tensor in memory that all ranks of a communicator see.
+
+    Without a window (`comm.window` is None) it is an ordinary tensor.
 
     Args:
         shape: may differ by rank; at most 16 dimensions.

@@ -1,5 +1,7 @@
-"""Model folders in Hugging Face's format. Each rank reads its own slices of the tensors in `*.safetensors`; nothing is unpickled.
-A folder is written from any mesh, whole or not at all."""
+"""Model folders in Hugging Face's format. Nothing is unpickled.
+
+Each rank reads its own slices of the tensors in `*.safetensors`. A folder is written from any mesh, whole or not at all.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plan blocks of attention work from positions and a mask: full and causal blocks for fused kernels, thin partial ones for the
-rest.
-"""
+"""Plan blocks of attention work from positions and a mask: full and causal ones for fused kernels, thin partial ones for others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Layers whose weights are split over the ranks of a group. Between two splits the activations of a token are held alike by all
-ranks, or, as Megatron's TP-SP has it, by one of them:
+"""Layers whose weights are split over the ranks of a group.
+
+Between two splits all ranks hold the activations of a token, or, with Megatron's TP-SP, one of them does:
 
     copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)       x (B, S, E) on every rank
     all_gather(x_r) W_r^T   ->  this rank's features  ->  reduce_scatter(y_r W_r^T)          x_r (B, S/P, E)

@@ -1,5 +1,7 @@
-"""Who computes what, and when, decided from plain integers before anything is computed: sequences of unequal length onto ranks,
-and micro-batches through the stages of a pipeline. No communication here; `sp_core.llama` carries these plans out."""
+"""Decide which rank computes what, and when: sequences of unequal length on ranks, micro-batches on the stages of a pipeline.
+
+Plans are made of integers, without communication. `sp_core.llama` carries them out.
+"""
 
 from sp_core.scheduling.pictures import picture
 from sp_core.scheduling.pipeline import Slot, Timeline, bubble_share, gpipe, one_forward_one_backward, prefill_only, timeline

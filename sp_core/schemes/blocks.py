@@ -26,9 +26,7 @@ def reads_in_place(comm: Communicator, op: str) -> bool:
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield (step, block, its k and v (B, S_block, K, D)) around the ring, this rank's own block first. None marks a block not
-    received.
-    """
+    """Yield (step, block, its k and v (B, S_block, K, D)), this rank's own block first. None marks a block not received."""
     if reads_in_place(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
     return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])

@@ -70,16 +70,16 @@ class CheckedGroup:
         raise_for_peers(error, self._lockstep.carrier.drive(finish, "has ended", ending=True))
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """torch's `all_reduce`."""
+        """Call torch's `all_reduce`."""
         self._agree(lambda: dist.all_reduce(tensor, op, self._group), "all_reduce", _size(tensor), f"op={getattr(op, 'name', op)}")
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        """torch's `all_gather_into_tensor`."""
+        """Call torch's `all_gather_into_tensor`."""
         _require(output_tensor.numel() == input_tensor.numel() * self.size, "all_gather_into_tensor", output_tensor, input_tensor)
         self._agree(lambda: _gather(output_tensor, input_tensor, self._group), "all_gather_into_tensor", _size(input_tensor))
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """torch's `reduce_scatter_tensor`."""
+        """Call torch's `reduce_scatter_tensor`."""
         _require(output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input)
         self._agree(
             lambda: _reduce_scatter(output, input, op, self._group),
@@ -95,7 +95,7 @@ class CheckedGroup:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """torch's `all_to_all_single`. The sizes that ranks send must be those that the others expect."""
+        """Call torch's `all_to_all_single`. The sizes that ranks send must be those that the others expect."""
         sends = self._parts(input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes))
         receives = self._parts(output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes))
         text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
@@ -104,16 +104,16 @@ class CheckedGroup:
         self._lockstep.call(made, lambda: dist.all_to_all_single(output, input, came, went, self._group))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """torch's `broadcast`; `src` is a rank of the whole world."""
+        """Call torch's `broadcast`; `src` is a rank of the whole world."""
         self._agree(lambda: dist.broadcast(tensor, src, self._group), "broadcast", _size(tensor), f"src={src}")
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """torch's `send`. At the same time one rank calls `recv`, and all others `stand_by`."""
+        """Call torch's `send`. At the same time one rank calls `recv`, and all others `stand_by`."""
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
         self._point_to_point(f"to {dst}, {_size(tensor)}", lambda: dist.send(tensor, dst, self._group), sends=(message,))
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        """torch's `recv` from a named rank, at the same time as its `send`."""
+        """Call torch's `recv` from a named rank, at the same time as its `send`."""
         message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
         self._point_to_point(f"from {src}, {_size(tensor)}", lambda: dist.recv(tensor, src, self._group), receives=(message,))
 
@@ -122,7 +122,7 @@ class CheckedGroup:
         self._point_to_point("neither", lambda: None)
 
     def barrier(self) -> None:
-        """torch's `barrier`."""
+        """Call torch's `barrier`."""
         self._agree(lambda: dist.barrier(self._group), "barrier")
 
     def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:

@@ -19,7 +19,7 @@ class SharedCounter(Protocol):
     """Gives 0, 1, 2, ... to whichever rank asks next."""
 
     def take(self) -> int:
-        """The next number, which no other rank gets."""
+        """Return the next number, which no other rank gets."""
         ...
 
     def free(self) -> None:
@@ -28,7 +28,7 @@ class SharedCounter(Protocol):
 
 
 def make_counter(comm: Intracomm) -> SharedCounter:
-    """A counter over the ranks of a communicator; every rank calls this. A checked communicator makes one of its own kind."""
+    """Make a counter over the ranks of a communicator. Every rank calls this. A checked communicator makes its own kind."""
     own: SharedCounter | None = observer_of(comm).make_counter()
     return MpiCounter(comm) if own is None else own
 
@@ -55,7 +55,7 @@ class MpiCounter:
         self._window.Lock_all(MPI.MODE_NOCHECK)
 
     def take(self) -> int:
-        """The next number."""
+        """Return the next number."""
         one, got = np.ones(1, np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op(one, got, HOME, 0, self._sum)
         self._window.Flush(HOME)
