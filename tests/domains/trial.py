@@ -70,7 +70,7 @@ class Tried:
         drawn = subject.draw(row, seed)
         self.rows += 1
         try:
-            answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=100)
+            answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=60)
         except (ThreadsHung, RankFailure) as error:
             raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}") from None
         if len({bool(answer) for answer in answers}) > 1:
