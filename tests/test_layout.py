@@ -37,7 +37,7 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 USES_MPI = {"transport", "agreement", "communicator", "mesh", "testing", "doctor", "measuring", "inference"}
 USES_MPI |= {"__main__"}
 REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
-MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 50, 10
+MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 44, 8
 
 
 def read(*folders: str) -> dict[str, str]:
