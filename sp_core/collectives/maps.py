@@ -25,7 +25,7 @@ from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
 
 Refresh = Callable[[], object] | None
-"""How to bring an input into a flat vector again; None where the vector is the memory of the input."""
+"""How to copy an input into a flat vector again, or None if the vector is the memory of the input."""
 
 
 @dataclass(frozen=True)

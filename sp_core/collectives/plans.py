@@ -20,7 +20,7 @@ from sp_core.scratch import Scratch
 from sp_core.transport import Handle
 
 RESIDENT_BYTES = 1 << 14
-"""From so many bytes on, a vector that lives in shared memory is read there: below, a message is there before two flags are."""
+"""From this many bytes on, other ranks read a vector in shared memory in place. A smaller one travels faster as a message."""
 
 
 class Plan:

@@ -93,7 +93,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does.
+    """The steps of one rank.
 
     Args:
         steps: in order. Empty messages are not in it.
@@ -126,18 +126,18 @@ class Program:
 
     @cached_property
     def rewritten(self) -> tuple[int, ...]:
-        """For each step the first one before which its sends must have left, where OUT is other memory than IN."""
+        """For each step, the first step before which its sends must have completed, if OUT is other memory than IN."""
         return _rewritten(self.steps, in_place=False)
 
     @cached_property
     def rewritten_in_place(self) -> tuple[int, ...]:
-        """The same where OUT is IN."""
+        """The same, if OUT is the same memory as IN."""
         return _rewritten(self.steps, in_place=True)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program costs one rank.
+    """The cost of a program for one rank.
 
     Attributes:
         messages: that it sends; in shared memory, regions that it reads from other ranks.

@@ -1,4 +1,4 @@
-"""Which algorithms there are for which collective, and the program of a rank by their names."""
+"""The algorithms of each collective, and the program of a rank by their names."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """The algorithms that have a schedule, by collective."""
 
 ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
-"""What `algorithm=` may say, by collective."""
+"""The values that `algorithm=` takes, by collective."""
 
 SEGMENTS = 16
-"""Into so many segments a piece is cut, which leaves a sixteenth of its time to the first one, that nothing else hides."""
+"""The number of segments of a piece. Only the first one, a sixteenth of the time, overlaps with nothing."""
 
 SEGMENT_BYTES = (1 << 18, 1 << 21)
-"""Bytes of the shortest segment, because each costs a message, and of the longest, because two of them are scratch."""
+"""Bytes of the shortest segment (each costs a message) and of the longest (two of them are scratch)."""
 
 IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms whose sums are bitwise those of a loop over the ranks."""

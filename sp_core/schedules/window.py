@@ -45,7 +45,7 @@ ONE_SHOT_BYTES = 1 << 15
 second step. Measured on two cores."""
 
 IN_PLACE_BYTES = 1 << 20
-"""A chunk of a sum that goes through no slot: there fewer steps, in which ranks wait for each other, count more than a cache."""
+"""Bytes of a chunk of an in-place sum. Here fewer steps, in which ranks wait for each other, gain more than a cache."""
 
 Stage = tuple[Combine, ...]
 """What one chunk needs in one step."""
