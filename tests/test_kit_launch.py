@@ -264,7 +264,7 @@ def test_a_launch_that_takes_too_long_is_killed_with_all_its_processes(tmp_path:
 
 
 HANGING = """
-import sys, time
+import os, sys, time
 from mpi4py import MPI
 
 def wait_for_nobody():
@@ -272,7 +272,7 @@ def wait_for_nobody():
         time.sleep(60)
 
 if __name__ == "__main__":
-    print(sys.argv[1:], __file__, flush=True)
+    os.write(1, f"{sys.argv[1:]} {__file__}\\n".encode())  # in one piece
     wait_for_nobody()
     MPI.COMM_WORLD.Barrier()
 """
@@ -291,6 +291,17 @@ def test_the_stacks_of_a_plain_program_that_hangs_are_told(way: str, tmp_path: P
     assert 'hanging.py", line 12 in <module>' in first
     assert 'hanging.py", line 7 in wait_for_nobody' in second
     assert "watch.py" not in first + second
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(0)"])
+def test_a_rank_that_waits_for_the_others_at_its_end_is_told_apart(end: str) -> None:
+    program = f"from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nif comm.rank == 0: comm.recv(source=1)\n{end}"
+    result = run(["-m", "sp_core", "run", "-n", "2", "--timeout", "4", "--", "python", "-c", program])
+    assert result.returncode == 1, result.stdout
+    assert "died first" not in result.stdout
+    first, second = result.stdout.split("---- rank ")[1:]
+    assert '"<string>", line 3 in <module>' in first
+    assert f"last place: {watch.ENDED}" in second
 
 
 def test_what_a_plain_program_dies_of_is_told() -> None:

@@ -112,7 +112,7 @@ class Deaths:
 
     def story(self, rank: int) -> str:
         """Return what is known of one rank."""
-        stacks = shortened(self._stacks(rank)) or "no stack: the process ended without a chance to write it"
+        stacks = shortened(self._stacks(rank)) or "no stack was written"
         return f"---- rank {rank}: {self._state(rank)}{self._place(rank, chr(10))}\n{stacks}"
 
     def suspects(self) -> list[str]:

@@ -22,6 +22,7 @@ RUN_DIR = "SP_RUN_DIR"
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
 PLACE_BYTES = 512
+ENDED = "the program has ended, and MPI_Finalize waits for the other ranks"
 IN_FLIGHT, RESULT, STARTED = "in-flight.txt", "result.txt", "started.txt"
 
 
@@ -47,6 +48,7 @@ class Watch:
             self.place = mmap.mmap(file.fileno(), PLACE_BYTES)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as it is again in MPI_Finalize, after the interpreter's end
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
         hold_life(self.directory, rank)
         file_of(self.directory, rank, "pid").write_text(str(os.getpid()))  # last: the launcher may send a signal from now on
@@ -194,6 +196,10 @@ def run_program(arguments: list[str]) -> None:
     except Exception as error:
         note(f"raised {error!r}")  # the process may now wait in MPI_Finalize, where it has no stack
         raise
+    except SystemExit:
+        note(ENDED)
+        raise
+    note(ENDED)
 
 
 if __name__ == "__main__":
