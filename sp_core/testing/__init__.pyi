@@ -1,0 +1,17 @@
+from .adjoint import check_adjoint as check_adjoint
+from .adjoint import global_map as global_map
+from .checked import CheckedComm as CheckedComm
+from .checked_group import CheckedGroup as CheckedGroup
+from .engine import given as given
+from .engine import spmd as spmd
+from .remarks import event as event
+from .remarks import features as features
+from .remarks import note as note
+from .remarks import record_ratio as record_ratio
+from .remarks import target as target
+from .run import run_threads as run_threads
+from .session import device as device
+from .session import tier as tier
+from .threads import ThreadComm as ThreadComm
+from .tolerance import bound as bound
+from .tolerance import check_close as check_close
