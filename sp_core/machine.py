@@ -19,13 +19,12 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def cores() -> int:
     """Return the number of processor cores that this process may use, by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _quota(allowed)))
+    return _within_quota(allowed)
 
 
 def node_cores() -> int:
     """Return the number of cores of the machine within its container's quota. Binding of this process does not change it."""
-    cores = os.cpu_count() or 1
-    return min(cores, _quota(cores))
+    return _within_quota(os.cpu_count() or 1)
 
 
 def cpu_model() -> str:
@@ -79,10 +78,10 @@ def _processor_times() -> tuple[int, int]:
     return sum(ticks), ticks[3] + ticks[4]  # idle, and waiting for a disk
 
 
-def _quota(otherwise: int) -> int:
-    """Return the container's quota of processor time in whole cores."""
+def _within_quota(cores: int) -> int:
+    """Return the smaller of a number of cores and the container's quota of processor time in whole cores, 1 or more."""
     try:
         quota, period = _QUOTA.read_text().split()
     except (OSError, ValueError):
-        return otherwise
-    return otherwise if quota == "max" else max(1, int(quota) // int(period))
+        return cores
+    return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
