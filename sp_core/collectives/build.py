@@ -43,7 +43,7 @@ Sizes = Sequence[int] | None
 
 @dataclass(frozen=True)
 class Kind:
-    """What the arguments of a collective are.
+    """Describe the arguments of a collective.
 
     Args:
         map: what carries it out; its fields have the names of the arguments.

@@ -1,4 +1,4 @@
-"""Carries a collective out: in messages, or in memory that the ranks share.
+"""Carry a collective out: in messages, or in memory that the ranks share.
 
 A program is bound to memory once: its regions become views, its messages what the transport takes, its combinations calls that
 write into existing memory. After that a run makes no tensor. All messages of a run are announced when it starts, under a tag of

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.o_proj = Weight(Placement((hidden, width), 1, cut), comm, dtype)
 
     def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
-        """(B, S*, E) to (B, S*, E).
+        """Map x (B, S*, E) to (B, S*, E).
 
         Communication:
             That of `project`, `attend` and `sum_over_ranks`.
@@ -99,7 +99,7 @@ class FeedForward(nn.Module):
         self.down_proj = Weight(Placement.split((hidden, inner), 1, comm.size), comm, dtype)
 
     def forward(self, x: Tensor, lengths: Lengths) -> Tensor:
-        """(B, S*, E) to (B, S*, E).
+        """Map x (B, S*, E) to (B, S*, E).
 
         Communication:
             That of `project` and `sum_over_ranks`.
@@ -119,7 +119,7 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config, comm, dtype)
 
     def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
-        """(B, S*, E) to (B, S*, E)."""
+        """Map x (B, S*, E) to (B, S*, E)."""
         x = x + self.self_attn(self.input_layernorm(x), rope, positions, attend, lengths)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), lengths)
         return out

@@ -85,7 +85,7 @@ class _Norm(ReplicatedLayer):
 
 
 class RMSNorm(_Norm):
-    """Division of each token by its root mean square.
+    """Divide each token by its root mean square.
 
     Args:
         hidden: E.
@@ -97,12 +97,12 @@ class RMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., E) to (..., E)."""
+        """Map x (..., E) to (..., E)."""
         return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
 
 
 class LayerNorm(_Norm):
-    """Layer normalisation of each token.
+    """Normalise each token by its mean and variance.
 
     Args:
         hidden: E.
@@ -118,7 +118,7 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., E) to (..., E)."""
+        """Map x (..., E) to (..., E)."""
         return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
 
 
@@ -221,7 +221,7 @@ class FeedForward(ReplicatedLayer):
         self.down = nn.Linear(ffn_hidden, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., E) to (..., E)."""
+        """Map x (..., E) to (..., E)."""
         weights = self.weights(x)
         up = linear(x, weights, "up")
         inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)

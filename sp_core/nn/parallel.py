@@ -79,7 +79,7 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
 
 
 class Norm(Weight):
-    """Division of each token by its root mean square; all ranks hold the weight, and if it is `partial` each for other tokens.
+    """Divide each token by its root mean square; all ranks hold the weight, and if it is `partial` each for other tokens.
 
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
     """
@@ -89,7 +89,7 @@ class Norm(Weight):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., E) to (..., E)."""
+        """Map x (..., E) to (..., E)."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -100,7 +100,7 @@ class Embedding(Weight):
         super().__init__(replace(Placement.split((vocab, hidden), 0, comm.size), copy=copy), comm, dtype)
 
     def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
-        """(B, S) to (B, S*, E).
+        """Map tokens (B, S) to vectors (B, S*, E).
 
         Communication:
             One all-reduce, or with `lengths` one reduce-scatter, of (B, S, E).
@@ -187,7 +187,7 @@ class ColumnParallelLinear(_ParallelLinear):
     split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather; without `sharding` from (..., E).
+        """Map x (B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather; without `sharding` from (..., E).
 
         Communication:
             As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the gradient of x backward.
@@ -206,7 +206,7 @@ class RowParallelLinear(_ParallelLinear):
     split_dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E); without `sharding` (..., E).
+        """Map x (B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E); without `sharding` (..., E).
 
         Communication:
             As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient backward; without `sharding` one

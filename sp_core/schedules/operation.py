@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Op(StrEnum):
-    """The collectives."""
+    """Name the collectives."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

@@ -79,46 +79,46 @@ class LockstepComm(Observer, ABC):
         return self.size
 
     def barrier(self) -> None:
-        """mpi4py's `barrier`."""
+        """Wait until every rank has called this, as mpi4py's `barrier`."""
         self._collective("Barrier", (), {})
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """mpi4py's `bcast` of a picklable object."""
+        """Return the root's picklable object on every rank, as mpi4py's `bcast`."""
         return self._on_objects("bcast", obj if self.rank == root else None, root)[root]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """mpi4py's `gather` of picklable objects."""
+        """Return the picklable objects of all ranks on the root, None elsewhere, as mpi4py's `gather`."""
         objects = self._on_objects("gather", sendobj, root)
         return objects if self.rank == root else None
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """mpi4py's `scatter` of picklable objects, one for each rank."""
+        """Return this rank's of the root's picklable objects, one for each rank, as mpi4py's `scatter`."""
         mine = self._one_each("scatter", sendobj, self.size) if self.rank == root else None
         return self._on_objects("scatter", mine, root)[root][self.rank]
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """mpi4py's `allgather` of picklable objects."""
+        """Return the picklable objects of all ranks, as mpi4py's `allgather`."""
         return self._on_objects("allgather", sendobj)
 
     def alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
-        """mpi4py's `alltoall` of picklable objects, one for each rank."""
+        """Send one picklable object to each rank and return those received, as mpi4py's `alltoall`."""
         return [objects[self.rank] for objects in self._on_objects("alltoall", self._one_each("alltoall", sendobj, self.size))]
 
     def reduce(self, sendobj: Any, op: Any = None, root: int = 0) -> Any:
-        """mpi4py's `reduce` of objects, in rank order; the sum unless another operation is given."""
+        """Combine all ranks' objects on the root in rank order, as mpi4py's `reduce`; the default is to add."""
         objects = self._on_objects("reduce", sendobj, root, op)
         return _reduced(op, objects) if self.rank == root else None
 
     def allreduce(self, sendobj: Any, op: Any = None) -> Any:
-        """mpi4py's `allreduce` of objects, in rank order."""
+        """Combine all ranks' objects on every rank, in rank order, as mpi4py's `allreduce`."""
         return _reduced(op, self._on_objects("allreduce", sendobj, None, op))
 
     def scan(self, sendobj: Any, op: Any = None) -> Any:
-        """mpi4py's `scan` of objects: of this rank and those before it."""
+        """Combine the objects of this rank and those before it, as mpi4py's `scan`."""
         return _reduced(op, self._on_objects("scan", sendobj, None, op)[: self.rank + 1])
 
     def exscan(self, sendobj: Any, op: Any = None) -> Any:
-        """mpi4py's `exscan` of objects: of the ranks before this one; None on rank 0."""
+        """Combine the objects of the ranks before this one, as mpi4py's `exscan`; return None on rank 0."""
         objects = self._on_objects("exscan", sendobj, None, op)[: self.rank]
         return _reduced(op, objects) if objects else None
 
@@ -154,7 +154,7 @@ class LockstepComm(Observer, ABC):
         self.lockstep.waiting(what)
 
     def Free(self) -> None:
-        """mpi4py's `Free`. During an error it is put off to the end of the example, not to hide the error."""
+        """Free the communicator, as mpi4py's `Free`; during an error only at the end of the example, not to hide the error."""
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
