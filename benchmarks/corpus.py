@@ -28,7 +28,9 @@ def source_bytes(count: int) -> bytes:
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join(_until(_sources(library), count))
     if not text:
-        raise RuntimeError(f"no .py files under {library}: this Python has no source of its standard library.")
+        raise RuntimeError(
+            f"no .py files under {library}: this Python has no source of its standard library."
+        )
     return (text * -(-count // len(text)))[:count]
 
 
@@ -41,7 +43,9 @@ def source_files() -> list[bytes]:
     library = Path(sysconfig.get_path("stdlib"))
     found = [text for text in _sources(library) if text]
     if not found:
-        raise RuntimeError(f"no .py files under {library}: this Python has no source of its standard library.")
+        raise RuntimeError(
+            f"no .py files under {library}: this Python has no source of its standard library."
+        )
     return found
 
 
@@ -77,10 +81,13 @@ def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
     Returns:
         float32 (B, N, E).
 
-    Source: the positions are those of Vaswani et al. 2017, Attention Is All You Need, arXiv:1706.03762, section 3.5.
+    Source: the positions are those of Vaswani et al. 2017, Attention Is All You Need,
+    arXiv:1706.03762, section 3.5.
     """
     batch, seq, hidden = (case.shape[name] for name in ("batch", "seq", "hidden"))
-    text = torch.frombuffer(bytearray(source_bytes(batch * seq)), dtype=torch.uint8).view(batch, seq)
+    text = torch.frombuffer(bytearray(source_bytes(batch * seq)), dtype=torch.uint8).view(
+        batch, seq
+    )
     table = torch.randn(256, hidden, generator=torch.Generator().manual_seed(seed))
     embedded: Tensor = nn.Embedding.from_pretrained(table)(text[:, positions].long())
     return embedded + _waves(positions, hidden)

@@ -1,7 +1,8 @@
 """The gate without noise: what a fixed list of cases sends and holds is exactly what `counters.json` says. Nothing is timed.
 
-Ranks are threads of this process, which gives the numbers that ranks under mpiexec give (tests/test_counters.py runs it both
-ways). A change that sends or holds something else has to change the table with it, by `--write`: a reviewer sees the numbers.
+Ranks are threads of this process, which gives the numbers that ranks under mpiexec give
+(tests/test_counters.py runs it both ways). A change that sends or holds something else has to
+change the table with it, by `--write`: a reviewer sees the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ SIZES = (1, 2, 3, 4)
 ELEMENTS = min(bench_collectives.ELEMENTS)
 ATTENTION = {"batch": 1, "seq": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCK = {"batch": 1, "seq": 48, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64}
-MODEL = {"layers": 2, "seq": 12, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "vocab": 48}
+MODEL = {
+    "layers": 2,
+    "seq": 12,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 64,
+    "vocab": 48,
+}
 SECONDS = 120.0
 Entry = dict[str, Any]
 Table = dict[str, Entry]
@@ -35,16 +45,28 @@ Table = dict[str, Entry]
 
 def chosen(ranks: int) -> list[tuple[Case, Build]]:
     """The cases of the table on that number of ranks: small sizes, every scheme, layout and mask, every collective, a LLaMA."""
-    collectives = [case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS]
+    collectives = [
+        case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS
+    ]
     attention = [
-        case for case in bench_schemes.cases(ranks, shape=ATTENTION) if case.transport != bench_schemes.WINDOW
+        case
+        for case in bench_schemes.cases(ranks, shape=ATTENTION)
+        if case.transport != bench_schemes.WINDOW
     ]  # their peak depends on who is late
     layers = bench_layers.cases(ranks, shape=BLOCK)
     return [
         *((case, bench_collectives.build) for case in collectives),
-        *((case, bench_schemes.build) for case in attention if case.direction == "both" or bench_schemes.quick(case)),
+        *(
+            (case, bench_schemes.build)
+            for case in attention
+            if case.direction == "both" or bench_schemes.quick(case)
+        ),
         *((case, bench_layers.build) for case in layers if case.direction == "both"),
-        *((case, bench_llama.build) for case in bench_llama.cases(ranks, shape=MODEL) if case.algorithm == bench_llama.LIBRARY),
+        *(
+            (case, bench_llama.build)
+            for case in bench_llama.cases(ranks, shape=MODEL)
+            if case.algorithm == bench_llama.LIBRARY
+        ),
     ]
 
 
@@ -55,7 +77,10 @@ def count(cases: Sequence[tuple[Case, Build]], comm: Any) -> Table:
         cases: for the ranks of `comm`.
         comm: an mpi4py communicator, or one whose ranks are threads.
     """
-    return {f"{case.id} P={case.ranks}": _entry(comm.allgather(_one_rank(case, build, comm))) for case, build in cases}
+    return {
+        f"{case.id} P={case.ranks}": _entry(comm.allgather(_one_rank(case, build, comm)))
+        for case, build in cases
+    }
 
 
 def count_on_threads(ranks: int) -> Table:
@@ -63,7 +88,8 @@ def count_on_threads(ranks: int) -> Table:
     from sp_core.testing import run_threads
 
     gc.collect()
-    gc.disable()  # a cycle that happens to be collected in the middle of a step would change its peak
+    # a cycle that happens to be collected in the middle of a step would change its peak
+    gc.disable()
     try:
         return run_threads(ranks, lambda comm: count(chosen(ranks), comm), timeout=SECONDS)[0]
     finally:
@@ -94,7 +120,10 @@ def load() -> Table:
 
 def text(table: Table) -> str:
     """The table as JSON with one line for each case and P, so that a diff shows what has changed."""
-    lines = [f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in sorted(table.items())]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}"
+        for name, entry in sorted(table.items())
+    ]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -107,7 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ranks in SIZES:
         found |= count_on_threads(ranks)
     told = differences(found, load() if TABLE.exists() else {})
-    print("\n".join([*told, f"{len(found)} entries counted, {len(told)} differences from {TABLE.name}"]))
+    print(
+        "\n".join(
+            [*told, f"{len(found)} entries counted, {len(told)} differences from {TABLE.name}"]
+        )
+    )
     if options.write:
         TABLE.write_text(text(found))
         return 0
@@ -130,7 +163,9 @@ def _one_rank(case: Case, build: Build, comm: Any) -> Entry:
         peak, _ = peak_memory(work.step, work.held, mesh.device)
         counts = counts_of(work.comms)
         return {
-            "bytes_sent": sum(entry["bytes_sent"] for name, entry in counts.items() if name != CONTROL),
+            "bytes_sent": sum(
+                entry["bytes_sent"] for name, entry in counts.items() if name != CONTROL
+            ),
             "calls": {name: entry["calls"] for name, entry in sorted(counts.items())},
             "messages": sum(entry["messages"] for entry in counts.values()),
             "largest_message": max((w.largest for w in watched), default=0),
@@ -141,7 +176,10 @@ def _one_rank(case: Case, build: Build, comm: Any) -> Entry:
 def _entry(by_rank: list[Entry]) -> Entry:
     """Each number once where all ranks have the same, else as a list by rank."""
     together = {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
-    return {name: values[0] if all(v == values[0] for v in values) else values for name, values in together.items()}
+    return {
+        name: values[0] if all(v == values[0] for v in values) else values
+        for name, values in together.items()
+    }
 
 
 if __name__ == "__main__":

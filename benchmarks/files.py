@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, document: Any, *, indent: int | None = 1, allow_nan: bool = False) -> None:
+def write_json(
+    path: Path, document: Any, *, indent: int | None = 1, allow_nan: bool = False
+) -> None:
     """Replace a file in one step; its folder is made where it is missing.
 
     Args:

@@ -23,12 +23,20 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15  # the launcher has the same limit and needs time to say where each rank was
-NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError", "oom-kill")
+NO_MEMORY = (
+    "OutOfMemoryError",
+    "out of memory",
+    "can't allocate memory",
+    "MemoryError",
+    "oom-kill",
+)
 KILLED = ("signal 9", "Killed")  # by the kernel, which does not say why; or by somebody
 TIMED_OUT = "the launch has not ended after"  # said by the launcher
 TAIL_LINES = 40
 
-KEEP_MEMORY = "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
+KEEP_MEMORY = (
+    "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
+)
 """Make the C library keep the memory that a process frees. Otherwise the kernel clears the same pages again."""
 
 Record = dict[str, Any]
@@ -45,7 +53,8 @@ class Launch:
     """How ranks are started.
 
     Args:
-        prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if empty.
+        prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if
+            empty.
         timeout: seconds that one launch may take.
         python: the interpreter of the ranks.
         variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
@@ -63,7 +72,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.prefix and "{ranks}" not in self.prefix:
-            raise UsageError(f"--launcher {self.prefix!r} does not say where the number of ranks goes; write {{ranks}} in it.")
+            raise UsageError(
+                f"--launcher {self.prefix!r} does not say where the number of ranks goes; write {{ranks}} in it."
+            )
         if self.timeout <= 0:
             raise UsageError(f"--timeout is {self.timeout:g}; pass more than 0.")
 
@@ -74,7 +85,15 @@ class Launch:
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
-        launcher = [self.python, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{self.timeout:g}"]
+        launcher = [
+            self.python,
+            "-m",
+            "sp_core.testing.launch",
+            "-n",
+            str(ranks),
+            "--timeout",
+            f"{self.timeout:g}",
+        ]
         return [*launcher, *more, "--", *program]
 
 
@@ -83,7 +102,9 @@ def about(**keywords: Any) -> Record:
     return keywords
 
 
-def parse(name: str, text: str | None, options: Options, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    name: str, text: str | None, options: Options, arguments: Sequence[str] | None
+) -> argparse.Namespace:
     """Read the command line of a program whose options are described by `about`."""
     made = argparse.ArgumentParser(prog=name, description=text)
     for flag, keywords in options.items():
@@ -93,11 +114,24 @@ def parse(name: str, text: str | None, options: Options, arguments: Sequence[str
 
 def add_launching(parser: argparse.ArgumentParser, *, ranks: str, timeout: float) -> None:
     """Add the options that say on how many ranks, on which device and how a program is started."""
-    parser.add_argument("--ranks", default=ranks, metavar="P,P,...", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", default=ranks, metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU")
-    parser.add_argument("--timeout", type=float, default=timeout, metavar="S", help="limit for each launch (default: %(default)g)")
-    parser.add_argument("--launcher", default="", metavar="COMMAND", help="instead of mpiexec, such as 'srun --ntasks={ranks}'")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=timeout,
+        metavar="S",
+        help="limit for each launch (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--launcher",
+        default="",
+        metavar="COMMAND",
+        help="instead of mpiexec, such as 'srun --ntasks={ranks}'",
+    )
 
 
 def numbers_of_ranks(text: str, least: int = 1) -> list[int]:
@@ -109,7 +143,9 @@ def numbers_of_ranks(text: str, least: int = 1) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4.") from None
+        raise UsageError(
+            f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4."
+        ) from None
     if min(found) < least or len(set(found)) != len(found):
         raise UsageError(f"--ranks {text}: every number must be {least} or more, and appear once.")
     return found
@@ -124,9 +160,13 @@ def writable(path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {path} cannot be written: {error.strerror}. Pass another one.") from None
+        raise UsageError(
+            f"--out {path} cannot be written: {error.strerror}. Pass another one."
+        ) from None
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--out {path} cannot be written. Pass a file in a folder that you may write to.")
+        raise UsageError(
+            f"--out {path} cannot be written. Pass a file in a folder that you may write to."
+        )
     return path
 
 
@@ -144,7 +184,8 @@ def run(
 
     Args:
         ranks: how many are started.
-        measure: "module:function" that each rank calls with the setting and a `benchmarks.worker.Rank`.
+        measure: "module:function" that each rank calls with the setting and a
+            `benchmarks.worker.Rank`.
         setting: plain values, or a msgspec Struct that the function reads as its `Setting`.
         launch: how ranks are started.
         progress: given the news of rank 0, whenever these change.
@@ -152,7 +193,8 @@ def run(
         around: changes the command line.
 
     Returns:
-        The record of rank 0, and "status", "took_s" and "load_before". A launch that fails has a "reason" and its "output".
+        The record of rank 0, and "status", "took_s" and "load_before". A launch that fails has a
+        "reason" and its "output".
     """
     start, load = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
@@ -172,7 +214,9 @@ def run(
 def commit(root: Path = ROOT) -> Record:
     """Return the hash of the commit that is checked out, and whether files differ from it; None where that is not known."""
     sha = git(root, "rev-parse", "HEAD")
-    changed = git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    changed = git(
+        root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
+    )
     return {"sha": sha, "dirty": None if sha is None or changed is None else bool(changed)}
 
 
@@ -181,7 +225,9 @@ def tail(output: str) -> str:
     return "\n".join(output.rstrip().splitlines()[-TAIL_LINES:])
 
 
-def watch(command: list[str], folder: Path, timeout: float, progress: Progress) -> tuple[int | None, str]:
+def watch(
+    command: list[str], folder: Path, timeout: float, progress: Progress
+) -> tuple[int | None, str]:
     """Run a command that leaves `progress` in a folder. Return its exit code, None if time ran out, and its output."""
     code = known = None
     with (folder / "output").open("w") as output, _process(command, output) as process:
@@ -192,7 +238,9 @@ def watch(command: list[str], folder: Path, timeout: float, progress: Progress) 
             if now is not None and now != known:
                 progress(now)
                 known = now
-    return code, (folder / "output").read_text(errors="replace").replace("\0", "")  # Open MPI ends some lines with one
+    return code, (folder / "output").read_text(errors="replace").replace(
+        "\0", ""
+    )  # Open MPI ends some lines with one
 
 
 @contextlib.contextmanager
@@ -241,7 +289,10 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
     if any(text in output for text in NO_MEMORY):
         return {"status": "oom", "reason": f"out of memory, while {doing}"}
     if any(text in output for text in KILLED) or code in (137, -signal.SIGKILL):
-        return {"status": "oom", "reason": f"killed, most likely because memory ran out, while {doing}"}
+        return {
+            "status": "oom",
+            "reason": f"killed, most likely because memory ran out, while {doing}",
+        }
     lines = [line.strip() for line in output.splitlines() if any(map(str.isalpha, line))]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|WrongResult)\b", line)]
     complaint = (errors or lines or ["nothing was printed"])[0]
@@ -251,7 +302,9 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
 def git(root: Path, *arguments: str) -> str | None:
     """Return the output of git in a checkout; None if it fails."""
     try:
-        answer = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True)
+        answer = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()

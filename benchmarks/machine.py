@@ -15,7 +15,12 @@ from sp_core.machine import cores, cpu_model
 if TYPE_CHECKING:
     import torch
 
-ASKED = ("driver_version", "clocks.sm", "temperature.gpu", "power.limit")  # of nvidia-smi; MHz, degrees Celsius, W
+ASKED = (
+    "driver_version",
+    "clocks.sm",
+    "temperature.gpu",
+    "power.limit",
+)  # of nvidia-smi; MHz, degrees Celsius, W
 READINGS = ("driver", "clocks", "temperature", "power_cap")
 
 
@@ -46,7 +51,9 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
     chosen = torch.device("cuda", local.rank % max(count, 1))
     gpus = {gpu for gpu in local.allgather(_uuid(chosen) if count else None) if gpu}
     if local.size > len(gpus) and not (share_gpu and gpus):
-        raise SystemExit(f"{local.size} ranks on a node with {len(gpus)} GPUs. Pass --share-gpu to let several ranks use one.")
+        raise SystemExit(
+            f"{local.size} ranks on a node with {len(gpus)} GPUs. Pass --share-gpu to let several ranks use one."
+        )
     local.Free()
     torch.cuda.set_device(chosen)
     return chosen
@@ -99,10 +106,17 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
 
 def _gpu_readings(device: torch.device) -> dict[str, Any]:
     """Ask nvidia-smi about a GPU; nothing if it does not answer."""
-    query = [f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", "-i", str(device.index or 0)]
+    query = [
+        f"--query-gpu={','.join(ASKED)}",
+        "--format=csv,noheader,nounits",
+        "-i",
+        str(device.index or 0),
+    ]
     try:
         program = shutil.which("nvidia-smi") or "nvidia-smi"
-        answer = subprocess.run([program, *query], capture_output=True, text=True, timeout=20, check=True).stdout
+        answer = subprocess.run(
+            [program, *query], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
         driver, *numbers = (part.strip() for part in answer.splitlines()[0].split(","))
         return dict(zip(READINGS, (driver, *map(_number, numbers)), strict=True))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):

@@ -1,6 +1,7 @@
 """Measure all cases on several numbers of ranks, and keep one record for each: one launch per P, JSON lines, a table at the end.
 
-A record is on the disk as soon as its case is done. A case that fails, and one that a dying launch did not reach, are records too.
+A record is on the disk as soon as its case is done. A case that fails, and one that a dying launch
+did not reach, are records too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ BRANCHES = ("origin/main", "main")
 LIST_SECONDS = 120
 BUSY_SHARE = 0.2
 LINES_EVERY = 20  # cases between two lines of plain progress
-NOTHING: dict[str, Any] = dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+NOTHING: dict[str, Any] = dict.fromkeys(
+    ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+)
 INTERRUPTED = {"status": "missing", "reason": "interrupted"}
 Plan = dict[int, list[Case]]
 """The cases of each number of ranks."""
@@ -51,21 +54,54 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     made = argparse.ArgumentParser(prog="bench", description=__doc__)
     made.add_argument(
-        "--out", type=Path, metavar="FILE", help="records are appended to it (default: a new one in benchmarks/results)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="records are appended to it (default: a new one in benchmarks/results)",
     )
-    made.add_argument("--only", action="append", default=[], metavar="PART", help="cases whose id contains it; may be repeated")
-    made.add_argument("--layer", action="append", default=[], choices=LAYERS, help="only this suite; may be repeated")
-    made.add_argument("--quick", action="store_true", help="a small selection of cases, each for longer")
-    made.add_argument("--list", action="store_true", help="print the cases and numbers of ranks, and measure nothing")
     made.add_argument(
-        "--root", type=Path, default=ROOT, metavar="FOLDER", help="a checkout: its sp_core is measured (default: this)"
+        "--only",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="cases whose id contains it; may be repeated",
+    )
+    made.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        choices=LAYERS,
+        help="only this suite; may be repeated",
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="a small selection of cases, each for longer"
+    )
+    made.add_argument(
+        "--list",
+        action="store_true",
+        help="print the cases and numbers of ranks, and measure nothing",
+    )
+    made.add_argument(
+        "--root",
+        type=Path,
+        default=ROOT,
+        metavar="FOLDER",
+        help="a checkout: its sp_core is measured (default: this)",
     )
     add_launching(made, ranks="1,2,4", timeout=300.0)
-    made.add_argument("--no-json", action="store_true", help="leave no file for `pytest-benchmark compare`")
+    made.add_argument(
+        "--no-json", action="store_true", help="leave no file for `pytest-benchmark compare`"
+    )
     notes = made.add_argument_group("what records say of a launch that is part of something larger")
-    notes.add_argument("--pair", type=json.loads, metavar="JSON", help="which measurement of a comparison it is")
-    notes.add_argument("--launch", type=int, default=0, metavar="N", help="its number within the run (default: 0)")
-    notes.add_argument("--run-id", default="", metavar="ID", help="made of time and chance if not given")
+    notes.add_argument(
+        "--pair", type=json.loads, metavar="JSON", help="which measurement of a comparison it is"
+    )
+    notes.add_argument(
+        "--launch", type=int, default=0, metavar="N", help="its number within the run (default: 0)"
+    )
+    notes.add_argument(
+        "--run-id", default="", metavar="ID", help="made of time and chance if not given"
+    )
     return made.parse_args(arguments)
 
 
@@ -78,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setting = _setting(options)
         plan = listing(setting, ranks, options.root)
         if not any(plan.values()):
-            raise UsageError("no case has that name. `--list` without `--only` and `--layer` prints all.")
+            raise UsageError(
+                "no case has that name. `--list` without `--only` and `--layer` prints all."
+            )
         check_notes(setting, next(case for cases in plan.values() for case in cases))
         if not options.list:
             writable(Path(setting.out))
@@ -92,14 +130,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(plan, setting, launch, options)
 
 
-def listing(setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable) -> Plan:
+def listing(
+    setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable
+) -> Plan:
     """Return the chosen cases, as the library and the interpreter that will be measured list them.
 
     Raises:
         UsageError: the library cannot be imported, or does not have what the cases need.
     """
-    command = [python, "-m", "benchmarks.cases.suite", str(root), msgspec.json.encode(setting).decode(), *map(str, ranks)]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
+    command = [
+        python,
+        "-m",
+        "benchmarks.cases.suite",
+        str(root),
+        msgspec.json.encode(setting).decode(),
+        *map(str, ranks),
+    ]
+    answer = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIST_SECONDS, check=False
+    )
     if answer.returncode != 0:
         raise UsageError(f"the cases cannot be listed for {root}:\n{tail(answer.stderr)}")
     return msgspec.json.decode(answer.stdout, type=Plan)
@@ -112,13 +161,23 @@ def check_notes(setting: Setting, case: Case) -> None:
         UsageError: records with these notes would not be valid.
     """
     try:
-        made = {**setting.common(), "case": case, **NOTHING, "status": "missing", "reason": "not yet measured"}
+        made = {
+            **setting.common(),
+            "case": case,
+            **NOTHING,
+            "status": "missing",
+            "reason": "not yet measured",
+        }
         records.parse(msgspec.json.encode(made))
     except records.RecordError as error:
-        raise UsageError(f"--pair, --launch or --run-id make no record: {error}. See benchmarks/records/types.py.") from error
+        raise UsageError(
+            f"--pair, --launch or --run-id make no record: {error}. See benchmarks/records/types.py."
+        ) from error
 
 
-def run_launch(ranks: int, cases: list[Case], setting: Setting, launch: Launch, root: Path, progress: Progress) -> str:
+def run_launch(
+    ranks: int, cases: list[Case], setting: Setting, launch: Launch, root: Path, progress: Progress
+) -> str:
     """Measure the cases of one P; every case has a record afterwards, however the launch ends.
 
     Args:
@@ -140,13 +199,21 @@ def run_launch(ranks: int, cases: list[Case], setting: Setting, launch: Launch, 
         progress(news)
 
     try:
-        found = launching.run(ranks, "benchmarks.cases.session:measure", setting, launch, hear, root=root)
+        found = launching.run(
+            ranks, "benchmarks.cases.session:measure", setting, launch, hear, root=root
+        )
     finally:
         complete(cases, _written(setting)[before:], setting, found, doing)
     return str(found.get("output", ""))
 
 
-def complete(cases: list[Case], done: list[Record], setting: Setting, problem: dict[str, Any], doing: str = "") -> None:
+def complete(
+    cases: list[Case],
+    done: list[Record],
+    setting: Setting,
+    problem: dict[str, Any],
+    doing: str = "",
+) -> None:
     """Write a record for every case that has none.
 
     Args:
@@ -161,7 +228,10 @@ def complete(cases: list[Case], done: list[Record], setting: Setting, problem: d
     for case in cases:
         if case.id not in have:
             ended = {"status": problem["status"], "reason": reason}
-            unreached = {"status": "missing", "reason": f"the launch ended before this case: {reason}"}
+            unreached = {
+                "status": "missing",
+                "reason": f"the launch ended before this case: {reason}",
+            }
             note = ended if case.id == doing else unreached
             records.append(setting.out, {**setting.common(), "case": case, **NOTHING, **note})
 
@@ -174,7 +244,10 @@ def _written(setting: Setting) -> list[Record]:
 def _run_all(plan: Plan, setting: Setting, launch: Launch, options: argparse.Namespace) -> int:
     screen = terminal.console()
     total = sum(map(len, plan.values()))
-    terminal.say(screen, f"{total} measurements: P = {', '.join(map(str, plan))}; this machine offers {cores()} cores.")
+    terminal.say(
+        screen,
+        f"{total} measurements: P = {', '.join(map(str, plan))}; this machine offers {cores()} cores.",
+    )
     warn_of_load(screen)
     earlier, left = len(_written(setting)), dict(plan)
     try:
@@ -188,7 +261,11 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, options: argparse.Nam
                 output = run_launch(ranks, cases, mine, launch, options.root, heard)
             terminal.say(screen, f"P = {ranks}: done")
             if output:
-                terminal.say(screen, f"P = {ranks} went wrong; the last lines of its output:\n{output}", "red")
+                terminal.say(
+                    screen,
+                    f"P = {ranks} went wrong; the last lines of its output:\n{output}",
+                    "red",
+                )
     except KeyboardInterrupt:
         for cases in left.values():
             complete(cases, [], setting, INTERRUPTED)
@@ -217,7 +294,11 @@ def follow(bar: Any, screen: Console, name: str, total: int) -> Callable[[dict[s
 def warn_of_load(screen: Console) -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
     if (busy := busy_share()) > BUSY_SHARE:
-        terminal.say(screen, f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.", "yellow")
+        terminal.say(
+            screen,
+            f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.",
+            "yellow",
+        )
 
 
 def _show(screen: Console, found: list[Record]) -> None:
@@ -232,7 +313,9 @@ def _setting(options: argparse.Namespace) -> Setting:
     out = options.out or RESULTS / f"bench-{now}.jsonl"
     root = options.root.resolve()
     if not (root / "sp_core").is_dir():
-        raise UsageError(f"--root {root} has no folder sp_core. Pass a checkout of this repository.")
+        raise UsageError(
+            f"--root {root} has no folder sp_core. Pass a checkout of this repository."
+        )
     return Setting(
         out=str(out.resolve()),
         run_id=options.run_id or f"{now}-{uuid4().hex[:6]}",

@@ -1,7 +1,8 @@
 """The one sampler: how often a step is taken, agreed by all ranks, the samples that come of it, and contestants that take turns.
 
-`benchmark(step)` of pytest-benchmark finds its number of rounds with each rank's own clock: ranks disagree, and one of them waits
-for ever in a collective that the others do not enter. Here rank 0 chooses, from a pilot that all ranks take, and tells the others.
+`benchmark(step)` of pytest-benchmark finds its number of rounds with each rank's own clock: ranks
+disagree, and one of them waits for ever in a collective that the others do not enter. Here rank 0
+chooses, from a pilot that all ranks take, and tells the others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from benchmarks.worker import Intracomm
 OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
 PILOT_STEPS = 3
 PILOT_BARRIERS = 10
-SKEW_LIMIT = 0.05  # of the typical makespan; above it the ranks start too unevenly for the time to mean much
+SKEW_LIMIT = (
+    0.05  # of the typical makespan; above it the ranks start too unevenly for the time to mean much
+)
 NAP_SECONDS = 0.002
 Span = tuple[float, float]
 """Start and end on one rank."""
@@ -66,10 +69,14 @@ def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
     """Return the counts for a step of `step_s` seconds, if sync and barrier take `meeting_s`."""
     step_s = max(step_s, 1e-7)
     longest = max(1, int(budget.seconds / budget.fewest / step_s))
-    enough = max(meeting_s / OVERHEAD, budget.seconds / budget.most)  # a sample; short steps fill the time too
+    enough = max(
+        meeting_s / OVERHEAD, budget.seconds / budget.most
+    )  # a sample; short steps fill the time too
     inner = max(1, min(math.ceil(enough / step_s), longest))
     samples = min(max(int(budget.seconds / (inner * step_s)), budget.fewest), budget.most)
-    return Counts(min(max(math.ceil(budget.warmup_s / (inner * step_s)), 1), budget.fewest), inner, samples)
+    return Counts(
+        min(max(math.ceil(budget.warmup_s / (inner * step_s)), 1), budget.fewest), inner, samples
+    )
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,17 @@ class Samples:
     @property
     def makespans(self) -> list[float]:
         """Seconds from the first rank's start to the last rank's end, of each sample."""
-        return makespans([list(zip(*pair, strict=True)) for pair in zip(self.starts, self.ends, strict=True)])
+        return makespans(
+            [list(zip(*pair, strict=True)) for pair in zip(self.starts, self.ends, strict=True)]
+        )
 
     @property
     def durations(self) -> list[list[float]]:
         """Seconds of one step on each rank."""
         pairs = zip(self.starts, self.ends, strict=True)
-        return [[(end - start) / self.inner for start, end in zip(*pair, strict=True)] for pair in pairs]
+        return [
+            [(end - start) / self.inner for start, end in zip(*pair, strict=True)] for pair in pairs
+        ]
 
     @property
     def skews(self) -> list[float]:
@@ -109,7 +120,11 @@ class Samples:
             "per_rank_median_s": by_rank,
             "median_s": statistics.median(steps),
             "imbalance": max(by_rank) / statistics.mean(by_rank),
-            "barrier_skew_s": {"median": statistics.median(self.skews), "p95": skew, "max": max(self.skews)},
+            "barrier_skew_s": {
+                "median": statistics.median(self.skews),
+                "p95": skew,
+                "max": max(self.skews),
+            },
             "skew_limited": skew > SKEW_LIMIT * statistics.median(self.makespans),
         }
 
@@ -117,10 +132,19 @@ class Samples:
 class Loop(Protocol):
     """Calls `target` a number of times, `setup` before each: pytest-benchmark's `pedantic`, or `plain_loop`."""
 
-    def __call__(self, target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int) -> object: ...
+    def __call__(
+        self,
+        target: Callable[[], object],
+        *,
+        setup: Callable[[], None],
+        rounds: int,
+        warmup_rounds: int,
+    ) -> object: ...
 
 
-def plain_loop(target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int) -> None:
+def plain_loop(
+    target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int
+) -> None:
     """Do as pytest-benchmark's `pedantic`, without pytest."""
     for _ in range(warmup_rounds + rounds):
         setup()
@@ -138,7 +162,12 @@ class Sampler:
     """
 
     def __init__(
-        self, step: Callable[[], object], world: Intracomm, *, sync: Callable[[], None], note: Callable[[], dict[str, float]] = dict
+        self,
+        step: Callable[[], object],
+        world: Intracomm,
+        *,
+        sync: Callable[[], None],
+        note: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._step, self._world, self._sync, self._note = step, world, sync, note
         self._taken: list[tuple[float, float, dict[str, float]]] = []
@@ -162,15 +191,24 @@ class Sampler:
             self._meet()
         meeting = (time.perf_counter() - start) / PILOT_BARRIERS
         found = self._world.gather((statistics.median(steps), meeting))
-        counts = None if found is None else choose(max(step for step, _ in found), max(meeting for _, meeting in found), budget)
+        counts = (
+            None
+            if found is None
+            else choose(
+                max(step for step, _ in found), max(meeting for _, meeting in found), budget
+            )
+        )
         agreed: Counts = self._world.bcast(counts)
         return agreed
 
-    def run(self, counts: Counts, loop: Loop = plain_loop) -> tuple[Samples, list[list[dict[str, float]]]]:
+    def run(
+        self, counts: Counts, loop: Loop = plain_loop
+    ) -> tuple[Samples, list[list[dict[str, float]]]]:
         """Take all samples.
 
         Returns:
-            Starts and ends of every rank, and the growth of its notes in one step of each sample, `[rank][sample]`.
+            Starts and ends of every rank, and the growth of its notes in one step of each sample,
+            `[rank][sample]`.
 
         Communication:
             One barrier per sample, and one gathering at the end.
@@ -186,7 +224,9 @@ class Sampler:
         by_rank: list[list[tuple[float, float, dict[str, float]]]] = self._world.allgather(kept)
         starts = [[start for start, _, _ in rank] for rank in by_rank]
         ends = [[end for _, end, _ in rank] for rank in by_rank]
-        return Samples(starts, ends, counts.inner), [[note for _, _, note in rank] for rank in by_rank]
+        return Samples(starts, ends, counts.inner), [
+            [note for _, _, note in rank] for rank in by_rank
+        ]
 
     def _meet(self) -> None:
         self._before = self._note()
@@ -199,17 +239,25 @@ class Sampler:
             self._step()
         self._sync()
         end = time.perf_counter()
-        grown = {name: (value - self._before.get(name, 0.0)) / self._inner for name, value in self._note().items()}
+        grown = {
+            name: (value - self._before.get(name, 0.0)) / self._inner
+            for name, value in self._note().items()
+        }
         self._taken.append((start, end, grown))
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Return medians over samples of the largest and of the mean value over the ranks, from `[rank][sample]`."""
     by_sample = list(zip(*values, strict=True))
-    return {"max_s": statistics.median(map(max, by_sample)), "mean_s": statistics.median(map(statistics.mean, by_sample))}
+    return {
+        "max_s": statistics.median(map(max, by_sample)),
+        "mean_s": statistics.median(map(statistics.mean, by_sample)),
+    }
 
 
-def race(world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: int, seed: int) -> dict[str, list[list[Span]]]:
+def race(
+    world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: int, seed: int
+) -> dict[str, list[list[Span]]]:
     """Let contestants take turns, in a new random order in each round; returns the spans of each, `[rank][round]`."""
     order = random.Random(seed)
     mine: dict[str, list[Span]] = {name: [] for name in runners}
@@ -224,7 +272,10 @@ def race(world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: in
 
 def makespans(by_rank: Sequence[Sequence[Span]]) -> list[float]:
     """Return the seconds of each round, from the first rank's start to the last rank's end."""
-    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*by_rank, strict=True)]
+    return [
+        max(end for _, end in spans) - min(start for start, _ in spans)
+        for spans in zip(*by_rank, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -245,14 +296,18 @@ def meet_asleep(world: Intracomm) -> None:
         time.sleep(NAP_SECONDS)
 
 
-def peak_memory(step: Callable[[], object], held: Iterable[Tensor], device: torch.device) -> tuple[int, str]:
+def peak_memory(
+    step: Callable[[], object], held: Iterable[Tensor], device: torch.device
+) -> tuple[int, str]:
     """Take one step. Return how many bytes of tensors were alive at most, and how that was measured."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
-    from tests.oracle.live_bytes import LiveBytes  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
+    from tests.oracle.live_bytes import (
+        LiveBytes,
+    )  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
 
     with LiveBytes(held) as live:
         step()

@@ -1,7 +1,7 @@
 """The scaling experiment: one transformer block, its sequence split over P ranks, K and V gathered, checked and timed.
 
-For each P the ranks run in a job of their own. The output is first compared with a single device's; a wrong
-one is a failure, not a row.
+For each P the ranks run in a job of their own. The output is first compared with a single device's;
+a wrong one is a failure, not a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from benchmarks.cases.setting import BlockSetting as Setting
 from benchmarks.cases.setting import Setting as Run
 from benchmarks.cases.setting import Verdict
 from benchmarks.files import write_json
-from benchmarks.launching import ROOT, Launch, UsageError, add_launching, commit, numbers_of_ranks, writable
+from benchmarks.launching import (
+    ROOT,
+    Launch,
+    UsageError,
+    add_launching,
+    commit,
+    numbers_of_ranks,
+    writable,
+)
 from benchmarks.record import NOTHING, follow, warn_of_load
 from benchmarks.records import AXIS, Case, Record, make_case
 from benchmarks.reporting import derive, plots, style, tables, terminal
@@ -46,8 +54,24 @@ SIZES = {
     "seed": "of weights and embedding",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "small": {"hidden": 512, "heads": 8, "seq": 2048, "batch": 1, "iterations": 20, "warmup": 3, "dtype": "float32"},
-    "paper": {"hidden": 5120, "heads": 40, "seq": 4096, "batch": 4, "iterations": 10, "warmup": 2, "dtype": "float32,bfloat16"},
+    "small": {
+        "hidden": 512,
+        "heads": 8,
+        "seq": 2048,
+        "batch": 1,
+        "iterations": 20,
+        "warmup": 3,
+        "dtype": "float32",
+    },
+    "paper": {
+        "hidden": 5120,
+        "heads": 40,
+        "seq": 4096,
+        "batch": 4,
+        "iterations": 10,
+        "warmup": 2,
+        "dtype": "float32,bfloat16",
+    },
 }
 """Sizes by name; all others follow from them."""
 
@@ -85,17 +109,42 @@ class Outcome:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     made = argparse.ArgumentParser(prog="scaling", description=__doc__)
-    made.add_argument("--preset", choices=tuple(PRESETS), default="small", help="sizes to begin with (default: %(default)s)")
+    made.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        default="small",
+        help="sizes to begin with (default: %(default)s)",
+    )
     add_launching(made, ranks="1,2,4", timeout=600.0)
     for name, text in SIZES.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
-    made.add_argument("--causal", action=argparse.BooleanOptionalAction, help="tokens see only those before them")
-    made.add_argument("--dtype", metavar="DTYPE,...", help=f"of {', '.join(DTYPES)}; several are run one after the other")
-    made.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="which rank owns which tokens (default: contiguous)")
     made.add_argument(
-        "--transport", default="auto", metavar="NAME", help="how bytes travel; see `python -m sp_core doctor` (default: auto)"
+        "--causal", action=argparse.BooleanOptionalAction, help="tokens see only those before them"
     )
-    made.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where files go (default: benchmarks/results)")
+    made.add_argument(
+        "--dtype",
+        metavar="DTYPE,...",
+        help=f"of {', '.join(DTYPES)}; several are run one after the other",
+    )
+    made.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="contiguous",
+        help="which rank owns which tokens (default: contiguous)",
+    )
+    made.add_argument(
+        "--transport",
+        default="auto",
+        metavar="NAME",
+        help="how bytes travel; see `python -m sp_core doctor` (default: auto)",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="where files go (default: benchmarks/results)",
+    )
     return made.parse_args(arguments)
 
 
@@ -105,20 +154,32 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
     Raises:
         UsageError: options that make no case, or that this machine cannot run.
     """
-    given = {name: value for name in (*SIZES, "dtype") if (value := getattr(options, name)) is not None}
+    given = {
+        name: value for name in (*SIZES, "dtype") if (value := getattr(options, name)) is not None
+    }
     sizes = {**PRESETS[options.preset], **given}
     dtypes = [name.strip() for name in str(sizes.pop("dtype")).split(",")]
     shape = shape_of(sizes, given)
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise UsageError(f"dtype is {wrong[0]!r}; pass one of {', '.join(DTYPES)}.")
-    more = {"iterations": sizes["iterations"], "warmup": sizes["warmup"], "seed": sizes.get("seed", 0)}
+    more = {
+        "iterations": sizes["iterations"],
+        "warmup": sizes["warmup"],
+        "seed": sizes.get("seed", 0),
+    }
     counts, mask = numbers_of_ranks(options.ranks), "causal" if options.causal else "full"
     check_machine(options, max(counts))
 
     def one(ranks: int, dtype: str) -> Setting:
         where = (options.transport,)
-        what = {"direction": "forward", "layout": options.layout, "mask": mask, "dtype": dtype, "detail": "block"}
+        what = {
+            "direction": "forward",
+            "layout": options.layout,
+            "mask": mask,
+            "dtype": dtype,
+            "detail": "block",
+        }
         case = make_case("layers", "allgather_kv", {AXIS: ranks}, shape, *where, **what)
         return Setting(case, **more, device=options.device, share_gpu=options.share_gpu)
 
@@ -149,11 +210,18 @@ def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
             "Leave one of --hidden, --heads, --head-dim out, or make them fit."
         )
     if hidden % heads:
-        raise UsageError(f"{heads} heads do not divide hidden {hidden}. Pass a --hidden that is a multiple of --heads.")
+        raise UsageError(
+            f"{heads} heads do not divide hidden {hidden}. Pass a --hidden that is a multiple of --heads."
+        )
     if heads % kv_heads:
-        raise UsageError(f"{kv_heads} key/value heads do not divide {heads} heads. Pass a divisor as --kv-heads.")
+        raise UsageError(
+            f"{kv_heads} key/value heads do not divide {heads} heads. Pass a divisor as --kv-heads."
+        )
     sizes["head_dim"] = hidden // heads
-    return {name: sizes[name] for name in ("batch", "seq", "hidden", "heads", "kv_heads", "head_dim", "ffn")}
+    return {
+        name: sizes[name]
+        for name in ("batch", "seq", "hidden", "heads", "kv_heads", "head_dim", "ffn")
+    }
 
 
 def check_machine(options: argparse.Namespace, ranks: int) -> None:
@@ -163,25 +231,36 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
         UsageError: a program or a GPU is missing.
     """
     program = options.launcher.split()[0] if options.launcher else "mpiexec"
-    if shutil.which(program) is None and shutil.which(program, path=str(Path(sys.executable).parent)) is None:
-        raise UsageError(f"no {program} on the PATH or beside {sys.executable}. Install one: pip install mpich")
+    if (
+        shutil.which(program) is None
+        and shutil.which(program, path=str(Path(sys.executable).parent)) is None
+    ):
+        raise UsageError(
+            f"no {program} on the PATH or beside {sys.executable}. Install one: pip install mpich"
+        )
     if options.transport != "auto":
         from sp_core.transport import NAMES
 
         if options.transport not in NAMES[options.device]:
             choices = ", ".join(NAMES[options.device])
-            raise UsageError(f"transport {options.transport!r} on {options.device}; pass auto or one of {choices}.")
+            raise UsageError(
+                f"transport {options.transport!r} on {options.device}; pass auto or one of {choices}."
+            )
     if options.device == "cpu":
         return
     # a process of its own: importing torch here would slow every other run
-    answer = subprocess.run([sys.executable, "-c", CUDA_PROBE], capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", CUDA_PROBE], capture_output=True, text=True, timeout=120, check=False
+    )
     gpus = int(answer.stdout) if answer.returncode == 0 else 0
     if gpus == 0:
         raise UsageError(
             "--device cuda, but torch sees no CUDA device here. Use --device cpu, or a torch with CUDA on a machine with a GPU."
         )
     if ranks > gpus and not options.share_gpu:
-        raise UsageError(f"{ranks} ranks, but {gpus} GPUs. Pass fewer --ranks, or --share-gpu to let several ranks use one.")
+        raise UsageError(
+            f"{ranks} ranks, but {gpus} GPUs. Pass fewer --ranks, or --share-gpu to let several ranks use one."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,11 +296,19 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
     with terminal.bar(screen) as bar:
-        heard = follow(bar, screen, name, setting.iterations) if screen.is_terminal else lambda news: None
+        heard = (
+            follow(bar, screen, name, setting.iterations)
+            if screen.is_terminal
+            else lambda news: None
+        )
         found = launching.run(case.ranks, "benchmarks.cases.block:measure", setting, launch, heard)
     outcome = outcome_of(setting, found)
     if outcome.check is None:
-        terminal.say(screen, f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}", "red")
+        terminal.say(
+            screen,
+            f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}",
+            "red",
+        )
     else:
         word, style = ("correct", "") if found["status"] == "ok" else ("WRONG", "red")
         terminal.say(screen, f"{name}: {word}. {Verdict(**outcome.check)}", style)
@@ -239,15 +326,24 @@ def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
     if status == "wrong":
         reason = str(Verdict(**check)) if check else "wrong"
     note = {"status": status, "reason": None if reason is None else records.reason(reason)}
-    record = records.parse(msgspec.json.encode({**common, "case": setting.case, **NOTHING, **found.get("parts", {}), **note}))
+    record = records.parse(
+        msgspec.json.encode(
+            {**common, "case": setting.case, **NOTHING, **found.get("parts", {}), **note}
+        )
+    )
     return Outcome(record, check, found.get("all_gather"))
 
 
 def table(outcomes: list[Outcome], device: str) -> tables.Table:
     """Return the table of one dtype: a line for each P, also for those that failed."""
     by_ranks = {outcome.record.case.ranks: outcome for outcome in outcomes}
-    failed = {ranks: one.record.status for ranks, one in by_ranks.items() if one.record.status != "wrong"}
-    lines = {ranks: (str(ranks), *[DASH] * (len(COLUMNS) - 2), status) for ranks, status in failed.items()}
+    failed = {
+        ranks: one.record.status for ranks, one in by_ranks.items() if one.record.status != "wrong"
+    }
+    lines = {
+        ranks: (str(ranks), *[DASH] * (len(COLUMNS) - 2), status)
+        for ranks, status in failed.items()
+    }
     for row in derive.rows(outcome.record for outcome in outcomes):
         gather, check = by_ranks[row.ranks].all_gather, by_ranks[row.ranks].check or {}
         lines[row.ranks] = (
@@ -263,7 +359,9 @@ def table(outcomes: list[Outcome], device: str) -> tables.Table:
             f"{check.get('max_abs_error', 0.0):.1e}",
             ", ".join(row.flags),
         )
-    return tables.make(title(outcomes[0].record.case, device), COLUMNS, (line for _, line in sorted(lines.items())))
+    return tables.make(
+        title(outcomes[0].record.case, device), COLUMNS, (line for _, line in sorted(lines.items()))
+    )
 
 
 def title(case: Case, device: str) -> str:
@@ -293,7 +391,10 @@ def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
     """Draw time and speed-up of each dtype against P into one picture."""
     from matplotlib.figure import Figure
 
-    series = {outcomes[0].record.case.dtype: derive.rows(one.record for one in outcomes) for outcomes in groups}
+    series = {
+        outcomes[0].record.case.dtype: derive.rows(one.record for one in outcomes)
+        for outcomes in groups
+    }
     record = next(one.record for outcomes in groups for one in outcomes if one.record.seconds)
     with style.styled():
         figure = Figure(figsize=(10, 4.8), layout="constrained")
@@ -302,7 +403,10 @@ def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
             axes.legend()
         text = title(record.case, device).partition(" on ")[2]
         machine = "" if record.device is None else record.device.name
-        figure.suptitle(f"Strong scaling of one transformer block, AllGather-KV, forward\n{text}\n{machine}", fontsize=10)
+        figure.suptitle(
+            f"Strong scaling of one transformer block, AllGather-KV, forward\n{text}\n{machine}",
+            fontsize=10,
+        )
         figure.savefig(path, dpi=150)
 
 

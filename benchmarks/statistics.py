@@ -1,7 +1,7 @@
 """The one statistic of all contests and comparisons: a median with its exact interval, and whether that meets a requirement.
 
-The interval goes from the k-th smallest value to the k-th largest. It misses the true median as often as that many throws of a coin
-give fewer than k heads, or fewer than k tails.
+The interval goes from the k-th smallest value to the k-th largest. It misses the true median as
+often as that many throws of a coin give fewer than k heads, or fewer than k tails.
 """
 
 from __future__ import annotations
@@ -69,8 +69,13 @@ class Requirement:
             return "-"
         if self.found.count < self.least:
             return f"not judged: {self.found.count} of {self.least} launches"
-        holds = [not self.fails and self._holds(x, self.bound) for x in (self.found.median, self.found.low, self.found.high)]
-        return ("reached" if holds[0] else "not reached") + ("" if len(set(holds)) == 1 else ", open")
+        holds = [
+            not self.fails and self._holds(x, self.bound)
+            for x in (self.found.median, self.found.low, self.found.high)
+        ]
+        return ("reached" if holds[0] else "not reached") + (
+            "" if len(set(holds)) == 1 else ", open"
+        )
 
     def _holds(self, value: float, bound: float) -> bool:
         return {"<=": value <= bound, ">=": value >= bound, ">": value > bound}[self.relation]

@@ -1,7 +1,8 @@
 """One rank of one launch: `mpiexec -n P python -m mpi4py -m benchmarks.worker FOLDER`.
 
-`job.json` in FOLDER names the function that measures, its setting, and the checkout whose sp_core is measured. Rank 0 writes
-`record.json`. An exception on any rank ends all of them: `-m mpi4py` calls `MPI_Abort`.
+`job.json` in FOLDER names the function that measures, its setting, and the checkout whose sp_core
+is measured. Rank 0 writes `record.json`. An exception on any rank ends all of them: `-m mpi4py`
+calls `MPI_Abort`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm as Intracomm
 else:
-    Intracomm = object  # mpi4py starts MPI when it is imported, which programs that only start ranks must not do
+    # mpi4py starts MPI when it is imported, which programs that only start ranks must not do
+    Intracomm = object
 
 THREADS = 1  # per rank: a P = 1 that used every core would leave more ranks nothing to gain
 
@@ -31,7 +33,9 @@ class Rank:
     def tell(self, phase: str, done: int = 0, total: int = 0, **more: Any) -> None:
         """Say what is going on; the program that started the ranks shows it."""
         if self.world.rank == 0:
-            (self.folder / "progress").write_text(json.dumps({"phase": phase, "done": done, "total": total, **more}))
+            (self.folder / "progress").write_text(
+                json.dumps({"phase": phase, "done": done, "total": total, **more})
+            )
 
 
 def take_library(root: Path) -> None:
@@ -44,7 +48,9 @@ def take_library(root: Path) -> None:
     found = importlib.import_module("sp_core").__file__
     sys.path.pop(0)
     if found is None or Path(found).resolve().parent.parent != root.resolve():
-        raise SystemExit(f"sp_core of {root} was asked for, {found} was imported. Is there a folder sp_core in {root}?")
+        raise SystemExit(
+            f"sp_core of {root} was asked for, {found} was imported. Is there a folder sp_core in {root}?"
+        )
 
 
 def main(folder: Path) -> None:

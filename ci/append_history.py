@@ -2,9 +2,10 @@
 
     python -m ci.append_history COMMIT RECORDS.jsonl... [--dry-run]
 
-The records come out of another job, so they are read as if from a stranger: what is no record, or is one of another commit, is
-named and left out, and the exit code is 1; it is 2 where git failed. Records that the branch has already are not added again. The
-branch has one file a month, as servers refuse large ones. With GITHUB_TOKEN and GITHUB_SERVER_URL set, that token pushes.
+The records come out of another job, so they are read as if from a stranger: what is no record, or
+is one of another commit, is named and left out, and the exit code is 1; it is 2 where git failed.
+Records that the branch has already are not added again. The branch has one file a month, as servers
+refuse large ones. With GITHUB_TOKEN and GITHUB_SERVER_URL set, that token pushes.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ def tip(remote: str, access: Mapping[str, str]) -> str | None:
 
 def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[str | None, int]:
     """A commit on top of the branch, and how many records it adds; None where it would add none. No file here is touched."""
-    old = dict(line.split("\t")[::-1] for line in say("ls-tree", parent).splitlines()) if parent else {}
+    old = (
+        dict(line.split("\t")[::-1] for line in say("ls-tree", parent).splitlines())
+        if parent
+        else {}
+    )
     files = {name: entry.split()[2] for name, entry in old.items()}
     total = 0
     for name in sorted({month(record) for record in new}):
@@ -108,7 +113,9 @@ def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[st
     return git("commit-tree", tree, *parents, "-m", title, settings=AUTHOR).decode().strip(), total
 
 
-def append(new: Sequence[Record], title: str, remote: str, *, dry_run: bool, attempts: int = 3) -> str:
+def append(
+    new: Sequence[Record], title: str, remote: str, *, dry_run: bool, attempts: int = 3
+) -> str:
     """Put records on the branch, and say what was done. Who pushed meanwhile is not overwritten: it is tried again on top."""
     access = authorisation()
     made, count = commit_of(tip(remote, access), new, title)
@@ -127,10 +134,14 @@ def append(new: Sequence[Record], title: str, remote: str, *, dry_run: bool, att
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", help="that was measured, in full")
     parser.add_argument("files", type=Path, nargs="+", metavar="RECORDS.jsonl")
-    parser.add_argument("--remote", default="origin", help=f"where the branch {BRANCH} is (default: origin)")
+    parser.add_argument(
+        "--remote", default="origin", help=f"where the branch {BRANCH} is (default: origin)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, push nothing")
     return parser.parse_args(arguments)
 

@@ -2,8 +2,9 @@
 
     python ci/borrow_torch.py CONSTRAINTS [INTERPRETER]
 
-A cluster's own torch fits its driver. Prints the file of constraints to install with, which has no torch and NumPy where they are
-borrowed. The whole folder of packages that holds that torch can be imported then, after the environment's own.
+A cluster's own torch fits its driver. Prints the file of constraints to install with, which has no
+torch and NumPy where they are borrowed. The whole folder of packages that holds that torch can be
+imported then, after the environment's own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class CannotBorrow(Exception):
 def folders(interpreter: str) -> list[str]:
     """Where an interpreter has its torch and NumPy."""
     try:
-        answer = subprocess.run([interpreter, "-c", PROBE], capture_output=True, text=True, timeout=300, check=False)
+        answer = subprocess.run(
+            [interpreter, "-c", PROBE], capture_output=True, text=True, timeout=300, check=False
+        )
     except OSError as error:
         raise CannotBorrow(f"{interpreter} cannot be run: {error.strerror}") from error
     if answer.returncode:
@@ -40,18 +43,26 @@ def folders(interpreter: str) -> list[str]:
     version, found = json.loads(answer.stdout.splitlines()[-1])
     if version != list(sys.version_info[:2]):
         theirs, ours = (".".join(map(str, one)) for one in (version, sys.version_info[:2]))
-        raise CannotBorrow(f"{interpreter} is Python {theirs}, this environment Python {ours}; start nox with the same version")
+        raise CannotBorrow(
+            f"{interpreter} is Python {theirs}, this environment Python {ours}; start nox with the same version"
+        )
     return list(found)
 
 
 def borrow(interpreter: str, constraints: Path, site: Path) -> Path:
     """Link the packages of an interpreter into a folder of packages; returns the constraints without what is borrowed."""
     found = folders(interpreter)
-    subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *BORROWED], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *BORROWED],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     (site / LINK).write_text("".join(f"{folder}\n" for folder in found))
     lines = constraints.read_text().splitlines(keepends=True)
     rest = site / "borrowed_constraints.txt"
-    rest.write_text("".join(line for line in lines if re.split("[=<>~!; ]", line)[0].strip() not in BORROWED))
+    rest.write_text(
+        "".join(line for line in lines if re.split("[=<>~!; ]", line)[0].strip() not in BORROWED)
+    )
     return rest
 
 

@@ -17,17 +17,26 @@ def git(*arguments: str, data: bytes = b"", settings: Mapping[str, str] | None =
     Args:
         arguments: after `git`.
         data: its standard input.
-        settings: variables of git's configuration for this call; they appear in no file and in no list of processes.
+        settings: variables of git's configuration for this call; they appear in no file and in no
+            list of processes.
 
     Raises:
         GitFailed: it did not exit with 0.
     """
     names = {f"GIT_CONFIG_KEY_{place}": name for place, name in enumerate(settings or {})}
-    values = {f"GIT_CONFIG_VALUE_{place}": value for place, value in enumerate((settings or {}).values())}
-    environment = {**os.environ, "GIT_CONFIG_COUNT": str(len(names)), **names, **values} if settings else None
-    answer = subprocess.run(["git", *arguments], input=data, capture_output=True, check=False, env=environment)
+    values = {
+        f"GIT_CONFIG_VALUE_{place}": value for place, value in enumerate((settings or {}).values())
+    }
+    environment = (
+        {**os.environ, "GIT_CONFIG_COUNT": str(len(names)), **names, **values} if settings else None
+    )
+    answer = subprocess.run(
+        ["git", *arguments], input=data, capture_output=True, check=False, env=environment
+    )
     if answer.returncode:
-        raise GitFailed(f"git {' '.join(arguments)} failed:\n{answer.stderr.decode(errors='replace').strip()}")
+        raise GitFailed(
+            f"git {' '.join(arguments)} failed:\n{answer.stderr.decode(errors='replace').strip()}"
+        )
     return answer.stdout
 
 

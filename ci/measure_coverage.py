@@ -1,6 +1,7 @@
 """Which lines of the package the tests reach, with ranks as threads and under mpiexec together. Arguments go to pytest.
 
-Prints the table and writes reports/coverage.xml, also where tests are red; then the exit code is 1. A killed rank tells nothing.
+Prints the table and writes reports/coverage.xml, also where tests are red; then the exit code is 1.
+A killed rank tells nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ RANKS = 4
 SECONDS = 1200
 MEASURED = ("-m", "coverage", "run", "-m", "pytest", "-q", "-m", "not starts_mpi")
 SPREAD = ("-n", str(os.cpu_count() or 1), "--dist", "loadfile")
-LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", str(SECONDS), "--", "python")
+LAUNCH = (
+    "-m",
+    "sp_core.testing.launch",
+    "-n",
+    str(RANKS),
+    "--timeout",
+    str(SECONDS),
+    "--",
+    "python",
+)
 ON_RANKS = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
 
 
@@ -28,7 +38,11 @@ def stages(arguments: Sequence[str]) -> list[tuple[str, ...]]:
 def reports(folder: Path) -> list[tuple[str, ...]]:
     """What is made of it."""
     tool = ("-m", "coverage")
-    return [(*tool, "combine"), (*tool, "report", "--skip-covered"), (*tool, "xml", "-o", str(folder / "coverage.xml"))]
+    return [
+        (*tool, "combine"),
+        (*tool, "report", "--skip-covered"),
+        (*tool, "xml", "-o", str(folder / "coverage.xml")),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["tests"]
     (ROOT / "reports").mkdir(exist_ok=True)
     steps = [("-m", "coverage", "erase"), *stages(given), *reports(ROOT / "reports")]
-    codes = [subprocess.run([sys.executable, *step], cwd=ROOT, check=False).returncode for step in steps]
+    codes = [
+        subprocess.run([sys.executable, *step], cwd=ROOT, check=False).returncode for step in steps
+    ]
     return int(any(codes))
 
 

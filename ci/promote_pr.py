@@ -2,8 +2,9 @@
 
     python -m ci.promote_pr 123 0123456789abcdef0123456789abcdef01234567 [--dry-run]
 
-The commit is the one that you reviewed, in full: what is pushed is that commit or nothing. Nothing of the pull request is checked
-out or run here. Needs git and the right to push. Exit code: 0 pushed or nothing to do, 1 refused, 2 wrong arguments or git failed.
+The commit is the one that you reviewed, in full: what is pushed is that commit or nothing. Nothing
+of the pull request is checked out or run here. Needs git and the right to push. Exit code: 0 pushed
+or nothing to do, 1 refused, 2 wrong arguments or git failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from fnmatch import fnmatch
 
 from ci.git import GitFailed, say
 
-GUARDED = (".github/*", ".ci/*", "ci/*", ".gitmodules", "*constraints*.txt", "*requirements*.txt", "*.lock")
+GUARDED = (
+    ".github/*",
+    ".ci/*",
+    "ci/*",
+    ".gitmodules",
+    "*constraints*.txt",
+    "*requirements*.txt",
+    "*.lock",
+)
 """What decides how code runs in CI, and which packages it runs with."""
 
 SHOWN = 20
@@ -37,7 +46,12 @@ def changed_files(base: str, head: str) -> list[str]:
     """Paths in which head differs from where it left base, of a renamed file both; no setting of git hides one."""
     left = say("merge-base", "--all", base, head).split()
     return sorted(
-        {name for commit in left for name in say("diff-tree", "-r", "-z", "--name-only", commit, head).split("\0") if name}
+        {
+            name
+            for commit in left
+            for name in say("diff-tree", "-r", "-z", "--name-only", commit, head).split("\0")
+            if name
+        }
     )
 
 
@@ -60,7 +74,9 @@ def check(number: int, reviewed: str, remote: str, base: str, *, allow_ci: bool)
             f"pull request {number} moved: you reviewed {reviewed}, it is now {head}. Review it again, then pass that commit."
         )
     changed = changed_files(fetch(remote, f"refs/heads/{base}"), head)
-    print(f"pull request {number} at {head} changes {len(changed)} files against {base}:\n{listed(changed)}")
+    print(
+        f"pull request {number} at {head} changes {len(changed)} files against {base}:\n{listed(changed)}"
+    )
     forbidden = list(guarded(changed))
     if forbidden and not allow_ci:
         raise Refused(
@@ -98,12 +114,26 @@ def pull_request(text: str) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("number", type=pull_request, help="of the pull request")
-    parser.add_argument("reviewed", type=full_sha, metavar="commit", help="that you reviewed, all 40 digits")
-    parser.add_argument("--remote", default="origin", help="where pull requests live and the branch goes (default: origin)")
-    parser.add_argument("--base", default="main", help="the branch that it is to be merged into (default: main)")
-    parser.add_argument("--allow-ci", action="store_true", help="it may change .github/, ci/, and which packages are installed")
+    parser.add_argument(
+        "reviewed", type=full_sha, metavar="commit", help="that you reviewed, all 40 digits"
+    )
+    parser.add_argument(
+        "--remote",
+        default="origin",
+        help="where pull requests live and the branch goes (default: origin)",
+    )
+    parser.add_argument(
+        "--base", default="main", help="the branch that it is to be merged into (default: main)"
+    )
+    parser.add_argument(
+        "--allow-ci",
+        action="store_true",
+        help="it may change .github/, ci/, and which packages are installed",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, push nothing")
     return parser.parse_args(arguments)
 

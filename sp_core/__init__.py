@@ -1,7 +1,8 @@
 """Sequence-parallel and tensor-parallel Transformers over MPI. Importing this package does not start MPI.
 
-Tokens are owned (`Sharding`), bytes move (`Mesh`, `all_gather`, ...), attention is computed (`allgather_kv_attention`,
-`local_attention`), layers are built of these (`TransformerBlock`); `sp_core.testing` proves them.
+Tokens are owned (`Sharding`), bytes move (`Mesh`, `all_gather`, ...), attention is computed
+(`allgather_kv_attention`, `local_attention`), layers are built of these (`TransformerBlock`);
+`sp_core.testing` proves them.
 """
 
 import lazy_loader

@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
 
     Args:
         arguments: of the command line; those of this process if not given.
-        comm: the ranks that carry out `generate` or `logits`. If not given, those of MPI, which are started where there are none.
+        comm: the ranks that carry out `generate` or `logits`. If not given, those of MPI, which are
+            started where there are none.
 
     Returns:
         The exit code.
@@ -41,13 +42,27 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     from sp_core import doctor, inference, planning
 
-    parser = argparse.ArgumentParser(prog="sp-core", description="Sequence-parallel Transformers over MPI.")
+    parser = argparse.ArgumentParser(
+        prog="sp-core", description="Sequence-parallel Transformers over MPI."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("run", help="start a program on several ranks, and say where each is if it hangs", add_help=False)
-    text = "say what this machine offers, try it, and name a remedy for what is broken (exit code 1)"
+    commands.add_parser(
+        "run",
+        help="start a program on several ranks, and say where each is if it hangs",
+        add_help=False,
+    )
+    text = (
+        "say what this machine offers, try it, and name a remedy for what is broken (exit code 1)"
+    )
     examine = commands.add_parser("doctor", help=text, description=doctor.__doc__)
-    examine.add_argument("--device", choices=("cpu", "cuda"), help="must work; without it whatever is there is tried")
-    examine.add_argument("--measure", action="store_true", help="measure what algorithm='auto' decides by (seconds), and keep it")
+    examine.add_argument(
+        "--device", choices=("cpu", "cuda"), help="must work; without it whatever is there is tried"
+    )
+    examine.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure what algorithm='auto' decides by (seconds), and keep it",
+    )
     planning.add_arguments(commands)
     inference.add_arguments(commands)
     return parser

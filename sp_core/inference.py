@@ -38,25 +38,40 @@ REFUSED = 2
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parsers of both commands."""
-    writer = commands.add_parser("generate", help="continue prompts with a LLaMA, over several ranks")
+    writer = commands.add_parser(
+        "generate", help="continue prompts with a LLaMA, over several ranks"
+    )
     _add_model(writer, AXES)
-    writer.add_argument("--max-tokens", type=int, default=64, help="how many tokens to add at most (default: 64)")
-    writer.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default)")
+    writer.add_argument(
+        "--max-tokens", type=int, default=64, help="how many tokens to add at most (default: 64)"
+    )
+    writer.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the most likely token (default)"
+    )
     writer.add_argument("--top-k", type=int, help="only from so many of the most likely tokens")
-    writer.add_argument("--top-p", type=float, help="only from the most likely tokens that together have this probability")
+    writer.add_argument(
+        "--top-p",
+        type=float,
+        help="only from the most likely tokens that together have this probability",
+    )
     writer.add_argument("--seed", type=int, default=0, help="of the random numbers (default: 0)")
-    reader = commands.add_parser("logits", help="show the most likely next tokens of prompts, with their log-probabilities")
+    reader = commands.add_parser(
+        "logits", help="show the most likely next tokens of prompts, with their log-probabilities"
+    )
     _add_model(reader, AXES[1:])
     reader.add_argument("--top", type=int, default=5, help="how many tokens to show (default: 5)")
 
 
-def main(options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm | None = None) -> int:
+def main(
+    options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm | None = None
+) -> int:
     """Run a command.
 
     Args:
         options: as parsed.
         arguments: from which they were parsed, for the ranks that are started.
-        comm: the ranks that carry it out. If not given, those of MPI, which are started where there are none.
+        comm: the ranks that carry it out. If not given, those of MPI, which are started where there
+            are none.
 
     Returns:
         The exit code.
@@ -76,16 +91,30 @@ def main(options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm 
     ranks = math.prod(sizes.values())
     if ranks == 1:
         return _run(options, sizes, comm)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that what was started is ended
     try:
-        return command.run(ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout)
+        return command.run(
+            ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout
+        )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
 def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder with config.json, *.safetensors, tokenizer.json")
-    parser.add_argument("--prompt", required=True, action="append", help="text to continue; may be given several times")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="folder with config.json, *.safetensors, tokenizer.json",
+    )
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        help="text to continue; may be given several times",
+    )
     helps = {
         "dp": "replicas, which share the prompts",
         "pp": "stages that hold the layers one after the other",
@@ -94,15 +123,34 @@ def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
         "tp": "ranks that share the weights",
     }
     for axis in axes:
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{helps[axis]} (default: 1)")
-    parser.add_argument("--scheme", help="attention over the ranks that share a prompt; default: what they are named after")
-    parser.add_argument("--tp-sp", action="store_true", help="tensor ranks share the tokens of a prompt, too, between their layers")
+        parser.add_argument(
+            f"--{axis}", type=int, default=1, metavar="N", help=f"{helps[axis]} (default: 1)"
+        )
     parser.add_argument(
-        "--algorithm", help="of collectives: ring, or all_reduce=ring,all_gather=bruck; default: that of the MPI library"
+        "--scheme",
+        help="attention over the ranks that share a prompt; default: what they are named after",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="in which to compute; default: that of the weights")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
-    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds for ranks that are started (default: a day)")
+    parser.add_argument(
+        "--tp-sp",
+        action="store_true",
+        help="tensor ranks share the tokens of a prompt, too, between their layers",
+    )
+    parser.add_argument(
+        "--algorithm",
+        help="of collectives: ring, or all_reduce=ring,all_gather=bruck; default: that of the MPI library",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="in which to compute; default: that of the weights"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=86400.0,
+        help="seconds for ranks that are started (default: a day)",
+    )
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
@@ -113,7 +161,9 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
         comm = MPI.COMM_WORLD
     axes: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1} or {"tp": 1}
     try:
-        with Mesh(comm, device=options.device, check="off", algorithm=options.algorithm, **axes) as mesh:
+        with Mesh(
+            comm, device=options.device, check="off", algorithm=options.algorithm, **axes
+        ) as mesh:
             (_generate if options.command == "generate" else _logits)(options, mesh)
     except ERRORS as error:
         return _refuse(error) if comm.rank == 0 else REFUSED
@@ -141,7 +191,9 @@ def _prepare(options: argparse.Namespace, mesh: Mesh) -> tuple[Tokenizer, list[l
 
     mesh[tuple(mesh.axes)].agree_on(call)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return *found[0], load(options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp)
+    return *found[0], load(
+        options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp
+    )
 
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
@@ -153,7 +205,13 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
     def show(number: int, token: int) -> None:
         print(stream.add(token), end="", flush=True)
 
-    results = generate(model, prompts, max_tokens=options.max_tokens, sampling=sampling, on_token=show if is_shown else None)
+    results = generate(
+        model,
+        prompts,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        on_token=show if is_shown else None,
+    )
     if is_shown:
         print(stream.rest(), flush=True)
     elif mesh.rank == 0:

@@ -18,7 +18,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def cores() -> int:
     """Return the number of processor cores that this process may use, by its affinity and its container's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return _within_quota(allowed)
 
 
@@ -58,14 +60,18 @@ def node_number() -> int:
         boot = _BOOT.read_text()
     except OSError:
         boot = ""
-    return int.from_bytes(hashlib.blake2b(f"{node_name()} {boot}".encode(), digest_size=6).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{node_name()} {boot}".encode(), digest_size=6).digest(), "little"
+    )
 
 
 def busy_share(seconds: float = 0.3) -> float:
     """Return the share of all processor time that is in use, measured for a moment. Return 0 if the system does not tell."""
     before = _processor_times()
     time.sleep(seconds)
-    total, idle = (after - earlier for after, earlier in zip(_processor_times(), before, strict=True))
+    total, idle = (
+        after - earlier for after, earlier in zip(_processor_times(), before, strict=True)
+    )
     return 1 - idle / total if total > 0 else 0.0
 
 

@@ -1,8 +1,9 @@
 """Measure the constants of `sp_core.tuning` on several ranks: `mpiexec -n 2 python -m sp_core doctor --measure`.
 
-All ways to do one thing take turns, so that what disturbs the machine disturbs them alike; a sample is the time of the slowest rank
-from a barrier on, and a constant the median of its samples. Messages and sums are measured by themselves, for any number of ranks
-and nodes; whole collectives with the ranks at hand, to correct the model.
+All ways to do one thing take turns, so that what disturbs the machine disturbs them alike; a sample
+is the time of the slowest rank from a barrier on, and a constant the median of its samples.
+Messages and sums are measured by themselves, for any number of ranks and nodes; whole collectives
+with the ranks at hand, to correct the model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from sp_core.mesh import Mesh, fingerprint
 from sp_core.schedules import SCHEDULED, operation, usable
 from sp_core.scratch import Scratch
 from sp_core.transport import wait
-from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, on_grid, save
+from sp_core.tuning import (
+    LINKS,
+    Curve,
+    FileError,
+    Tuning,
+    default_path,
+    load,
+    modelled,
+    on_grid,
+    save,
+)
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -58,7 +69,9 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
         ValueError: a single rank, on which there is nothing to measure.
     """
     if world.size < 2:
-        raise ValueError("constants were to be measured on 1 rank; 2 are needed: mpiexec -n 2 python -m sp_core doctor --measure.")
+        raise ValueError(
+            "constants were to be measured on 1 rank; 2 are needed: mpiexec -n 2 python -m sp_core doctor --measure."
+        )
     with Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh:
         group = mesh["all"]
         share = seconds / len(sizes) / (len(OPS) + 3)
@@ -67,26 +80,48 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
     return fitted(bare, samples)
 
 
-def primitives(world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES) -> Tuning:
+def primitives(
+    world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES
+) -> Tuning:
     """Measure messages, sums, copies and the preparation of a call, for `share` seconds at each size."""
-    links = {kind: _exchanges(world, group, pair, share, sizes) for kind in LINKS if (pair := _pair(group.nodes, kind))}
-    add, copy = (on_grid(sizes, (_local(world, kind, size, share) for size in sizes)) for kind in ("add", "copy"))
+    links = {
+        kind: _exchanges(world, group, pair, share, sizes)
+        for kind in LINKS
+        if (pair := _pair(group.nodes, kind))
+    }
+    add, copy = (
+        on_grid(sizes, (_local(world, kind, size, share) for size in sizes))
+        for kind in ("add", "copy")
+    )
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    made = Tuning(fingerprint(), group.nodes, links, add, copy, bind=_binding(world, group), measured_at=now)
+    made = Tuning(
+        fingerprint(), group.nodes, links, add, copy, bind=_binding(world, group), measured_at=now
+    )
     found: Tuning = world.bcast(made)
     return found
 
 
 def collectives(
-    world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES, least: int = LEAST_ROUNDS
+    world: Intracomm,
+    group: Communicator,
+    share: float,
+    sizes: Sequence[int] = SIZES,
+    least: int = LEAST_ROUNDS,
 ) -> Samples:
     """Measure every algorithm of every collective, for `share` seconds at each size, but at least `least` rounds."""
-    found: Samples = {op: {name: {} for name in usable(group.nodes, op, window=group.window is not None)} for op in OPS}
+    found: Samples = {
+        op: {name: {} for name in usable(group.nodes, op, window=group.window is not None)}
+        for op in OPS
+    }
     for size in sizes:
         for op in OPS:
             x = vector(op, size, group)
-            plans = {name: plan(op, x, comm=group, **arguments(op), algorithm=name) for name in found[op]}
-            for name, seconds in interleaved(world, {name: made.run for name, made in plans.items()}, share, least).items():
+            plans = {
+                name: plan(op, x, comm=group, **arguments(op), algorithm=name) for name in found[op]
+            }
+            for name, seconds in interleaved(
+                world, {name: made.run for name, made in plans.items()}, share, least
+            ).items():
                 found[op][name][size] = seconds
     return found
 
@@ -95,37 +130,53 @@ def fitted(bare: Tuning, samples: Samples) -> Tuning:
     """Compute constants from the times of messages and sums, and from samples of whole collectives."""
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
-        (op, name, *point) for op, by_name in times.items() for name, c in by_name.items() if name != "mpi" for point in c.points
+        (op, name, *point)
+        for op, by_name in times.items()
+        for name, c in by_name.items()
+        if name != "mpi"
+        for point in c.points
     ]
     least = min(size for _, _, size, _ in ours)
-    beside = [seconds - modelled(bare, op, name, bare.nodes, size) for op, name, size, seconds in ours if size == least]
+    beside = [
+        seconds - modelled(bare, op, name, bare.nodes, size)
+        for op, name, size, seconds in ours
+        if size == least
+    ]
     started = replace(bare, start=max(statistics.median(beside), 0.0))
-    errors = sorted(abs(modelled(started, op, name, bare.nodes, size) / seconds - 1) for op, name, size, seconds in ours)
+    errors = sorted(
+        abs(modelled(started, op, name, bare.nodes, size) / seconds - 1)
+        for op, name, size, seconds in ours
+    )
     typical = (statistics.median(errors), errors[int(0.95 * (len(errors) - 1))])
     return replace(started, times=times, error=typical)
 
 
 def _curves(by_name: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
     sizes = list(next(iter(by_name.values())))
-    found = {size: typical({name: by_size[size] for name, by_size in by_name.items()}) for size in sizes}
+    found = {
+        size: typical({name: by_size[size] for name, by_size in by_name.items()}) for size in sizes
+    }
     return {name: on_grid(sizes, (found[size][name] for size in sizes)) for name in by_name}
 
 
 def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
     """Return one time for each contestant.
 
-    What makes a whole round slow is no contestant's: each sample is taken as a multiple of the median of its round, and the median
-    of these counts.
+    What makes a whole round slow is no contestant's: each sample is taken as a multiple of the
+    median of its round, and the median of these counts.
     """
     levels = [statistics.median(together) for together in zip(*rounds.values(), strict=True)]
     level = statistics.median(levels)
     return {
-        name: level * statistics.median(seconds / own for seconds, own in zip(samples, levels, strict=True))
+        name: level
+        * statistics.median(seconds / own for seconds, own in zip(samples, levels, strict=True))
         for name, samples in rounds.items()
     }
 
 
-def interleaved(world: Intracomm, calls: dict[str, Call], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
+def interleaved(
+    world: Intracomm, calls: dict[str, Call], seconds: float, least: int = LEAST_ROUNDS
+) -> dict[str, list[float]]:
     """Time all calls in rounds. In each round every call has its turn, and another one is first. All ranks get the same samples."""
     repeats, spent = {}, 0.0
     for name, call in calls.items():
@@ -141,7 +192,10 @@ def interleaved(world: Intracomm, calls: dict[str, Call], seconds: float, least:
         for name in (*names[first:], *names[:first]):
             mine[name].append(sample(world, calls[name], repeats[name]))
     ranks = world.allgather(mine)
-    return {name: [max(together) for together in zip(*(rank[name] for rank in ranks), strict=True)] for name in names}
+    return {
+        name: [max(together) for together in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in names
+    }
 
 
 def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
@@ -171,11 +225,15 @@ def arguments(op: str) -> dict[str, Any]:
 def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
     """Return two ranks that are connected by this kind of link, or None."""
     ranks = range(len(nodes))
-    pairs = ((a, b) for a in ranks for b in ranks if a < b and (nodes[a] == nodes[b]) == (kind == "node"))
+    pairs = (
+        (a, b) for a in ranks for b in ranks if a < b and (nodes[a] == nodes[b]) == (kind == "node")
+    )
     return next(pairs, None)
 
 
-def _exchanges(world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]) -> Curve:
+def _exchanges(
+    world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]
+) -> Curve:
     """Time two ranks that send to each other at once. The other ranks wait."""
     points = []
     for size in sizes:
@@ -200,7 +258,11 @@ def _exchange(group: Communicator, sends: list[Any], recvs: list[Any]) -> Call:
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
     """Time a sum or a copy while all ranks make one."""
     into, one, other = (torch.ones(max(size // 4, 1)) for _ in range(3))
-    return _median(world, (lambda: torch.add(one, other, out=into)) if kind == "add" else (lambda: into.copy_(one)), share)
+    return _median(
+        world,
+        (lambda: torch.add(one, other, out=into)) if kind == "add" else (lambda: into.copy_(one)),
+        share,
+    )
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
@@ -233,11 +295,17 @@ def told() -> tuple[bool, str]:
         tuning = load(path, fingerprint())
     except FileError as error:
         reason = "none" if not path.exists() else str(error)
-        return False, f"{reason}; auto takes the MPI library's algorithms. To measure: python -m sp_core doctor --measure"
+        return (
+            False,
+            f"{reason}; auto takes the MPI library's algorithms. To measure: python -m sp_core doctor --measure",
+        )
     speeds = f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, 1/gamma {1e-9 / tuning.gamma:.1f} GB/s"
     median, worst = tuning.error
     text = f"{speeds} ({', '.join(tuning.links)}), measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}"
-    return True, f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} (95th percentile)"
+    return (
+        True,
+        f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} (95th percentile)",
+    )
 
 
 def keep(world: Intracomm) -> None:

@@ -29,35 +29,42 @@ if TYPE_CHECKING:
 class Mesh(NotCopied):
     """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
-    Use it as a context manager: the communicators that it makes are freed at the end. The one passed in stays the caller's.
-    An exception that leaves the block on one rank raises `PeerFailed` on the others, in their next call that compares arguments.
+    Use it as a context manager: the communicators that it makes are freed at the end. The one
+    passed in stays the caller's. An exception that leaves the block on one rank raises `PeerFailed`
+    on the others, in their next call that compares arguments.
 
     Args:
         comm: an mpi4py communicator.
         device: where tensors live; default "cpu".
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. "window" (host memory),
-            "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share memory among ranks of one machine, and do
-            without where they cannot (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT names, on
-            a kind of device that has it, else the first of `NAMES`.
-        check: "agree" (every collective compares its arguments over the ranks first) or "off" (only schemes and layers do).
-        algorithm: what each collective uses where a call says "auto": a name, for all collectives that have it, or names by
-            collective, as a mapping or as text, "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. "window" (host
+            memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share
+            memory among ranks of one machine, and do without where they cannot
+            (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT
+            names, on a kind of device that has it, else the first of `NAMES`.
+        check: "agree" (every collective compares its arguments over the ranks first) or "off" (only
+            schemes and layers do).
+        algorithm: what each collective uses where a call says "auto": a name, for all collectives
+            that have it, or names by collective, as a mapping or as text,
+            "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
             Default: the environment's SP_ALGORITHM, else "auto".
-        nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES, such as "0,0,1,1", else what the
-            ranks find: those of one name and one start of the kernel share a node.
-        tuning: constants by which "auto" takes the quickest algorithm: a file, "auto" for what `python -m sp_core doctor --measure`
-            has kept for this machine, "off" to leave it to the MPI library. Rank 0's hold for all. Default: the environment's
-            SP_TUNING, else "auto". Nothing is ever measured here.
+        nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES,
+            such as "0,0,1,1", else what the ranks find: those of one name and one start of the
+            kernel share a node.
+        tuning: constants by which "auto" takes the quickest algorithm: a file, "auto" for what
+            `python -m sp_core doctor --measure` has kept for this machine, "off" to leave it to the
+            MPI library. Rank 0's hold for all. Default: the environment's SP_TUNING, else "auto".
+            Nothing is ever measured here.
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One agreement of 64 bytes per rank, one broadcast of rank 0's constants if it has any, and one `MPI_Comm_split` for each set
-        of axes.
+        One agreement of 64 bytes per rank, one broadcast of rank 0's constants if it has any, and
+        one `MPI_Comm_split` for each set of axes.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
         DeviceError: a device or transport that is not there.
-        ValueError: an unknown collective or algorithm; nodes that are not one number per rank; constants that cannot be read.
+        ValueError: an unknown collective or algorithm; nodes that are not one number per rank;
+            constants that cannot be read.
         CollectiveMismatch: ranks that ask for different meshes.
 
     All of these on every rank.
@@ -91,11 +98,17 @@ class Mesh(NotCopied):
         call = f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=}"
         call += f", algorithm={self._algorithm!r}, nodes={given})"
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
-        self._nodes = tuple(map(int, given)) if given != [""] else tuple(number // 2 for number in told)
+        self._nodes = (
+            tuple(map(int, given)) if given != [""] else tuple(number // 2 for number in told)
+        )
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
         self._comm = comm.Dup()
         try:
-            for names in (names for number in range(1, len(self.axes) + 1) for names in combinations(self.axes, number)):
+            for names in (
+                names
+                for number in range(1, len(self.axes) + 1)
+                for names in combinations(self.axes, number)
+            ):
                 self._add(names)
         except DeviceError:  # on every rank: a transport that is not here
             self.free()
@@ -104,8 +117,9 @@ class Mesh(NotCopied):
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
         """Return the communicator along one axis, or along several, of which the last one varies fastest.
 
-        No axis means this rank alone. Nothing is sent. Products in the order of the mesh are there from the beginning. One in
-        another order is made in its first use, which is a call of all its ranks like any other.
+        No axis means this rank alone. Nothing is sent. Products in the order of the mesh are there
+        from the beginning. One in another order is made in its first use, which is a call of all
+        its ranks like any other.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.
@@ -116,9 +130,13 @@ class Mesh(NotCopied):
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         unknown = [name for name in names if name not in self.axes]
         if unknown or len(set(names)) != len(names):
-            raise ShapeError(f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once.")
+            raise ShapeError(
+                f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once."
+            )
         if names not in self._made:
-            self._made[names] = self._reordered(names) if names else self._make(names, self._alone())
+            self._made[names] = (
+                self._reordered(names) if names else self._make(names, self._alone())
+            )
         return self._made[names]
 
     def coordinate(self, axis: str) -> int:
@@ -129,9 +147,13 @@ class Mesh(NotCopied):
         """Free every communicator of the mesh, on every rank; a second call does nothing."""
         if self._freed:
             return
-        order = sorted(self._made, key=lambda names: (names == axes.in_order(self.axes, names), names))
+        order = sorted(
+            self._made, key=lambda names: (names == axes.in_order(self.axes, names), names)
+        )
         try:
-            questions = [question for names in order for question in self._made[names].ask_to_free()]
+            questions = [
+                question for names in order for question in self._made[names].ask_to_free()
+            ]
             wait(agreement.Questions(questions), progress.of_this_rank().poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
@@ -150,7 +172,12 @@ class Mesh(NotCopied):
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is None:
             self.free()
         else:
@@ -182,7 +209,12 @@ class Mesh(NotCopied):
     def _reordered(self, names: tuple[str, ...]) -> Communicator:
         usual = axes.in_order(self.axes, names)
         ranks, mine = self._members(usual), self._members(names)
-        return Reordered(self._made[usual], [ranks.index(rank) for rank in mine], axes.title(names), self._nodes_of(mine))
+        return Reordered(
+            self._made[usual],
+            [ranks.index(rank) for rank in mine],
+            axes.title(names),
+            self._nodes_of(mine),
+        )
 
     def _alone(self) -> Intracomm:
         """Make a communicator of this rank alone. A checked communicator makes its own."""
@@ -209,7 +241,9 @@ class Mesh(NotCopied):
             return error
         bad = [axis for axis, length in self.axes.items() if length < 1]
         if bad or not self.axes or math.prod(self.axes.values()) != self.size:
-            sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items()) or "no axes"
+            sizes = (
+                " x ".join(f"{axis}={length}" for axis, length in self.axes.items()) or "no axes"
+            )
             return ShapeError(
                 f"the mesh {sizes} has {math.prod(self.axes.values())} ranks, the communicator has {self.size}. "
                 "Choose sizes >= 1 whose product is the number of ranks."
@@ -219,7 +253,9 @@ class Mesh(NotCopied):
         return self._device_problem()
 
     def _nodes_problem(self, given: Sequence[str]) -> Exception | None:
-        if given == [""] or (len(given) == self.size and all(text.strip().lstrip("-").isdecimal() for text in given)):
+        if given == [""] or (
+            len(given) == self.size and all(text.strip().lstrip("-").isdecimal() for text in given)
+        ):
             return None
         return ValueError(
             f"nodes {given} were given for {self.size} ranks. Pass nodes=, or SP_NODES, with one whole number per rank."
@@ -240,7 +276,9 @@ class Mesh(NotCopied):
 def _meant(transport: str | HostWrapper, kind: str) -> str | HostWrapper:
     """Replace "auto" by the transport that SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
-    for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(kind, ())
+    for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(
+        kind, ()
+    )
     return named if transport == "auto" and not for_others else transport
 
 
@@ -249,7 +287,9 @@ def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exceptio
     try:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
-        return torch.device("cpu"), DeviceError(f"device={device!r} was given: {str(error).splitlines()[0]} Pass 'cpu' or 'cuda'.")
+        return torch.device("cpu"), DeviceError(
+            f"device={device!r} was given: {str(error).splitlines()[0]} Pass 'cpu' or 'cuda'."
+        )
     if found.type != "cuda":
         return found, None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -281,10 +321,14 @@ def _shown(nodes: Sequence[int]) -> list[str]:
     return list(map(str, nodes)) if hasattr(nodes, "__iter__") else [repr(nodes)]
 
 
-def _constants(tuning: Tuning | str | Path | None, rank: int) -> tuple[Tuning | None, Exception | None]:
+def _constants(
+    tuning: Tuning | str | Path | None, rank: int
+) -> tuple[Tuning | None, Exception | None]:
     """Return the constants that were asked for, on rank 0, and what is wrong with them."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
-        return None, TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
+        return None, TypeError(
+            f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'."
+        )
     if rank:
         return None, None
     if isinstance(tuning, Tuning):

@@ -10,11 +10,16 @@ from typing import Any
 class Observer:
     """Hears what the ranks of a communicator do beside calls of MPI. This one ignores it.
 
-    The testing kit's communicators are observers. Another observer is made known by `observer_of.register`.
+    The testing kit's communicators are observers. Another observer is made known by
+    `observer_of.register`.
     """
 
     def announce_exchange(
-        self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = (), *, later: bool = False
+        self,
+        sends: Iterable[tuple[int, int]] = (),
+        recvs: Iterable[tuple[int, int]] = (),
+        *,
+        later: bool = False,
     ) -> None:
         """Hear which messages this rank will post; every rank of the communicator announces its own.
 

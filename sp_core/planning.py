@@ -1,15 +1,17 @@
 """Project which scheme and mesh suit a problem: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
 
-One layer of causal attention, forward and backward, evenly split, zigzag. Ranks fill nodes one after the other; the axis of Ulysses
-is the fast one. With own = B (S/P) D e bytes for one head of one rank's tokens:
+One layer of causal attention, forward and backward, evenly split, zigzag. Ranks fill nodes one
+after the other; the axis of Ulysses is the fast one. With own = B (S/P) D e bytes for one head of
+one rank's tokens:
 
-    ring          R - 1 steps, each the longer of a block's attention and its message of 2K own; first block without a message
-    ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and the attention
-    hybrid        both: U heads' parts inside, a ring of R around
+    ring          R - 1 steps, each the longer of a block's attention and its message of 2K own;
+    first block without a message ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and
+    the attention hybrid        both: U heads' parts inside, a ring of R around
     allgather_kv  P - 1 messages of 2K own, one after the other, and the attention
 
-What leaves a node goes over its one link, so ranks that send at once share it. Backward sends gradients of K and V in float32 or
-wider. A message of n bytes takes alpha + beta n. The bytes and messages are those of `sp_core.cost`.
+What leaves a node goes over its one link, so ranks that send at once share it. Backward sends
+gradients of K and V in float32 or wider. A message of n bytes takes alpha + beta n. The bytes and
+messages are those of `sp_core.cost`.
 """
 
 from __future__ import annotations
@@ -84,7 +86,15 @@ class Problem:
     @property
     def compute(self) -> float:
         """Seconds of one rank's share of the causal forward."""
-        return 2 * self.batch * self.seq_len**2 * self.num_heads * self.head_dim / self.ranks / self.flops
+        return (
+            2
+            * self.batch
+            * self.seq_len**2
+            * self.num_heads
+            * self.head_dim
+            / self.ranks
+            / self.flops
+        )
 
 
 @dataclass(frozen=True)
@@ -107,13 +117,25 @@ def project(problem: Problem) -> list[Projection]:
         ValueError: sizes that cannot be split evenly, or that are not positive.
     """
     _check(problem)
-    meshes = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and u <= problem.num_heads]
+    meshes = [
+        u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and u <= problem.num_heads
+    ]
     found = [_mesh(problem, problem.ranks // u, u) for u in meshes]
     return sorted([*found, _allgather_kv(problem)], key=lambda projection: projection.seconds)
 
 
 def _check(problem: Problem) -> None:
-    if min(problem.ranks, problem.per_node, problem.num_kv_heads, problem.seq_len, problem.head_dim, problem.batch) < 1:
+    if (
+        min(
+            problem.ranks,
+            problem.per_node,
+            problem.num_kv_heads,
+            problem.seq_len,
+            problem.head_dim,
+            problem.batch,
+        )
+        < 1
+    ):
         raise ValueError(
             "a size below 1 was given; --seq, --ranks, --ranks-per-node, --kv-heads, --head-dim and --batch are at least 1."
         )
@@ -127,28 +149,56 @@ def _check(problem: Problem) -> None:
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
     """Project a ring of `ring` ranks around groups of `ulysses` ranks that exchange heads. Either may be 1."""
-    heads, kv_heads = ([len(part) for part in parts] for parts in split_heads(problem.num_heads, problem.num_kv_heads, ulysses))
-    exchanged, given_back = ([problem.own * way(heads, kv_heads, mine) for mine in range(ulysses)] for way in (_sent, _returned))
-    exchange = _exchange(problem, ulysses, max(exchanged)) + _exchange(problem, ulysses, max(given_back))
+    heads, kv_heads = (
+        [len(part) for part in parts]
+        for parts in split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
+    )
+    exchanged, given_back = (
+        [problem.own * way(heads, kv_heads, mine) for mine in range(ulysses)]
+        for way in (_sent, _returned)
+    )
+    exchange = _exchange(problem, ulysses, max(exchanged)) + _exchange(
+        problem, ulysses, max(given_back)
+    )
     blocks = [2 * kv * problem.own * ulysses * (ring > 1) for kv in kv_heads]
-    step, wide_step = (_step(problem, ring, ulysses, nbytes) for nbytes in (max(blocks), max(blocks) * problem.wide))
+    step, wide_step = (
+        _step(problem, ring, ulysses, nbytes)
+        for nbytes in (max(blocks), max(blocks) * problem.wide)
+    )
     forward = _around(problem.compute, ring, step)
-    backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + (wide_step if ring > 1 else 0.0)
+    backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + (
+        wide_step if ring > 1 else 0.0
+    )
     seconds = forward + backward + exchange
     sent = max((ring - 1) * block + given for block, given in zip(blocks, exchanged, strict=True))
-    back = max((ring - 1 + ring * problem.wide) * block + given for block, given in zip(blocks, given_back, strict=True))
+    back = max(
+        (ring - 1 + ring * problem.wide) * block + given
+        for block, given in zip(blocks, given_back, strict=True)
+    )
     messages = Traffic(ring - 1, sent), Traffic((2 * ring - 1) * (ring > 1), round(back))
     name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
-    return Projection(name, ring, ulysses, seconds, max(seconds - (1 + BACKWARD) * problem.compute, 0.0), *messages)
+    return Projection(
+        name,
+        ring,
+        ulysses,
+        seconds,
+        max(seconds - (1 + BACKWARD) * problem.compute, 0.0),
+        *messages,
+    )
 
 
 def _allgather_kv(problem: Problem) -> Projection:
     block, others = 2 * problem.num_kv_heads * problem.own, problem.ranks - 1
-    gather, scatter = (others * _step(problem, problem.ranks, 1, nbytes) for nbytes in (block, block * problem.wide))
+    gather, scatter = (
+        others * _step(problem, problem.ranks, 1, nbytes)
+        for nbytes in (block, block * problem.wide)
+    )
     exposed = 2 * gather + scatter
     backward = Traffic(0, int(others * block * (1 + problem.wide)))
     seconds = (1 + BACKWARD) * problem.compute + exposed
-    return Projection("allgather_kv", problem.ranks, 1, seconds, exposed, Traffic(0, others * block), backward)
+    return Projection(
+        "allgather_kv", problem.ranks, 1, seconds, exposed, Traffic(0, others * block), backward
+    )
 
 
 def _sent(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
@@ -188,7 +238,9 @@ def _around(compute: float, ring: int, step: float) -> float:
 
 def add_arguments(commands: Any) -> None:
     """Add the command `plan` to the parser."""
-    made = commands.add_parser("plan", help="the best scheme and mesh for a problem, by the model", description=__doc__)
+    made = commands.add_parser(
+        "plan", help="the best scheme and mesh for a problem, by the model", description=__doc__
+    )
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, default, text in (
         ("--seq", None, "tokens"),
@@ -199,12 +251,35 @@ def add_arguments(commands: Any) -> None:
         ("--batch", 1, "default: %(default)s"),
         ("--ranks-per-node", 1, "default: %(default)s"),
     ):
-        made.add_argument(name, type=int, default=default, required=default is None, metavar="N", help=text)
-    made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default: %(default)s")
-    made.add_argument("--link", required=True, metavar="RATE,LATENCY", help="of a node, such as 25gbit,10us or 400MB,1ms")
-    made.add_argument("--node-link", metavar="RATE,LATENCY", help="inside a node (default: what was measured on this machine)")
-    made.add_argument("--flops", type=float, metavar="X", help="operations per second of a rank (default: timed on this machine)")
-    made.add_argument("--show", type=int, default=10, metavar="N", help="lines (default: %(default)s)")
+        made.add_argument(
+            name, type=int, default=default, required=default is None, metavar="N", help=text
+        )
+    made.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="default: %(default)s",
+    )
+    made.add_argument(
+        "--link",
+        required=True,
+        metavar="RATE,LATENCY",
+        help="of a node, such as 25gbit,10us or 400MB,1ms",
+    )
+    made.add_argument(
+        "--node-link",
+        metavar="RATE,LATENCY",
+        help="inside a node (default: what was measured on this machine)",
+    )
+    made.add_argument(
+        "--flops",
+        type=float,
+        metavar="X",
+        help="operations per second of a rank (default: timed on this machine)",
+    )
+    made.add_argument(
+        "--show", type=int, default=10, metavar="N", help="lines (default: %(default)s)"
+    )
 
 
 def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
@@ -222,22 +297,37 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         inside = Link(tuning.alpha, tuning.beta)
     network = link_of(options.link)
     if options.show < 1 or (options.flops is not None and not 0 < options.flops < math.inf):
-        raise ValueError(f"--show {options.show} and --flops {options.flops} were given; pass at least 1, and a number above 0.")
+        raise ValueError(
+            f"--show {options.show} and --flops {options.flops} were given; pass at least 1, and a number above 0."
+        )
     itemsize = getattr(torch, options.dtype).itemsize
     flops = options.flops or timed_flops(options.head_dim)
-    sizes = (options.seq, options.batch, options.heads, options.kv_heads or options.heads, options.head_dim, itemsize)
-    problem = Problem(*sizes, options.ranks, options.ranks_per_node, inside or network, network, flops)
+    sizes = (
+        options.seq,
+        options.batch,
+        options.heads,
+        options.kv_heads or options.heads,
+        options.head_dim,
+        itemsize,
+    )
+    problem = Problem(
+        *sizes, options.ranks, options.ranks_per_node, inside or network, network, flops
+    )
     return "\n".join(_lines(problem, project(problem)[: options.show], tuning))
 
 
 def link_of(text: str) -> Link:
     """Read a link such as `25gbit,10us`: its bandwidth, and the time of the shortest message."""
-    found = re.fullmatch(r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower())
+    found = re.fullmatch(
+        r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower()
+    )
     try:
         rate, unit, latency, scale = found.groups() if found else ("", "", "", "")
         return Link(float(latency) * SECONDS[scale], 1 / (float(rate) * PER_SECOND[unit]))
     except (KeyError, ValueError, ZeroDivisionError):
-        raise ValueError(f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms.") from None
+        raise ValueError(
+            f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms."
+        ) from None
 
 
 def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:

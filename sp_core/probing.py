@@ -16,11 +16,18 @@ def in_job() -> bool:
     return any(name in os.environ for name in JOB_VARIABLES)
 
 
-def bounded(command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+def bounded(
+    command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
     """Run a command. Return its exit code, or None after a time limit, and its output. Everything that it started is ended."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env,
         )
         try:
             code: int | None = process.wait(seconds)
@@ -40,14 +47,20 @@ def launch_problem(code: int | None, output: str) -> tuple[str, str]:
             "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not work as root",
         )
     if "not enough slots" in output:
-        return "Open MPI refuses more ranks than cores", "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+        return (
+            "Open MPI refuses more ranks than cores",
+            "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
+        )
     if "ranks: 1" in output:
         return (
             "its ranks do not find each other",
             "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
         )
     if code is None:
-        return f"two ranks did not start within {LAUNCH_SECONDS} s", "see what is in the way: mpiexec -n 2 hostname"
+        return (
+            f"two ranks did not start within {LAUNCH_SECONDS} s",
+            "see what is in the way: mpiexec -n 2 hostname",
+        )
     return f"exit code {code}: {last_line(output)}", "see what is in the way: mpiexec -n 2 hostname"
 
 

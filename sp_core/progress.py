@@ -1,7 +1,8 @@
 """Let everything that a rank has started make progress, whichever of it the rank waits for.
 
-An algorithm that sends in several steps makes progress only while its rank polls it. A rank that waits on one communicator must
-therefore poll all of them. Otherwise ranks that wait in different orders would wait for each other.
+An algorithm that sends in several steps makes progress only while its rank polls it. A rank that
+waits on one communicator must therefore poll all of them. Otherwise ranks that wait in different
+orders would wait for each other.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ _RANK = _Rank()
 def of_this_rank() -> Progress:
     """Return the progress of the rank whose thread calls this.
 
-    A communicator asks once, when it is made. Threads in which torch runs a backward then poll the same communicators.
+    A communicator asks once, when it is made. Threads in which torch runs a backward then poll the
+    same communicators.
     """
     return _RANK.progress

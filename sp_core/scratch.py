@@ -1,6 +1,7 @@
 """Scratch memory that calls reuse. Allocating memory in every call costs more than the copies into it.
 
-Source: fresh pages are written at about a tenth of the speed of used ones, because the kernel clears each of them first.
+Source: fresh pages are written at about a tenth of the speed of used ones, because the kernel
+clears each of them first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Scratch:
             best = min(fitting, key=Tensor.numel)
             self._free = [block for block in self._free if block is not best]
             return best
-        self._free = self._free[1:] if len(self._free) == KEPT else self._free  # a small one makes room for a larger one
+        self._free = (
+            self._free[1:] if len(self._free) == KEPT else self._free
+        )  # a small one makes room for a larger one
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, block: Tensor) -> None:

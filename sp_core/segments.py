@@ -31,7 +31,9 @@ def first(segment: Segment) -> int:
     return segment.start
 
 
-@torch.inference_mode(False)  # positions are kept: made under inference mode they could never take part in training
+@torch.inference_mode(
+    False
+)  # positions are kept: made under inference mode they could never take part in training
 def concatenated(segments: Sequence[Segment]) -> Tensor:
     """Return all positions of some segments, int64."""
     pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]

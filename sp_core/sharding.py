@@ -1,7 +1,8 @@
 """Which rank owns which tokens: integer arithmetic without communication and devices.
 
-A sharding maps every rank to the global positions of its tokens, in the order in which the rank holds them. Everything else
-(masks, rotary angles, labels, document boundaries) derives from these positions.
+A sharding maps every rank to the global positions of its tokens, in the order in which the rank
+holds them. Everything else (masks, rotary angles, labels, document boundaries) derives from these
+positions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from sp_core.arguments import check
 from sp_core.errors import ShapeError
-from sp_core.segments import Segment, arithmetic_segments, concatenated, first, moved, split_ranges, split_sizes
+from sp_core.segments import (
+    Segment,
+    arithmetic_segments,
+    concatenated,
+    first,
+    moved,
+    split_ranges,
+    split_sizes,
+)
 
 __all__ = ["Sharding", "split_ranges", "split_sizes"]
 
@@ -26,7 +35,8 @@ __all__ = ["Sharding", "split_ranges", "split_sizes"]
 class Sharding:
     """The global positions of the tokens that each rank holds, in the rank's own order.
 
-    Make one with `contiguous`, `zigzag`, `striped` or `from_positions`. Shards may be uneven and empty.
+    Make one with `contiguous`, `zigzag`, `striped` or `from_positions`. Shards may be uneven and
+    empty.
 
     Args:
         segments: for each rank the position ranges that it holds, one after the other.
@@ -59,7 +69,8 @@ class Sharding:
 
         Args and errors as in `contiguous`.
 
-        Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention, `zigzag_ring_flash_attn`.
+        Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention,
+            `zigzag_ring_flash_attn`.
         """
         _check(seq_len, size, start)
         chunks = [moved(piece, start) for piece in split_ranges(seq_len, 2 * size)]
@@ -142,7 +153,8 @@ class Sharding:
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder whole segments from the order of an all-gather to ascending order of their first positions.
 
-        Unlike `restore` this keeps strided segments together, so that the positions stay a few arithmetic runs.
+        Unlike `restore` this keeps strided segments together, so that the positions stay a few
+        arithmetic runs.
         """
         order = self._segment_order
         if order == sorted(order):
@@ -176,7 +188,8 @@ class Sharding:
             dim: the sequence dimension.
 
         Returns:
-            A new tensor with `local_len(rank)` tokens along `dim`; a view where the shard is one consecutive range.
+            A new tensor with `local_len(rank)` tokens along `dim`; a view where the shard is one
+            consecutive range.
 
         Raises:
             ShapeError: `x` has another length along `dim`.
@@ -204,7 +217,9 @@ class Sharding:
         """
         given = tuple(shard.shape[dim] for shard in shards)
         if given != self.lengths:
-            raise ShapeError(f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given has {given}.")
+            raise ShapeError(
+                f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given has {given}."
+            )
         return self.restore(torch.cat(list(shards), dim), dim)
 
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
@@ -223,8 +238,12 @@ class Sharding:
             ShapeError: the groups do not cover the ranks exactly once.
         """
         if sorted(rank for group in groups for rank in group) != list(range(self.size)):
-            raise ShapeError(f"groups {groups} must hold each of the ranks 0..{self.size - 1} exactly once.")
-        return Sharding(tuple(tuple(s for rank in group for s in self.segments[rank]) for group in groups))
+            raise ShapeError(
+                f"groups {groups} must hold each of the ranks 0..{self.size - 1} exactly once."
+            )
+        return Sharding(
+            tuple(tuple(s for rank in group for s in self.segments[rank]) for group in groups)
+        )
 
     def causal_work(self, rank: int) -> int:
         """Count the (query, key) pairs that `rank` computes under a causal mask over all tokens."""
@@ -236,7 +255,9 @@ class Sharding:
         """Check that `rank` is a rank of this sharding, and return it."""
         check(rank=rank)
         if not 0 <= rank < self.size:
-            raise ShapeError(f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}.")
+            raise ShapeError(
+                f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}."
+            )
         return rank
 
     @cached_property
@@ -276,10 +297,16 @@ class Sharding:
 
     def _places(self, rank: int) -> Tensor:
         positions = self.positions(rank)
-        return positions - self._first if self._is_dense else torch.searchsorted(self._ascending, positions)
+        return (
+            positions - self._first
+            if self._is_dense
+            else torch.searchsorted(self._ascending, positions)
+        )
 
 
 def _check(seq_len: int, size: int, start: int) -> None:
     check(seq_len=seq_len, size=size, start=start)
     if seq_len < 0 or size < 1 or start < 0:
-        raise ShapeError(f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}.")
+        raise ShapeError(
+            f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}."
+        )

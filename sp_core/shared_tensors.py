@@ -2,8 +2,8 @@
 
 x = sp.shared_empty((2, 100, 8), comm=comm)     every rank
 x.copy_(...)
-sp.fence(comm=comm)                             from here on everybody sees what everybody has written
-left = sp.peer(x, (comm.rank - 1) % comm.size, comm=comm)
+sp.fence(comm=comm)                             from here on everybody sees what everybody has
+written left = sp.peer(x, (comm.rank - 1) % comm.size, comm=comm)
 ...                                             use it; nobody writes into x
 sp.fence(comm=comm)                             from here on x may be written again
 """
@@ -21,7 +21,9 @@ from sp_core.errors import DtypeError, RankError, ShapeError
 from sp_core.transport.window import MAX_DIMS
 
 
-def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32) -> Tensor:
+def shared_empty(
+    shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Make a tensor in memory that all ranks of a communicator see.
 
     Without a window (`comm.window` is None) it is an ordinary tensor.
@@ -32,8 +34,8 @@ def shared_empty(shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype
         dtype: the same on every rank.
 
     Returns:
-        Zeros of that shape. The memory is given back when no rank has a tensor in it any more; that of a device stays until the
-        process ends.
+        Zeros of that shape. The memory is given back when no rank has a tensor in it any more; that
+        of a device stays until the process ends.
 
     Communication:
         One agreement, and four exchanges of a few numbers.
@@ -82,7 +84,8 @@ def fence(*, comm: Communicator) -> None:
         comm: the ranks. Every rank calls this.
 
     Communication:
-        One agreement; with a window two flags in shared memory, and the agreement only unless `check="off"`.
+        One agreement; with a window two flags in shared memory, and the agreement only unless
+        `check="off"`.
     """
     comm.fence()
 
@@ -91,6 +94,10 @@ def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
     arguments.check(shape=shape)
     arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
     if len(shape) > MAX_DIMS or any(length < 0 for length in shape):
-        raise ShapeError(f"shape {tuple(shape)} was given; at most {MAX_DIMS} lengths >= 0 are needed. Reshape the tensor.")
+        raise ShapeError(
+            f"shape {tuple(shape)} was given; at most {MAX_DIMS} lengths >= 0 are needed. Reshape the tensor."
+        )
     if dtype.is_complex:
-        raise DtypeError(f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of them.")
+        raise DtypeError(
+            f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of them."
+        )

@@ -11,7 +11,9 @@ from sp_core.probing import in_job
 from sp_core.testing import profiles
 
 settings.load_profile(profiles.DEFAULT)
-os.environ["SP_TUNING"] = "off"  # what "auto" takes must not depend on what was once measured on this machine
+os.environ["SP_TUNING"] = (
+    "off"  # what "auto" takes must not depend on what was once measured on this machine
+)
 
 for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
     del os.environ[name]  # the programs that tests start are no workers of this session

@@ -39,7 +39,12 @@ MESHES = {
     for size in (1, 2, 3, 4)
 }
 PIPELINES = {
-    size: [{**axes, "pp": stages} for stages in range(2, size + 1) if size % stages == 0 for axes in MESHES[size // stages]]
+    size: [
+        {**axes, "pp": stages}
+        for stages in range(2, size + 1)
+        if size % stages == 0
+        for axes in MESHES[size // stages]
+    ]
     for size in MESHES
 }
 """The meshes with several stages."""
@@ -86,7 +91,11 @@ class Case:
         random = torch.Generator().manual_seed(self.seed)
         dtype = getattr(torch, self.dtype)
         return {
-            name: (torch.randn(shape, generator=random, dtype=torch.float64) * 0.4 + (len(shape) == 1)).to(dtype).double()
+            name: (
+                torch.randn(shape, generator=random, dtype=torch.float64) * 0.4 + (len(shape) == 1)
+            )
+            .to(dtype)
+            .double()
             for name, shape in self._shapes().items()
         }
 
@@ -103,9 +112,18 @@ class Case:
             "mlp.up_proj": (f, e),
             "mlp.down_proj": (e, f),
         }
-        shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in layer.items()}
+        shapes = {
+            f"model.layers.{i}.{name}.weight": shape
+            for i in range(self.layers)
+            for name, shape in layer.items()
+        }
         head = {} if self.tied else {"lm_head.weight": (self.vocab, e)}
-        return {"model.embed_tokens.weight": (self.vocab, e), **shapes, "model.norm.weight": (e,), **head}
+        return {
+            "model.embed_tokens.weight": (self.vocab, e),
+            **shapes,
+            "model.norm.weight": (e,),
+            **head,
+        }
 
     def model(self, mesh: sp.Mesh, scheme: str | None = None, *, tp_sp: bool = False) -> Llama:
         hybrid = scheme == "hybrid" and not {"ring", "ulysses"} <= set(mesh.axes)
@@ -117,14 +135,21 @@ class Case:
     def options(self) -> dict[str, Any]:
         """For the reference."""
         scaling = SCALINGS[self.scaling]
-        return {"num_heads": self.heads[0], "rope_theta": self.theta, "rope_scaling": scaling, "eps": self.eps}
+        return {
+            "num_heads": self.heads[0],
+            "rope_theta": self.theta,
+            "rope_scaling": scaling,
+            "eps": self.eps,
+        }
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The reference's logits of whole sequences."""
         return reference.llama(tokens, self.weights(), **self.options())
 
     def tokens(self, *shape: int) -> Tensor:
-        return torch.randint(0, self.vocab, shape, generator=torch.Generator().manual_seed(self.seed + 1))
+        return torch.randint(
+            0, self.vocab, shape, generator=torch.Generator().manual_seed(self.seed + 1)
+        )
 
 
 @st.composite

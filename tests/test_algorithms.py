@@ -49,7 +49,9 @@ def cases_by_algorithm(draw: st.DrawFn) -> Case:
 
 @pytest.mark.explore
 @given(case=cases_by_algorithm(), transport=st.sampled_from(CARRIERS), late=st.integers(0, 8))
-def test_an_algorithm_equals_the_definition(comm: Any, transport: str, case: Case, late: int) -> None:
+def test_an_algorithm_equals_the_definition(
+    comm: Any, transport: str, case: Case, late: int
+) -> None:
     """Any dtype, uneven and empty pieces, views, ranks that come late, scratch with anything in it; twice, on the same scratch."""
     transport = "host" if refuses(case.algorithm, transport) else transport
     features({}, called(case.op, case.algorithm, transport, comm.size, case.dtype))
@@ -86,21 +88,28 @@ def test_an_execution_is_bitwise_a_replay_of_its_schedule(comm: Any, problem: Ve
 def test_the_error_is_that_of_so_many_additions(comm: Any, problem: Vectors) -> None:
     """Against the sum in float64: as many roundings as the sum is deep; for half types one, where they are added in float32.
 
-    Source: Higham, "Accuracy and stability of numerical algorithms", 2002, section 4.2: |error| <= gamma_d * sum |x_i|.
+    Source: Higham, "Accuracy and stability of numerical algorithms", 2002, section 4.2: |error| <=
+    gamma_d * sum |x_i|.
     """
     inputs = problem.inputs(comm.size)
     with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
         result = problem.call(inputs[comm.rank], mesh["sp"]).double()
-    exact, scale = (torch.stack([f(x.double()) for x in inputs]).sum(0) for f in (torch.clone, torch.abs))
+    exact, scale = (
+        torch.stack([f(x.double()) for x in inputs]).sum(0) for f in (torch.clone, torch.abs)
+    )
     depth = comm.size - 1
     if problem.algorithm in BINARY:
         depth = min(depth, (comm.size - 1).bit_length() + 1)
     bound = gamma(depth, inputs[0].dtype) * scale
     if inputs[0].dtype in HALF and problem.algorithm == "pairwise":
         bound = exact.abs() * unit(inputs[0].dtype) + 2 * gamma(depth, torch.float32) * scale
-    bound += gamma(depth, torch.float64) * scale + torch.finfo(inputs[0].dtype).tiny  # of `exact` itself, and of underflow
+    bound += (
+        gamma(depth, torch.float64) * scale + torch.finfo(inputs[0].dtype).tiny
+    )  # of `exact` itself, and of underflow
     if problem.op == "reduce_scatter":
-        exact, bound = (part_of(x, pieces(comm.size, problem.shape), 0, comm.rank) for x in (exact, bound))
+        exact, bound = (
+            part_of(x, pieces(comm.size, problem.shape), 0, comm.rank) for x in (exact, bound)
+        )
     if problem.op == "reduce" and comm.rank != problem.place % comm.size:
         exact = torch.zeros_like(exact)
     assert ((result - exact).abs() <= bound).all()
@@ -116,29 +125,49 @@ def gamma(depth: int, dtype: torch.dtype) -> float:
 
 @pytest.mark.explore
 @given(max_examples=40, problem=vectors(dtypes=("float32", "bfloat16")))
-def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(comm: Any, problem: Vectors) -> None:
+def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(
+    comm: Any, problem: Vectors
+) -> None:
     inputs = problem.inputs(comm.size)
     programs = problem.schedule(comm.size, SEGMENT_BYTES // inputs[0].itemsize).programs
     with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
         problem.call(inputs[comm.rank], mesh["sp"])
         found, expected = mesh["sp"].counters.total(), cost(programs[comm.rank], inputs[0].dtype)
-    assert (found.calls, found.messages, found.bytes_sent) == (1, expected.messages, expected.bytes_sent)
+    assert (found.calls, found.messages, found.bytes_sent) == (
+        1,
+        expected.messages,
+        expected.bytes_sent,
+    )
     assert found.scratch == expected.scratch
 
 
 @pytest.mark.explore
-@given(max_examples=40, problem=vectors(("all_reduce", "reduce_scatter")), start=st.booleans(), shared=st.booleans())
-def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(comm: Any, problem: Vectors, start: bool, shared: bool) -> None:
+@given(
+    max_examples=40,
+    problem=vectors(("all_reduce", "reduce_scatter")),
+    start=st.booleans(),
+    shared=st.booleans(),
+)
+def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(
+    comm: Any, problem: Vectors, start: bool, shared: bool
+) -> None:
     """Also where the mesh was made with another algorithm; a half type is added in float32."""
     inputs = problem.inputs(comm.size)
     total = in_order(inputs)
     name = f"{problem.op}_start" if start else problem.op
-    with sp.Mesh(comm, nodes=problem.nodes(comm.size), algorithm={problem.op: problem.algorithm}, sp=comm.size) as mesh:
+    with sp.Mesh(
+        comm,
+        nodes=problem.nodes(comm.size),
+        algorithm={problem.op: problem.algorithm},
+        sp=comm.size,
+    ) as mesh:
         if shared:
             use_window(mesh["sp"])
         counts = pieces(comm.size, problem.shape)
         arguments: dict[str, Any] = {"sizes": counts} if problem.op == "reduce_scatter" else {}
-        result = getattr(sp, name)(inputs[comm.rank], comm=mesh["sp"], deterministic=True, **arguments)
+        result = getattr(sp, name)(
+            inputs[comm.rank], comm=mesh["sp"], deterministic=True, **arguments
+        )
         result = result.wait() if start else result
     assert torch.equal(result, part_of(total, counts, 0, comm.rank) if arguments else total)
 
@@ -161,7 +190,9 @@ def test_another_order_of_the_ranks_would_give_other_bits(comm: Any, dtype: str)
         assert not torch.equal(in_order([*inputs[first:], *inputs[:first]]), wanted)
     assert not torch.equal(in_order(inputs[:1] + inputs[:0:-1]), wanted)
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        assert torch.equal(sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], deterministic=True), wanted)
+        assert torch.equal(
+            sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], deterministic=True), wanted
+        )
 
 
 @given(
@@ -192,12 +223,21 @@ def test_in_place_by_every_algorithm(comm: Any) -> None:
         for algorithm in ALGORITHMS["all_reduce"]:
             x = Vectors("all_reduce", algorithm, 5, 0, "float32", 1).inputs(comm.size)[comm.rank]
             wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
-            assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"], algorithm=algorithm), wanted), algorithm
+            assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"], algorithm=algorithm), wanted), (
+                algorithm
+            )
 
 
 @pytest.mark.explore
-@given(max_examples=20, problem=vectors(("all_reduce",)), other=st.sampled_from(["", "mpi", "window"]), gaps=st.booleans())
-def test_in_place_is_the_same_in_the_memory_of_the_input(comm: Any, problem: Vectors, other: str, gaps: bool) -> None:
+@given(
+    max_examples=20,
+    problem=vectors(("all_reduce",)),
+    other=st.sampled_from(["", "mpi", "window"]),
+    gaps=st.booleans(),
+)
+def test_in_place_is_the_same_in_the_memory_of_the_input(
+    comm: Any, problem: Vectors, other: str, gaps: bool
+) -> None:
     algorithm = other or problem.algorithm
     x = problem.inputs(comm.size)[comm.rank]
     with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
@@ -242,7 +282,11 @@ def test_a_plan_in_place_over_everything_that_carries_messages(comm: Any, carrie
 
 @pytest.mark.explore
 @pytest.mark.usefixtures("short_slots")
-@given(max_examples=10, names=st.lists(st.sampled_from(ALGORITHMS["all_reduce"]), min_size=2, max_size=4), late=st.integers(0, 8))
+@given(
+    max_examples=10,
+    names=st.lists(st.sampled_from(ALGORITHMS["all_reduce"]), min_size=2, max_size=4),
+    late=st.integers(0, 8),
+)
 def test_several_under_way_may_read_the_same_memory(comm: Any, names: list[str], late: int) -> None:
     """Overlapping views of one tensor, which none of them changes."""
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
@@ -264,8 +308,15 @@ def planned(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.explore
-@given(max_examples=40, case=planned(), transport=st.sampled_from(sorted({*TRANSPORTS} - {"link"})), started=st.booleans())
-def test_a_plan_runs_on_what_its_input_holds(comm: Any, case: Case, transport: str, started: bool) -> None:
+@given(
+    max_examples=40,
+    case=planned(),
+    transport=st.sampled_from(sorted({*TRANSPORTS} - {"link"})),
+    started=st.booleans(),
+)
+def test_a_plan_runs_on_what_its_input_holds(
+    comm: Any, case: Case, transport: str, started: bool
+) -> None:
     """In shared memory the others read the input in place, where it is contiguous."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
@@ -277,7 +328,10 @@ def test_a_plan_runs_on_what_its_input_holds(comm: Any, case: Case, transport: s
         plan = sp.plan(case.op, x, comm=group, **case.arguments(comm.size))
         for seed in (case.seed, case.seed + 1):
             other = replace(case, seed=seed)
-            inputs = [other._tensor(rank, mine.shape[case.dim]) for rank, mine in enumerate(case.inputs(comm.size))]
+            inputs = [
+                other._tensor(rank, mine.shape[case.dim])
+                for rank, mine in enumerate(case.inputs(comm.size))
+            ]
             x.copy_(inputs[comm.rank])
             result = plan.finish(plan.start()) if started else plan.run()
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))

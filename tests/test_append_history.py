@@ -32,7 +32,11 @@ class Branch:
         self.bare, self.clone = folder / "bare", folder / "clone"
         self.file = folder / "new.jsonl"
         subprocess.run(["git", "init", "--quiet", "--bare", str(self.bare)], check=True)
-        subprocess.run(["git", "clone", "--quiet", str(self.bare), str(self.clone)], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "clone", "--quiet", str(self.bare), str(self.clone)],
+            check=True,
+            capture_output=True,
+        )
 
     def write(self, *made: dict[str, Any]) -> str:
         self.file.unlink(missing_ok=True)
@@ -41,11 +45,16 @@ class Branch:
         return str(self.file)
 
     def show(self, *arguments: str) -> str:
-        answer = subprocess.run(["git", *arguments], cwd=self.bare, capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            ["git", *arguments], cwd=self.bare, capture_output=True, text=True, check=False
+        )
         return answer.stdout
 
     def lines(self, name: str = "2026-11.jsonl") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.show("show", f"{append_history.BRANCH}:{name}").splitlines()]
+        return [
+            json.loads(line)
+            for line in self.show("show", f"{append_history.BRANCH}:{name}").splitlines()
+        ]
 
 
 @pytest.fixture
@@ -64,7 +73,10 @@ def test_records_are_appended_in_order_one_commit_a_call(branch: Branch) -> None
     assert append_history.main([COMMIT, branch.write(first, second)]) == 0
     assert append_history.main([COMMIT, branch.write(later)]) == 0
     assert branch.lines() == [first, second, later]
-    assert branch.show("log", "--format=%s", append_history.BRANCH).splitlines() == [f"Records of {COMMIT}"] * 2
+    assert (
+        branch.show("log", "--format=%s", append_history.BRANCH).splitlines()
+        == [f"Records of {COMMIT}"] * 2
+    )
     assert list(branch.clone.iterdir()) == [branch.clone / ".git"]
 
 
@@ -76,7 +88,9 @@ def test_every_month_has_a_file_and_the_others_stay(branch: Branch) -> None:
     assert branch.lines("2026-12.jsonl") == [december]
 
 
-def test_a_job_that_runs_again_adds_nothing_twice(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_runs_again_adds_nothing_twice(
+    branch: Branch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert append_history.main([COMMIT, branch.write(record(), record())]) == 0
     assert append_history.main([COMMIT, branch.write(record())]) == 0
     assert "already" in capsys.readouterr().out
@@ -106,7 +120,9 @@ def test_records_of_something_else_are_left_out(
     assert branch.lines() == [record()]
 
 
-def test_a_broken_file_costs_only_what_is_broken(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_file_costs_only_what_is_broken(
+    branch: Branch, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = branch.write(record())
     Path(good).write_bytes(b'{"schema": 1}\n\xff\n' + Path(good).read_bytes() + b'{"schema"')
     assert append_history.main([COMMIT, good, str(branch.clone / "absent.jsonl")]) == 1
@@ -122,7 +138,9 @@ def test_a_dry_run_pushes_nothing(branch: Branch, capsys: pytest.CaptureFixture[
     assert branch.show("branch") == ""
 
 
-def test_a_writer_that_was_faster_is_not_overwritten(branch: Branch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_was_faster_is_not_overwritten(
+    branch: Branch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert append_history.main([COMMIT, branch.write(record())]) == 0
     ours, pushes = branch.write(record(launch=1)), []
 
@@ -130,7 +148,12 @@ def test_a_writer_that_was_faster_is_not_overwritten(branch: Branch, monkeypatch
         if arguments[0] == "push":
             pushes.append(arguments)
             if len(pushes) == 1:
-                append_history.append([records.parse(json.dumps(record(launch=2)).encode())], "Other", "origin", dry_run=False)
+                append_history.append(
+                    [records.parse(json.dumps(record(launch=2)).encode())],
+                    "Other",
+                    "origin",
+                    dry_run=False,
+                )
         return git(*arguments, **options)
 
     monkeypatch.setattr(append_history, "git", interrupted)
@@ -139,7 +162,9 @@ def test_a_writer_that_was_faster_is_not_overwritten(branch: Branch, monkeypatch
     assert len(pushes) == 3
 
 
-def test_a_server_that_refuses_is_an_error_and_not_an_endless_loop(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_refuses_is_an_error_and_not_an_endless_loop(
+    branch: Branch, capsys: pytest.CaptureFixture[str]
+) -> None:
     hook = branch.bare / "hooks" / "pre-receive"
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\necho no thanks >&2\nexit 1\n")
@@ -149,7 +174,9 @@ def test_a_server_that_refuses_is_an_error_and_not_an_endless_loop(branch: Branc
     assert append_history.main([COMMIT, branch.write(record()), "--remote", "nowhere"]) == 2
 
 
-def test_the_token_goes_to_its_server_alone_and_is_never_shown(branch: Branch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_to_its_server_alone_and_is_never_shown(
+    branch: Branch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GITHUB_TOKEN", "s3cret")
     assert append_history.authorisation() == {}
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge.example")
@@ -157,18 +184,34 @@ def test_the_token_goes_to_its_server_alone_and_is_never_shown(branch: Branch, m
     assert name == "http.https://forge.example/.extraheader"
     assert base64.b64decode(value.split()[-1]) == b"x-access-token:s3cret"
     assert (
-        git("config", "--get-urlmatch", "http.extraheader", "https://forge.example/a", settings=dict(access)).decode().strip()
+        git(
+            "config",
+            "--get-urlmatch",
+            "http.extraheader",
+            "https://forge.example/a",
+            settings=dict(access),
+        )
+        .decode()
+        .strip()
         == value
     )
     with pytest.raises(GitFailed):
-        git("config", "--get-urlmatch", "http.extraheader", "https://other.example/a", settings=dict(access))
+        git(
+            "config",
+            "--get-urlmatch",
+            "http.extraheader",
+            "https://other.example/a",
+            settings=dict(access),
+        )
     with pytest.raises(GitFailed) as failed:
         git("push", "nowhere", settings=dict(access))
     assert "s3cret" not in str(failed.value)
     assert value.split()[-1] not in str(failed.value)
 
 
-def test_every_call_that_talks_to_the_server_shows_the_token(branch: Branch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_that_talks_to_the_server_shows_the_token(
+    branch: Branch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GITHUB_TOKEN", "s3cret")
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge.example")
     shown = {}

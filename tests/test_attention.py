@@ -55,8 +55,14 @@ class Problem(NamedTuple):
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         size = self.logit**0.5
-        q, k = normal(self.batch, sq, heads, self.head_dim) * size, normal(self.batch, sk, self.num_kv_heads, self.head_dim) * size
-        v, do = normal(self.batch, sk, self.num_kv_heads, self.head_dim), normal(self.batch, sq, heads, self.head_dim)
+        q, k = (
+            normal(self.batch, sq, heads, self.head_dim) * size,
+            normal(self.batch, sk, self.num_kv_heads, self.head_dim) * size,
+        )
+        v, do = (
+            normal(self.batch, sk, self.num_kv_heads, self.head_dim),
+            normal(self.batch, sq, heads, self.head_dim),
+        )
         q, k, v, do = (t.to(self.dtype) for t in (q, k, v, do))
         return q, k, v, do, normal(self.batch, heads, sq).to(accumulation_dtype(self.dtype))
 
@@ -65,13 +71,25 @@ class Problem(NamedTuple):
 def problems(draw: st.DrawFn) -> Problem:
     """Every size from 0, every mask, three kinds of positions, all dtypes, logits to 10^3."""
     length = draw(st.integers(0, 40))
-    documents = draw(st.none() | st.lists(st.integers(0, length), max_size=3).map(lambda inner: (0, *sorted(inner), length)))
-    mask = {"causal": draw(st.booleans()), "window": draw(st.none() | st.integers(1, 30)), "documents": documents}
+    documents = draw(
+        st.none()
+        | st.lists(st.integers(0, length), max_size=3).map(
+            lambda inner: (0, *sorted(inner), length)
+        )
+    )
+    mask = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.none() | st.integers(1, 30)),
+        "documents": documents,
+    }
 
     def positions() -> list[int]:
         start, step = draw(st.integers(0, length)), draw(st.integers(1, 3))
         return draw(
-            st.just([*range(start, length, step)]) | st.lists(st.integers(0, length - 1), unique=True) if length else st.just([])
+            st.just([*range(start, length, step)])
+            | st.lists(st.integers(0, length - 1), unique=True)
+            if length
+            else st.just([])
         )
 
     dtype = draw(st.sampled_from(DTYPES))
@@ -84,14 +102,21 @@ def problems(draw: st.DrawFn) -> Problem:
         kv_positions=positions(),
         mask=mask,
         scale=draw(st.sampled_from([0.3, 1.0, 0.0, -0.5])),
-        logit=draw(st.sampled_from([1.0, 1.0, 30.0, 1000.0] if dtype.itemsize > 2 else [1.0, 1.0, 30.0])),
+        logit=draw(
+            st.sampled_from([1.0, 1.0, 30.0, 1000.0] if dtype.itemsize > 2 else [1.0, 1.0, 30.0])
+        ),
         dtype=dtype,
         seed=draw(st.integers(0, 99)),
     )
 
 
 def check_problem(
-    problem: Problem, *, against: Problem | None = None, backend: str | None = None, use_lse: bool = True, between: Any = None
+    problem: Problem,
+    *,
+    against: Problem | None = None,
+    backend: str | None = None,
+    use_lse: bool = True,
+    between: Any = None,
 ) -> None:
     """Compare out, lse, dq, dk and dv with the reference of the same problem, or of another."""
     q, k, v, do, dlse = problem.tensors()
@@ -106,10 +131,18 @@ def check_problem(
     expected = reference.attention(q, k, v, **options)
     grads = reference.attention_grads(q, k, v, do, grad_lse=dlse if use_lse else None, **options)
     mask = Mask(**problem.mask)
-    call: dict[str, Any] = {**where, "mask": mask, "scale": problem.scale, "backend": backend, "between": between}
+    call: dict[str, Any] = {
+        **where,
+        "mask": mask,
+        "scale": problem.scale,
+        "backend": backend,
+        "between": between,
+    }
     inside = [t.transpose(1, 2) for t in (q, k, v)]
     out, lse = attend(*inside, **call)
-    back = attend_backward(do.transpose(1, 2), *inside, out, lse, grad_lse=dlse if use_lse else None, **call)
+    back = attend_backward(
+        do.transpose(1, 2), *inside, out, lse, grad_lse=dlse if use_lse else None, **call
+    )
     roundings = len(plan_blocks(*where.values(), mask))
 
     def check(name: str, actual: Tensor, expected: Tensor, scale: Tensor, growth: float) -> None:
@@ -150,14 +183,18 @@ def test_the_comparison_fails_on_another_problem(
     """A window off by one, no mask, a scale off by 3 % (20 % in 16 bits), positions off by one."""
     if dtype.itemsize == 2 and "scale" in mutation:
         mutation = {"scale": 0.36}
-    right = Problem(1, 1, 2, 8, [*range(1, 13)], [*range(13)], {"causal": True, "window": 6}, 0.3, 9.0, dtype, 0)
+    right = Problem(
+        1, 1, 2, 8, [*range(1, 13)], [*range(13)], {"causal": True, "window": 6}, 0.3, 9.0, dtype, 0
+    )
     check_problem(right)
     with pytest.raises(AssertionError, match="times the bound"):
         check_problem(right._replace(**mutation), against=right)
 
 
 def test_an_lse_in_base_2_is_out_of_bounds() -> None:
-    q, k, v, *_ = Problem(1, 1, 1, 8, [*range(9)], [*range(9)], {}, 0.3, 1.0, torch.float16, 0).tensors()
+    q, k, v, *_ = Problem(
+        1, 1, 1, 8, [*range(9)], [*range(9)], {}, 0.3, 1.0, torch.float16, 0
+    ).tensors()
     expected = reference.attention(q, k, v)
     allowed = bound(expected.lse_scale, torch.float16, expected.growth)
     _, lse = local_attention(q, k, v, return_lse=True)
@@ -173,13 +210,17 @@ def test_autograd_gives_the_same_gradients(problem: Problem) -> None:
     mask = Mask(**problem.mask)
     where = {"q_positions": problem.q_positions, "kv_positions": problem.kv_positions}
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out, lse = local_attention(*leaves, mask=mask, softmax_scale=problem.scale, return_lse=True, **where)
+    out, lse = local_attention(
+        *leaves, mask=mask, softmax_scale=problem.scale, return_lse=True, **where
+    )
     assert out.shape == q.shape
     assert out.dtype == q.dtype
     assert lse.dtype == accumulation_dtype(q.dtype)
     got = torch.autograd.grad([out, lse], leaves, [do, dlse])
     inside = [t.detach().transpose(1, 2) for t in (do, q, k, v, out)]
-    want = attend_backward(*inside, lse.detach(), mask=mask, scale=problem.scale, grad_lse=dlse, **where)
+    want = attend_backward(
+        *inside, lse.detach(), mask=mask, scale=problem.scale, grad_lse=dlse, **where
+    )
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b.transpose(1, 2).to(q.dtype))
 
@@ -190,7 +231,9 @@ def test_a_query_that_sees_nothing_is_zero_and_has_no_gradient(problem: Problem)
     q, k, v, do, _ = problem.tensors()
     leaves = [t.requires_grad_() for t in (q, k, v)]
     mask, where = Mask(**problem.mask), (problem.q_positions, problem.kv_positions)
-    out, lse = local_attention(*leaves, mask=mask, q_positions=where[0], kv_positions=where[1], return_lse=True)
+    out, lse = local_attention(
+        *leaves, mask=mask, q_positions=where[0], kv_positions=where[1], return_lse=True
+    )
     dq, dk, dv = torch.autograd.grad(out, leaves, do)
     visible = mask.allowed(*where)
     blind, unseen = ~visible.any(1), ~visible.any(0)
@@ -211,7 +254,9 @@ def test_a_later_token_changes_nothing_before_it(dtype: torch.dtype, causal: boo
     for t in far:
         t[:, 60:] = 3e4
     mask = Mask(causal=causal)
-    same = torch.equal(local_attention(q, k, v, mask=mask)[:, :60], local_attention(*far, mask=mask)[:, :60])
+    same = torch.equal(
+        local_attention(q, k, v, mask=mask)[:, :60], local_attention(*far, mask=mask)[:, :60]
+    )
     assert same == causal
 
 
@@ -241,7 +286,11 @@ def test_values_that_no_query_sees_are_not_read(backend: str, poison: float) -> 
         clean_grads = attend_backward(do, q, k, v, *clean, **call)
         k[:, :, hidden], v[:, :, hidden] = poison, poison
         dirty = attend(q, k, v, **call)
-        for a, b in zip((*clean, *clean_grads), (*dirty, *attend_backward(do, q, k, v, *dirty, **call)), strict=True):
+        for a, b in zip(
+            (*clean, *clean_grads),
+            (*dirty, *attend_backward(do, q, k, v, *dirty, **call)),
+            strict=True,
+        ):
             assert torch.equal(a, b)
 
 
@@ -257,17 +306,24 @@ def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None
 
 
 def test_gradcheck() -> None:
-    leaves = [torch.randn(1, n, h, 3, dtype=torch.float64, requires_grad=True) for n, h in ((5, 4), (7, 2), (7, 2))]
+    leaves = [
+        torch.randn(1, n, h, 3, dtype=torch.float64, requires_grad=True)
+        for n, h in ((5, 4), (7, 2), (7, 2))
+    ]
 
     def run(*leaves: Tensor) -> Any:
-        return local_attention(*leaves, mask=Mask(causal=True, window=4), q_positions=range(3, 8), return_lse=True)
+        return local_attention(
+            *leaves, mask=Mask(causal=True, window=4), q_positions=range(3, 8), return_lse=True
+        )
 
     assert torch.autograd.gradcheck(run, leaves)
 
 
 def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
-    (dq,) = torch.autograd.grad(local_attention(q, q, q).sum(), q, create_graph=True)  # a constant gradient of out, too
+    (dq,) = torch.autograd.grad(
+        local_attention(q, q, q).sum(), q, create_graph=True
+    )  # a constant gradient of out, too
     with pytest.raises(RuntimeError, match="differentiable once"):
         dq.sum().backward()
 

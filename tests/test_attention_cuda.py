@@ -12,21 +12,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_core.attention import attend, attend_backward, backend_for, block_attention, block_attention_backward, cuda
+from sp_core.attention import (
+    attend,
+    attend_backward,
+    backend_for,
+    block_attention,
+    block_attention_backward,
+    cuda,
+)
 from sp_core.attention.blocks import _backend
 from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@given(head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n), dtype=st.sampled_from(DTYPES))
-def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(head_dim: int, dtype: torch.dtype) -> None:
+@given(
+    head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
+    head_dim: int, dtype: torch.dtype
+) -> None:
     """Rows of 16 bytes are what the fused kernels read; flash up to 256 elements, and none of them float64."""
-    like: Any = SimpleNamespace(device=torch.device("cuda:1"), dtype=dtype, shape=(2, 3, 40, head_dim))
+    like: Any = SimpleNamespace(
+        device=torch.device("cuda:1"), dtype=dtype, shape=(2, 3, 40, head_dim)
+    )
     half = dtype.itemsize == 2
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
     fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
-    assert _backend(like, "causal", 0.3) == backend_for("cuda", dtype, head_dim, "full") == (fused if fits else "plain")
+    assert (
+        _backend(like, "causal", 0.3)
+        == backend_for("cuda", dtype, head_dim, "full")
+        == (fused if fits else "plain")
+    )
     assert _backend(like, "causal", 0.0) == _backend(like, "partial", 0.3) == "plain"
 
 
@@ -57,21 +75,34 @@ class Passed(TorchDispatchMode):
 @pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
 def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kind: str) -> None:
     """On the meta device, which checks schemas and shapes where there is no GPU."""
-    (sq, sk), kv_heads = ((40, 40) if kind == "causal" else (40, 33)), (2 if backend == "efficient_cuda" else 4)
+    (sq, sk), kv_heads = (
+        ((40, 40) if kind == "causal" else (40, 33)),
+        (2 if backend == "efficient_cuda" else 4),
+    )
     q, do = (torch.empty(2, 4, sq, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
     k, v = (torch.empty(2, kv_heads, sk, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
     call: dict[str, Any] = {"kind": kind, "scale": 0.3, "backend": backend}
     with Passed() as passed:
         out, lse = block_attention(q, k, v, **call)
         grads = block_attention_backward(do, q, k, v, out, lse, **call)
-    assert (out.shape, lse.shape, [grad.shape for grad in grads]) == (q.shape, (2, 4, sq), [q.shape, k.shape, v.shape])
+    assert (out.shape, lse.shape, [grad.shape for grad in grads]) == (
+        q.shape,
+        (2, 4, sq),
+        [q.shape, k.shape, v.shape],
+    )
     (forward_name, forward, (_, made, *_)), (backward_name, backward, _) = passed.calls
     assert backend.removesuffix("_cuda") in forward_name
     assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
     for given_ in (forward, backward):
-        assert [passed.source(given_[name]) is x for name, x in (("query", q), ("key", k), ("value", v))] == [True] * 3
+        assert [
+            passed.source(given_[name]) is x for name, x in (("query", q), ("key", k), ("value", v))
+        ] == [True] * 3
         assert given_["key"].shape == given_["value"].shape == (2, 4, sk, 16)
-        assert (given_["is_causal"], given_["scale"], given_["dropout_p"]) == (kind == "causal", 0.3, 0.0)
+        assert (given_["is_causal"], given_["scale"], given_["dropout_p"]) == (
+            kind == "causal",
+            0.3,
+            0.0,
+        )
     assert backward["grad_out_" if backend == "efficient_cuda" else "grad_out"] is do
     assert passed.source(backward["out"]) is passed.source(out)
     assert passed.source(backward["logsumexp"]) is passed.source(lse)
@@ -95,8 +126,14 @@ def test_the_cuda_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
     dims: tuple[int, ...], order: list[int], cut: tuple[int, ...], step: int, dtype: torch.dtype
 ) -> None:
     """What lies so already is not copied."""
-    room = torch.arange(10_000, dtype=torch.float32).to(dtype)[: (dims[3] + cut[3]) * step * 125].view(5, 5, 5, -1)
-    x = room.permute(*order, 3)[tuple(slice(c, c + n) for c, n in zip(cut[:3], dims[:3], strict=True))]
+    room = (
+        torch.arange(10_000, dtype=torch.float32)
+        .to(dtype)[: (dims[3] + cut[3]) * step * 125]
+        .view(5, 5, 5, -1)
+    )
+    x = room.permute(*order, 3)[
+        tuple(slice(c, c + n) for c, n in zip(cut[:3], dims[:3], strict=True))
+    ]
     x = x[..., cut[3] * step : (cut[3] + dims[3]) * step : step]
     made = cuda.aligned(x)
     assert torch.equal(made, x)
@@ -114,7 +151,11 @@ def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(backend: s
         block_attention(q, k, v, scale=0.3, backend=backend)
         block_attention_backward(do, q, k, v, out, lse, scale=0.3, backend=backend)
     for _, given_, _ in passed.calls:
-        tensors = {name: x for name, x in given_.items() if name in ("query", "key", "value", "grad_out", "grad_out_", "out")}
+        tensors = {
+            name: x
+            for name, x in given_.items()
+            if name in ("query", "key", "value", "grad_out", "grad_out_", "out")
+        }
         assert all(stride % 8 == 0 for x in tensors.values() for stride in x.stride()[:-1])
     if backend == "efficient_cuda":
         assert passed.calls[1][1]["out"].transpose(1, 2).is_contiguous()
@@ -137,11 +178,20 @@ def test_repeated_keys_are_gathered_again() -> None:
     assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
 
 
-@pytest.mark.parametrize("mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)])
+@pytest.mark.parametrize(
+    "mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)]
+)
 def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
     """Nothing on the meta device has a value, so nothing there can decide which queries and keys a kernel gets."""
     q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
-    here = {"q_positions": range(40), "kv_positions": range(20, 60) if mask.documents is None else range(40)}
+    here = {
+        "q_positions": range(40),
+        "kv_positions": range(20, 60) if mask.documents is None else range(40),
+    }
     out, lse = attend(q, k, v, **here, mask=mask, scale=0.3)
     grads = attend_backward(out, q, k, v, out, lse, **here, mask=mask, scale=0.3)
-    assert (out.shape, lse.shape, {grad.shape for grad in grads}) == (q.shape, q.shape[:3], {q.shape})
+    assert (out.shape, lse.shape, {grad.shape for grad in grads}) == (
+        q.shape,
+        q.shape[:3],
+        {q.shape},
+    )

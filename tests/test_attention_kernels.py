@@ -37,23 +37,46 @@ def seeded() -> None:
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 99), parts=st.integers(1, 4), size=st.sampled_from([1.0, 100.0, 1e4]), dtype=st.sampled_from(DTYPES))
-def test_merge_of_parts_in_any_order_is_the_whole(seed: int, parts: int, size: float, dtype: torch.dtype) -> None:
+@given(
+    seed=st.integers(0, 99),
+    parts=st.integers(1, 4),
+    size=st.sampled_from([1.0, 100.0, 1e4]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_merge_of_parts_in_any_order_is_the_whole(
+    seed: int, parts: int, size: float, dtype: torch.dtype
+) -> None:
     """Commutative bitwise, associative within the bound; parts that saw nothing included."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn((1, n, 2, 4), generator=generator, dtype=torch.float64).to(dtype) for n in (5, 12, 12))
-    owner = torch.randint(-1, parts, (5, 12), generator=generator)  # -1: hidden; a row may have nothing in a part, or at all
+    q, k, v = (
+        torch.randn((1, n, 2, 4), generator=generator, dtype=torch.float64).to(dtype)
+        for n in (5, 12, 12)
+    )
+    owner = torch.randint(
+        -1, parts, (5, 12), generator=generator
+    )  # -1: hidden; a row may have nothing in a part, or at all
     scale = size if dtype.itemsize > 2 else min(size, 100.0)
     inside = [t.transpose(1, 2) for t in (q, k, v)]
-    results = [block_attention(*inside, kind="partial", allowed=owner == part, scale=scale) for part in range(parts)]
+    results = [
+        block_attention(*inside, kind="partial", allowed=owner == part, scale=scale)
+        for part in range(parts)
+    ]
     seen = owner >= 0
     logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
     p = torch.softmax(logits.masked_fill(~seen & seen.any(1, keepdim=True), -torch.inf), -1) * seen
     expected = torch.einsum("bhqk,bkhd->bhqd", p, v.double())
-    growth = 12 + float(torch.einsum("bqhd,bkhd->bhqk", q.double().abs(), k.double().abs()).max()) * scale
-    allowed = bound(torch.einsum("bhqk,bkhd->bhqd", p, v.double().abs()) + 1e-6, dtype, growth, parts)
+    growth = (
+        12
+        + float(torch.einsum("bqhd,bkhd->bhqk", q.double().abs(), k.double().abs()).max()) * scale
+    )
+    allowed = bound(
+        torch.einsum("bhqk,bkhd->bhqd", p, v.double().abs()) + 1e-6, dtype, growth, parts
+    )
     for order in itertools.permutations(results):
-        out, lse = torch.zeros_like(inside[0]), torch.full((1, 2, 5), -torch.inf, dtype=accumulation_dtype(dtype))
+        out, lse = (
+            torch.zeros_like(inside[0]),
+            torch.full((1, 2, 5), -torch.inf, dtype=accumulation_dtype(dtype)),
+        )
         for part in order:
             swapped = merge(*part, out, lse)
             out, lse = merge(out, lse, *part)
@@ -66,8 +89,15 @@ def test_merge_of_parts_in_any_order_is_the_whole(seed: int, parts: int, size: f
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_order_of_a_merge_does_not_matter_whatever_the_strides(dtype: torch.dtype) -> None:
     """Vector units and what is left over of a row may round differently: more lengths and orders than one vector has elements."""
-    for length, turned in itertools.product(range(1, 40), itertools.product((False, True), repeat=2)):
-        lse_a, lse_b = (torch.randn((length, 3), dtype=dtype).t() if t else torch.randn((3, length), dtype=dtype) for t in turned)
+    for length, turned in itertools.product(
+        range(1, 40), itertools.product((False, True), repeat=2)
+    ):
+        lse_a, lse_b = (
+            torch.randn((length, 3), dtype=dtype).t()
+            if t
+            else torch.randn((3, length), dtype=dtype)
+            for t in turned
+        )
         out_a, out_b = torch.randn((2, 3, length, 2), dtype=dtype)
         one, other = merge(out_a, lse_a, out_b, lse_b), merge(out_b, lse_b, out_a, lse_a)
         assert torch.equal(one[0], other[0]), (length, turned)
@@ -87,9 +117,17 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["full", "causal", "partial"])
 @pytest.mark.parametrize("group", [1, 3])
-def test_the_fused_kernel_agrees_with_the_plain_one(dtype: torch.dtype, kind: str, group: int) -> None:
+def test_the_fused_kernel_agrees_with_the_plain_one(
+    dtype: torch.dtype, kind: str, group: int
+) -> None:
     """What the module says of the CPU kernel: dtypes, groups, alignment, masks of each dtype, any scale, sizes past one tile."""
-    for sq, sk, scale in ((7, 7, 0.3), (300, 300, 0.3), (70, 600, -0.4), (600, 70, 0.0), (300, 300, -0.4)):
+    for sq, sk, scale in (
+        (7, 7, 0.3),
+        (300, 300, 0.3),
+        (70, 600, -0.4),
+        (600, 70, 0.0),
+        (300, 300, -0.4),
+    ):
         if kind == "causal" and sq != sk:
             continue
         q, do = (torch.randn(2, sq, 2 * group, 16).to(dtype).transpose(1, 2) for _ in range(2))
@@ -99,7 +137,10 @@ def test_the_fused_kernel_agrees_with_the_plain_one(dtype: torch.dtype, kind: st
         with record_backends() as ran:
             out, lse = block_attention(q, k, v, **call)
             grads = block_attention_backward(do, q, k, v, out, lse, **call)
-        assert [(c.backend, c.direction) for c in ran] == [("flash_cpu", "forward"), ("flash_cpu", "backward")]
+        assert [(c.backend, c.direction) for c in ran] == [
+            ("flash_cpu", "forward"),
+            ("flash_cpu", "backward"),
+        ]
         plain = block_attention(q, k, v, backend="plain", **call)
         plain_grads = block_attention_backward(do, q, k, v, *plain, backend="plain", **call)
         tolerance = {"rtol": 0.0, "atol": 400 * torch.finfo(dtype).eps}
@@ -117,7 +158,11 @@ def test_strides_do_not_matter() -> None:
         dense = [t.contiguous() for t in args]
         assert torch.equal(out, block_attention(*dense, **call)[0])
         grads = block_attention_backward(wide, *args, out, lse, **call)
-        for a, b in zip(grads, block_attention_backward(wide.contiguous(), *dense, out, lse, **call), strict=True):
+        for a, b in zip(
+            grads,
+            block_attention_backward(wide.contiguous(), *dense, out, lse, **call),
+            strict=True,
+        ):
             assert torch.equal(a, b)
 
 
@@ -130,13 +175,21 @@ def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int, backend: str | 
     out, lse = block_attention(q, k, k, scale=0.3, backend=backend)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-    assert all((g == 0).all() for g in block_attention_backward(q, q, k, k, out, lse, scale=0.3, backend=backend))
+    assert all(
+        (g == 0).all()
+        for g in block_attention_backward(q, q, k, k, out, lse, scale=0.3, backend=backend)
+    )
 
 
 def test_the_kernel_itself_still_dies_of_nothing() -> None:
     """When this fails, torch has mended it and the guard can go."""
     script = "import torch; q = torch.ones(1, 1, 0, 4); torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)"
-    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=120).returncode != 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], check=False, capture_output=True, timeout=120
+        ).returncode
+        != 0
+    )
 
 
 def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch() -> None:
@@ -146,7 +199,9 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch() -> None:
         out = local_attention(q, k, v, mask=Mask(causal=True))
         grads = torch.autograd.grad(out, (q, k, v), do)
     assert [call.direction for call in ran] == ["forward", "backward"]
-    fused = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+    fused = scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
     assert torch.equal(out, fused)
     for a, b in zip(grads, torch.autograd.grad(fused, (q, k, v), do), strict=True):
         assert torch.equal(a, b)
@@ -166,7 +221,9 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch() -> None:
         ("meta", torch.float32, 64, "full", "plain"),
     ],
 )
-def test_the_backend_can_be_asked(device: str, dtype: torch.dtype, head_dim: int, kind: str, expected: str) -> None:
+def test_the_backend_can_be_asked(
+    device: str, dtype: torch.dtype, head_dim: int, kind: str, expected: str
+) -> None:
     assert backend_for(device, dtype, head_dim, kind) == expected
 
 
@@ -182,7 +239,9 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
     k, v = (torch.randn(1, 2, 6, 4) for _ in range(2))
     lse = torch.full((1, 2, 6), -torch.inf)
     for backend, kind in itertools.product(("plain", "flash_cpu"), ("full", "causal")):
-        grads = block_attention_backward(do, q, k, v, out, lse, kind=kind, scale=0.3, backend=backend)
+        grads = block_attention_backward(
+            do, q, k, v, out, lse, kind=kind, scale=0.3, backend=backend
+        )
         assert all((grad == 0).all() for grad in grads)
 
 
@@ -200,12 +259,19 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
 
 def test_a_constant_value_comes_back_and_equal_scores_average() -> None:
     """The denominator of the softmax holds nothing but what was seen."""
-    q, k = torch.zeros(1, 6, 2, 4, dtype=torch.float64), torch.randn(1, 6, 2, 4, dtype=torch.float64)
+    q, k = (
+        torch.zeros(1, 6, 2, 4, dtype=torch.float64),
+        torch.randn(1, 6, 2, 4, dtype=torch.float64),
+    )
     v = torch.randn(1, 6, 2, 4, dtype=torch.float64)
     running = v.cumsum(1) / torch.arange(1, 7)[None, :, None, None]
-    torch.testing.assert_close(local_attention(q, k, v, mask=Mask(causal=True)), running, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        local_attention(q, k, v, mask=Mask(causal=True)), running, rtol=1e-14, atol=1e-14
+    )
     constant = torch.full_like(v, 0.7)
-    torch.testing.assert_close(local_attention(k, k, constant, mask=Mask(window=2)), constant, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        local_attention(k, k, constant, mask=Mask(window=2)), constant, rtol=1e-14, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +287,9 @@ def test_a_constant_value_comes_back_and_equal_scores_average() -> None:
         (((1, 3, 2, 4), (1, 3, 2, 4)), (torch.int64,) * 2, DtypeError),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(shapes: Any, dtypes: Any, error: type[Exception]) -> None:
+def test_tensors_that_do_not_fit_are_refused(
+    shapes: Any, dtypes: Any, error: type[Exception]
+) -> None:
     q, k = (torch.ones(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     with pytest.raises(error, match="needed"):
         local_attention(q, k, k)

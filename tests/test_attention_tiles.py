@@ -28,7 +28,9 @@ def small_tiles() -> Iterator[None]:
 
 
 def causal(size: int, q_start: int = 0, kv_start: int = 0) -> Block:
-    return Block(q_start, q_start + size, kv_start, kv_start + size, "causal", size * (size + 1) // 2)
+    return Block(
+        q_start, q_start + size, kv_start, kv_start + size, "causal", size * (size + 1) // 2
+    )
 
 
 def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor:
@@ -53,7 +55,11 @@ def test_tiles_show_each_visible_pair_once(
     cut: Cut, size: int, columns: int, start: tuple[int, int], kind: str, small: bool
 ) -> None:
     q, kv = start
-    block = causal(size, q, kv) if kind == "causal" else Block(q, q + size, kv, kv + columns, "full", size * columns)
+    block = (
+        causal(size, q, kv)
+        if kind == "causal"
+        else Block(q, q + size, kv, kv + columns, "full", size * columns)
+    )
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(tiles, "HALVES_TILE", 3)
@@ -62,7 +68,9 @@ def test_tiles_show_each_visible_pair_once(
         blocks = tiled([block], cut, torch.empty(0))
     whole = coverage((block,), block.q_stop, block.kv_stop)
     assert torch.equal(coverage(blocks, *whole.shape), whole)
-    assert [tile.pairs for tile in blocks] == [int(coverage((tile,), *whole.shape).sum()) for tile in blocks]
+    assert [tile.pairs for tile in blocks] == [
+        int(coverage((tile,), *whole.shape).sum()) for tile in blocks
+    ]
     assert all(tile.kind == "full" or tile.shape[0] == tile.shape[1] for tile in blocks)
 
 
@@ -90,16 +98,31 @@ def test_partial_blocks_stay_whole(cut: Cut) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @settings(deadline=None)
-@given(problem=problems(), wide=st.sampled_from([torch.float64, torch.float32]), causal=st.booleans(), polled=st.booleans())
-def test_tiles_are_the_reference(problem: Problem, wide: torch.dtype, causal: bool, polled: bool) -> None:
-    check_problem(problem._replace(dtype=wide, mask={**problem.mask, "causal": causal}), between=list if polled else None)
+@given(
+    problem=problems(),
+    wide=st.sampled_from([torch.float64, torch.float32]),
+    causal=st.booleans(),
+    polled=st.booleans(),
+)
+def test_tiles_are_the_reference(
+    problem: Problem, wide: torch.dtype, causal: bool, polled: bool
+) -> None:
+    check_problem(
+        problem._replace(dtype=wide, mask={**problem.mask, "causal": causal}),
+        between=list if polled else None,
+    )
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_something_else_has_its_turn_after_every_part() -> None:
     q, k = torch.ones(1, 2, 10, 4), torch.ones(1, 2, 9, 4)
     turns: list[int] = []
-    call = {"q_positions": range(10), "kv_positions": range(9), "scale": 1.0, "between": lambda: turns.append(len(turns))}
+    call = {
+        "q_positions": range(10),
+        "kv_positions": range(9),
+        "scale": 1.0,
+        "between": lambda: turns.append(len(turns)),
+    }
     out, lse = attend(q, k, k, **call)
     assert len(turns) == 3  # of 4, 4 and 2 queries
     attend_backward(out, q, k, k, out, lse, **call)

@@ -15,12 +15,27 @@ from sp_core.testing import check_adjoint, given, global_map
 
 
 @pytest.mark.parametrize("check", ["agree", "off"])
-@given(case=cases(["float64"], ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast", "reduce"]))
+@given(
+    case=cases(
+        ["float64"],
+        [
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+            "all_to_all",
+            "shift",
+            "broadcast",
+            "reduce",
+        ],
+    )
+)
 def test_backward_is_the_adjoint(comm: Any, check: Any, case: Case) -> None:
     with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
         inputs = case.inputs(comm.size)
         shape = case.expected(inputs, comm.rank, comm.size).shape
-        y = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(case.seed + comm.rank)).double()
+        y = torch.randint(
+            -4, 5, shape, generator=torch.Generator().manual_seed(case.seed + comm.rank)
+        ).double()
         check_adjoint(comm, lambda x: case.call(x, mesh["sp"]), None, inputs[comm.rank], y)
 
 
@@ -36,7 +51,10 @@ def test_values_held_alike_are_differentiated_once(comm: Any, case: Case) -> Non
             weights = torch.arange(whole.numel()).reshape(whole.shape).double()
             (grad,) = torch.autograd.grad(whole, x, weights)
             assert torch.equal(
-                grad, weights.split(list(case.lengths(size)), case.dim)[comm.rank] if case.op == "gather_replicated" else weights
+                grad,
+                weights.split(list(case.lengths(size)), case.dim)[comm.rank]
+                if case.op == "gather_replicated"
+                else weights,
             )
             return
         x = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -82,7 +100,12 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: 
         return DIFFERENTIABLE[name](x**3, mesh["sp"])
 
     random = torch.Generator().manual_seed(size)
-    shards = [torch.randn(2, 3, generator=random, dtype=torch.float64, requires_grad=True) for _ in range(size)]
+    shards = [
+        torch.randn(2, 3, generator=random, dtype=torch.float64, requires_grad=True)
+        for _ in range(size)
+    ]
     assert torch.autograd.gradcheck(global_map(kept, size), shards)
-    one_direction = size > 2  # a random one; element by element three ranks take half of the time, and two have shown each element
+    one_direction = (
+        size > 2
+    )  # a random one; element by element three ranks take half of the time, and two have shown each element
     assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=one_direction)

@@ -38,9 +38,15 @@ def test_counts_keep_the_barrier_small_or_the_budget(step: float, meeting: float
     budget = Budget()
     counts = choose(step, meeting, budget)
     sample = counts.inner * step
-    assert meeting <= OVERHEAD * sample * (1 + 1e-9) or (counts.inner + 1) * step * budget.fewest > budget.seconds
+    assert (
+        meeting <= OVERHEAD * sample * (1 + 1e-9)
+        or (counts.inner + 1) * step * budget.fewest > budget.seconds
+    )
     assert budget.fewest <= counts.samples <= budget.most
-    assert counts.samples == budget.fewest or 0.8 * budget.seconds < counts.samples * sample <= budget.seconds * (1 + 1e-9)
+    assert (
+        counts.samples == budget.fewest
+        or 0.8 * budget.seconds < counts.samples * sample <= budget.seconds * (1 + 1e-9)
+    )
     assert 1 <= counts.warmup <= budget.fewest
 
 
@@ -77,11 +83,18 @@ def test_all_ranks_learn_which_of_them_failed(comm: Any) -> None:
     assert meet(comm, error) == [f"rank {comm.size - 1}: ValueError: too small"]
 
 
-def test_every_collective_algorithm_and_scheme_of_the_library_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_collective_algorithm_and_scheme_of_the_library_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(bench_schemes.SCHEMES, "novel", lambda *_, **__: None)
     monkeypatch.setitem(bench_collectives.ALGORITHMS, "shift", ("auto", "mpi", "novel"))
     found = {(case.scheme, case.algorithm) for case in bench_collectives.cases(2)}
-    assert found == {(name, how) for name, offered in bench_collectives.ALGORITHMS.items() for how in offered if how != "auto"}
+    assert found == {
+        (name, how)
+        for name, offered in bench_collectives.ALGORITHMS.items()
+        for how in offered
+        if how != "auto"
+    }
     assert {("shift", "novel"), ("all_reduce", "ring")} <= found
     assert any(case.scheme == "novel" for case in bench_schemes.cases(2))
     assert any(case.scheme == "novel" for case in bench_layers.cases(2))
@@ -89,7 +102,11 @@ def test_every_collective_algorithm_and_scheme_of_the_library_is_timed(monkeypat
 
 def test_ids_are_unique_and_fit_the_schema() -> None:
     for ranks in (1, 2, 3, 4, 6):
-        cases = [case for suite in (bench_collectives, bench_schemes, bench_layers, bench_llama) for case in suite.cases(ranks)]
+        cases = [
+            case
+            for suite in (bench_collectives, bench_schemes, bench_layers, bench_llama)
+            for case in suite.cases(ranks)
+        ]
         assert len({case.id for case in cases}) == len(cases)
         for case in cases:
             made = {**GOOD, **record.NOTHING, "case": case, "status": "missing", "reason": "none"}
@@ -104,7 +121,9 @@ def test_what_a_dead_launch_did_not_reach_is_recorded(tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
     records.append(out, GOOD | {"case": planned("a")[0]})
     problem = {"status": "oom", "reason": "\x1b[31mkilled\x1b[0m"}
-    record.complete(planned("a", "b", "c"), records.read(out).records, Setting(out=str(out)), problem, doing="b")
+    record.complete(
+        planned("a", "b", "c"), records.read(out).records, Setting(out=str(out)), problem, doing="b"
+    )
     found = records.read(out)
     assert found.problems == []
     assert [(r.case.id, r.status, r.reason) for r in found.records] == [
@@ -115,7 +134,9 @@ def test_what_a_dead_launch_did_not_reach_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["death", "interruption"])
-def test_an_end_in_the_middle_loses_nothing(ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_end_in_the_middle_loses_nothing(
+    ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The first P ends in its second case; the next P goes on, but not after an interruption."""
     out = tmp_path / "records.jsonl"
 
@@ -147,7 +168,11 @@ def test_an_end_in_the_middle_loses_nothing(ending: str, monkeypatch: pytest.Mon
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
-    options: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: str,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(record, "listing", lambda *_: pytest.fail("cases were listed"))
     out = tmp_path / "folder" / "out.jsonl"
@@ -157,10 +182,15 @@ def test_bad_options_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"), [("--pair [1]", "$.pair"), ('--pair {"index":1}', "$.pair"), ("--run-id a/b", "run_id")]
+    ("options", "complaint"),
+    [("--pair [1]", "$.pair"), ('--pair {"index":1}', "$.pair"), ("--run-id a/b", "run_id")],
 )
 def test_notes_that_make_no_record_are_refused(
-    options: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: str,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a")})
     assert record.main([*options.split(), "--out", str(tmp_path / "out.jsonl")]) == 2
@@ -168,7 +198,9 @@ def test_notes_that_make_no_record_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_no_case_has_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_no_case_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(record, "listing", lambda *_: {1: []})
     assert record.main(["--only", "nothing", "--list"]) == 2
     assert "no case has that name" in capsys.readouterr().err
@@ -176,15 +208,23 @@ def test_a_name_that_no_case_has_is_refused(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
     texts = {path: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
-    named = [(path, name) for path, text in texts.items() for name in re.findall(r'"([\w.{}]+):measure"', text)]
+    named = [
+        (path, name)
+        for path, text in texts.items()
+        for name in re.findall(r'"([\w.{}]+):measure"', text)
+    ]
     assert len(named) == 9
     for path, name in named:
         package = ".".join(path.parent.relative_to(ROOT).parts)
-        assert callable(importlib.import_module(name.replace("{__package__}", package)).measure), path
+        assert callable(importlib.import_module(name.replace("{__package__}", package)).measure), (
+            path
+        )
 
 
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])
-def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first: str, code: int, tmp_path: Path) -> None:
+def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
+    first: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "sp_core").mkdir()
     (tmp_path / "sp_core" / "__init__.py").write_text("")
     program = (
@@ -193,7 +233,14 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first:
         f"assert sp_core.__file__ == {str(tmp_path / 'sp_core/__init__.py')!r}\n"
         f"assert {str(tmp_path)!r} not in sys.path\n"
     )
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert answer.returncode == code, answer.stderr
     assert code == 0 or "was imported" in answer.stderr
 
@@ -202,7 +249,15 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(first:
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """One launch of the real thing: records, pytest-benchmark's file of rank 0 and no other, the table."""
     out = tmp_path / "bench.jsonl"
-    choice = ("--ranks", "2", "--quick", "--only", "schemes/ring", "--only", "collectives/all_gather")
+    choice = (
+        "--ranks",
+        "2",
+        "--quick",
+        "--only",
+        "schemes/ring",
+        "--only",
+        "collectives/all_gather",
+    )
     answer = subprocess.run(
         [sys.executable, "-m", "benchmarks.record", *choice, "--out", str(out)],
         cwd=ROOT,
@@ -225,7 +280,10 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         parts = msgspec.to_builtins([one.env, one.device, one.transport])
         assert one.env.fingerprint == records.fingerprint(*parts)
         assert one.case.id in answer.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench-p2.pytest-benchmark.json", "bench.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bench-p2.pytest-benchmark.json",
+        "bench.jsonl",
+    ]
     theirs = json.loads((tmp_path / "bench-p2.pytest-benchmark.json").read_text())["benchmarks"]
     medians = {one.case.id: one.seconds for one in found.records}
     assert {entry["param"]: pytest.approx(entry["stats"]["median"]) for entry in theirs} == medians
@@ -235,7 +293,15 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
 def test_a_plain_benchmark_of_unequal_ranks_hangs(tmp_path: Path) -> None:
     """Why the harness exists; with a time limit, after both ranks are known to have begun."""
     launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--timeout", "8", "--"]
-    command = [*launch, "python", "-m", "pytest", "-q", "--capture=no", str(ROOT / "tests" / "kit" / "plain_benchmark.py")]
+    command = [
+        *launch,
+        "python",
+        "-m",
+        "pytest",
+        "-q",
+        "--capture=no",
+        str(ROOT / "tests" / "kit" / "plain_benchmark.py"),
+    ]
     answer = subprocess.run(
         command,
         cwd=ROOT,

@@ -11,7 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_documented_table_is_what_the_schemes_do() -> None:
-    _, shown, _ = (ROOT / "docs" / "schemes.md").read_text().split("<!-- PYTHONPATH=tests python -m oracle.capabilities -->")
+    _, shown, _ = (
+        (ROOT / "docs" / "schemes.md")
+        .read_text()
+        .split("<!-- PYTHONPATH=tests python -m oracle.capabilities -->")
+    )
     assert shown.strip() == capabilities.table()
 
 

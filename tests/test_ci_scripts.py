@@ -42,9 +42,21 @@ def test_torch_of_another_interpreter_can_be_imported_and_is_not_installed(
     assert borrow(site, python) == 0
     pins = Path(capsys.readouterr().out.splitlines()[-1])
     assert pins.read_text() == "mpi4py==4.1.2\ntorchvision==1\n"
-    assert (site.parent / "pip").read_text().split() == ["-m", "pip", "uninstall", "--quiet", "--yes", "torch", "numpy"]
-    look = f"import site; site.addsitedir({str(site)!r}); import torch, numpy; print(torch.__file__)"
-    bare = subprocess.run([python, "-I", "-S", "-c", look], capture_output=True, text=True, timeout=120, check=False)
+    assert (site.parent / "pip").read_text().split() == [
+        "-m",
+        "pip",
+        "uninstall",
+        "--quiet",
+        "--yes",
+        "torch",
+        "numpy",
+    ]
+    look = (
+        f"import site; site.addsitedir({str(site)!r}); import torch, numpy; print(torch.__file__)"
+    )
+    bare = subprocess.run(
+        [python, "-I", "-S", "-c", look], capture_output=True, text=True, timeout=120, check=False
+    )
     assert bare.stdout.strip().endswith("/torch/__init__.py"), bare.stderr
 
 
@@ -59,8 +71,14 @@ def test_what_was_borrowed_is_given_back(site: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        ("echo no torch here >&2; exit 1", "has no torch and NumPy that can be imported (no torch here)"),
-        ("echo a greeting; echo '[[3, 7], [\"/somewhere\"]]'", "is Python 3.7, this environment Python 3."),
+        (
+            "echo no torch here >&2; exit 1",
+            "has no torch and NumPy that can be imported (no torch here)",
+        ),
+        (
+            "echo a greeting; echo '[[3, 7], [\"/somewhere\"]]'",
+            "is Python 3.7, this environment Python 3.",
+        ),
     ],
 )
 def test_an_interpreter_that_does_not_fit_is_refused(
@@ -72,7 +90,9 @@ def test_an_interpreter_that_does_not_fit_is_refused(
     assert not (site.parent / "pip").exists()
 
 
-def test_an_interpreter_that_is_not_there_is_refused(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interpreter_that_is_not_there_is_refused(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert borrow(site, str(site / "absent")) == 1
     assert "absent cannot be run" in capsys.readouterr().err
 
@@ -85,7 +105,9 @@ def test_a_report_is_added_to_the_summary(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "summary").read_text() == "before\n# Times\n\ufffd\n"
 
 
-def test_on_a_desk_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_desk_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     (tmp_path / "report.md").write_text("# Times")
     assert summary.main([str(tmp_path / "report.md")]) == 0
@@ -118,5 +140,11 @@ def test_coverage_is_told_also_of_tests_that_are_red(monkeypatch: pytest.MonkeyP
     for red in (False, True):
         steps.clear()
         assert measure_coverage.main(["tests/test_x.py"]) == int(red)
-        assert [step[2] for step in steps if step[1] == "coverage"] == ["erase", "run", "combine", "report", "xml"]
+        assert [step[2] for step in steps if step[1] == "coverage"] == [
+            "erase",
+            "run",
+            "combine",
+            "report",
+            "xml",
+        ]
         assert [step[-1] for step in steps if "pytest" in step] == ["tests/test_x.py"] * 2

@@ -46,7 +46,9 @@ def use(transport: str, comm: sp.Communicator) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(case=cases())
-def test_a_collective_equals_its_definition_and_leaves_its_input_alone(comm: Any, transport: str, case: Case) -> None:
+def test_a_collective_equals_its_definition_and_leaves_its_input_alone(
+    comm: Any, transport: str, case: Case
+) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         use(transport, mesh["sp"])
         inputs = case.inputs(comm.size)
@@ -54,7 +56,9 @@ def test_a_collective_equals_its_definition_and_leaves_its_input_alone(comm: Any
         result = case.call(mine, mesh["sp"])
         expected = case.expected(case.inputs(comm.size), comm.rank, comm.size)
         assert result.dtype == mine.dtype
-        torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=lambda text: f"{case.op} over {transport}: {text}")
+        torch.testing.assert_close(
+            result, expected, rtol=0, atol=0, msg=lambda text: f"{case.op} over {transport}: {text}"
+        )
         assert torch.equal(mine, case.inputs(comm.size)[comm.rank])
         assert (
             result.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
@@ -68,19 +72,38 @@ def test_half_types_are_summed_in_float32_and_rounded_once(comm: Any, case: Case
     """Within one rounding of the exact sum, and the float32 errors of P summands."""
     dtype = getattr(torch, case.dtype)
     random = torch.Generator().manual_seed(case.seed)
-    inputs = [(torch.randn(3, 4, 2, generator=random) * 10 ** (rank % 3)).to(dtype) for rank in range(comm.size)]
+    inputs = [
+        (torch.randn(3, 4, 2, generator=random) * 10 ** (rank % 3)).to(dtype)
+        for rank in range(comm.size)
+    ]
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        arguments = {"all_reduce": {}, "reduce_scatter": {"dim": case.dim}, "reduce": {"root": case.root(comm.size)}}[case.op]
+        arguments = {
+            "all_reduce": {},
+            "reduce_scatter": {"dim": case.dim},
+            "reduce": {"root": case.root(comm.size)},
+        }[case.op]
         result = getattr(sp, case.op)(inputs[comm.rank], comm=mesh["sp"], **arguments)
     exact = torch.stack([x.double() for x in inputs]).sum(0)
     scale = torch.stack([x.double().abs() for x in inputs]).sum(0)
-    bound = exact.abs() * torch.finfo(dtype).eps / 2 + scale * comm.size * torch.finfo(torch.float32).eps
+    bound = (
+        exact.abs() * torch.finfo(dtype).eps / 2
+        + scale * comm.size * torch.finfo(torch.float32).eps
+    )
     if case.op == "reduce_scatter":
-        exact, bound = (x.split(list(split_sizes(x.shape[case.dim], comm.size)), case.dim)[comm.rank] for x in (exact, bound))
+        exact, bound = (
+            x.split(list(split_sizes(x.shape[case.dim], comm.size)), case.dim)[comm.rank]
+            for x in (exact, bound)
+        )
     if case.op == "reduce" and comm.rank != case.root(comm.size):
         exact = torch.zeros_like(exact)
-    worst = ((result.double() - exact).abs() / bound.clamp_min(torch.finfo(dtype).tiny)).max().item() if exact.numel() else 0.0
-    assert worst <= 1.0, f"{case.op} in {case.dtype}: {worst:.3g} times the error of a float32 sum that is rounded once"
+    worst = (
+        ((result.double() - exact).abs() / bound.clamp_min(torch.finfo(dtype).tiny)).max().item()
+        if exact.numel()
+        else 0.0
+    )
+    assert worst <= 1.0, (
+        f"{case.op} in {case.dtype}: {worst:.3g} times the error of a float32 sum that is rounded once"
+    )
 
 
 def test_an_argument_that_is_left_out_means_the_same_everywhere() -> None:
@@ -90,9 +113,14 @@ def test_an_argument_that_is_left_out_means_the_same_everywhere() -> None:
     taking = [parameters.values() for parameters in signatures if "algorithm" in parameters]
     assert len(taking) > 13
     planned = {
-        (name, value) for kind in build.KINDS.values() for name, value in kind.arguments.items() if value is not build.NEEDED
+        (name, value)
+        for kind in build.KINDS.values()
+        for name, value in kind.arguments.items()
+        if value is not build.NEEDED
     }
-    called = {(p.name, p.default) for parameters in taking for p in parameters if p.default is not p.empty}
+    called = {
+        (p.name, p.default) for parameters in taking for p in parameters if p.default is not p.empty
+    }
     assert called == planned | {("algorithm", "auto")} == set(DEFAULTS.items())
 
 

@@ -26,11 +26,20 @@ FLAT = Curve(((1, 1e-9), (1 << 40, 1e-9)))
 BARE = Tuning({"host": "here"}, (0, 0), {"node": FLAT}, FLAT, FLAT)
 
 
-def launch(other: float, ours: float, *, scratch: int = 0, error: float = 0.0, kind: str = "default") -> dict[str, Any]:
+def launch(
+    other: float, ours: float, *, scratch: int = 0, error: float = 0.0, kind: str = "default"
+) -> dict[str, Any]:
     """Eight rounds, our every round a little different."""
-    samples = {"library": [other] * 8, "segmented_ring": [ours * (1 + 0.001 * place) for place in range(8)]}
+    samples = {
+        "library": [other] * 8,
+        "segmented_ring": [ours * (1 + 0.001 * place) for place in range(8)],
+    }
     figures = {"scratch": dict.fromkeys(samples, scratch), "errors": dict.fromkeys(samples, error)}
-    heats = {heat_of(row, nbytes): {"samples": samples, **figures} for row in (RATIO, *ROWS[:2]) for nbytes in row.nbytes}
+    heats = {
+        heat_of(row, nbytes): {"samples": samples, **figures}
+        for row in (RATIO, *ROWS[:2])
+        for nbytes in row.nbytes
+    }
     return {"status": "ok", "kind": kind, "heats": heats}
 
 
@@ -39,7 +48,9 @@ def judged(row: Row, *launches: dict[str, Any]) -> rows.Line:
     return rows._line(monkey, 64 * MIB, [one["heats"] for one in launches])
 
 
-RATIO = Row("ratio", "all_reduce", (64 * MIB,), ("segmented_ring", "window"), target=2.5, scratch=4 * MIB)
+RATIO = Row(
+    "ratio", "all_reduce", (64 * MIB,), ("segmented_ring", "window"), target=2.5, scratch=4 * MIB
+)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +81,14 @@ def test_rounds_of_all_launches_count() -> None:
 
 
 def test_rows_of_a_kind_are_judged_in_launches_of_that_kind() -> None:
-    found = {line.row.what: line for line in rows.lines([launch(3.0, 1.0), launch(1.0, 1.1, kind="tuned")], "MPICH")}
+    found = {
+        line.row.what: line
+        for line in rows.lines([launch(3.0, 1.0), launch(1.0, 1.1, kind="tuned")], "MPICH")
+    }
     plain, tuned = found["all_reduce, large, scratch of 4 MiB"], found["the same, malloc tuned"]
-    assert plain.nbytes == tuned.nbytes == 256 * MIB  # the last size, which these launches do not have
+    assert (
+        plain.nbytes == tuned.nbytes == 256 * MIB
+    )  # the last size, which these launches do not have
     assert {line.row.only for line in found.values()} <= {"", "MPICH"}
 
 
@@ -84,11 +100,16 @@ def test_every_contestant_that_a_row_names_is_there() -> None:
     for kind in program.KINDS:
         found = heats(kind)
         for row in (row for row in ROWS if row.kind == kind):
-            assert all(found[heat_of(row, nbytes)] == (row.op, nbytes, (row.other, *row.ours)) for nbytes in row.nbytes)
+            assert all(
+                found[heat_of(row, nbytes)] == (row.op, nbytes, (row.other, *row.ours))
+                for nbytes in row.nbytes
+            )
 
 
 @pytest.mark.parametrize("op", sorted({row.op for row in ROWS}))
-def test_every_contestant_is_right_whatever_was_run_before(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contestant_is_right_whatever_was_run_before(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At a size at which a sum in place goes through several chunks. What calls another library needs processes, and stays away."""
     monkeypatch.setattr(timed, "SHARE", 0.0)
     names = [name for name in CONTESTANTS if name not in ("library", "exchange", "gloo")]
@@ -111,13 +132,20 @@ def test_an_error_is_told_in_roundings() -> None:
 
 def samples(odd: dict[str, float], even: dict[str, float]) -> regret.Samples:
     """Every collective alike: seconds by algorithm in the rounds that are fitted, and in those that are judged."""
-    return {"all_reduce": {name: {64: [odd[name], even[name]] * 3, 4 * KIB: [odd[name], even[name]] * 3} for name in odd}}
+    return {
+        "all_reduce": {
+            name: {64: [odd[name], even[name]] * 3, 4 * KIB: [odd[name], even[name]] * 3}
+            for name in odd
+        }
+    }
 
 
 def test_a_choice_is_judged_on_rounds_that_it_has_not_seen() -> None:
     odd, even = {"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}
     found = regret.judged(BARE, samples(odd, even))
-    assert [(case.chosen, case.best, round(case.share, 3)) for case in found] == [("ring", "mpi", 0.5)] * 2
+    assert [(case.chosen, case.best, round(case.share, 3)) for case in found] == [
+        ("ring", "mpi", 0.5)
+    ] * 2
     assert not regret.summary(found)["reached"]
     same = regret.summary(regret.judged(BARE, samples(odd, odd)))
     assert same["reached"]
@@ -147,8 +175,16 @@ def test_what_is_shown() -> None:
         "env": {"torch": "2", "cores": 2},
         "device": {"name": "a processor"},
     }
-    regrets = {"status": "ok", "cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
-    document = {"ranks": 2, "commit": {"sha": "abc"}, "launches": [{**launch(3.0, 1.0), **facts}, regrets, {"status": "failed"}]}
+    regrets = {
+        "status": "ok",
+        "cases": [asdict(case) for case in cases],
+        "summary": regret.summary(cases),
+    }
+    document = {
+        "ranks": 2,
+        "commit": {"sha": "abc"},
+        "launches": [{**launch(3.0, 1.0), **facts}, regrets, {"status": "failed"}],
+    }
     screen = io.StringIO()
     console = Console(file=screen, width=200)
     list(program.show(console, document))
@@ -159,8 +195,12 @@ def test_what_is_shown() -> None:
     assert "all_reduce" in shown
 
 
-@pytest.mark.parametrize(("kind", "own"), [("default", None), ("tuned", "GLIBC_TUNABLES"), ("huge", program.HUGE_PAGES)])
-def test_a_launch_has_its_own_environment(kind: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own"), [("default", None), ("tuned", "GLIBC_TUNABLES"), ("huge", program.HUGE_PAGES)]
+)
+def test_a_launch_has_its_own_environment(
+    kind: str, own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A library that yields while it waits is no fair opponent where every rank has a core."""
     names = ("OMPI_MCA_mpi_yield_when_idle", program.HUGE_PAGES, "GLIBC_TUNABLES")
     show = f"import os; print([name for name in {names} if name in os.environ])"

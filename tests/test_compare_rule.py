@@ -35,7 +35,11 @@ pytestmark = pytest.mark.mpi_skip  # plain arithmetic
 Floats = NDArray[np.float64]
 BIG, DELTA = 0.5, 0.10
 COMPARISONS = 20_000
-MACHINES = {"dedicated": ("cuda", 0.0347, 0.003), "hosted": ("cpu", 0.0469, 0.021), "hostile": ("cpu", 0.0815, 0.121)}
+MACHINES = {
+    "dedicated": ("cuda", 0.0347, 0.003),
+    "hosted": ("cpu", 0.0469, 0.021),
+    "hostile": ("cpu", 0.0815, 0.121),
+}
 """Floor of delta, spread of a pair's log-ratio, and how often one launch each then differs by more than 10 % in one direction."""
 
 logs_of = st.floats(-1, 1).filter(lambda d: abs(d) > 1e-6)
@@ -67,7 +71,10 @@ def test_the_whole_rule_over_all_throws_of_its_coins() -> None:
     found = dict.fromkeys(Verdict, 0)
     for slower, ways in enumerate(screen_counts):
         for again, more in enumerate(confirm_counts):
-            screen, confirm = ([BIG] * k + [-BIG] * (n - k) for k, n in ((slower, SCREEN_PAIRS), (again, CONFIRM_PAIRS)))
+            screen, confirm = (
+                [BIG] * k + [-BIG] * (n - k)
+                for k, n in ((slower, SCREEN_PAIRS), (again, CONFIRM_PAIRS))
+            )
             found[judge(screen, confirm, DELTA).verdict] += int(ways) * int(more)
     assert sum(found.values()) == 2**30
     assert found[Verdict.REGRESSED] == found[Verdict.IMPROVED] == 56 * 6196
@@ -102,7 +109,9 @@ def verdicts(logs: Floats, deltas: Floats) -> NDArray[np.bool_]:
 def simulated(spread: float, effect: float) -> tuple[Floats, Floats]:
     """Log-seconds of base and log-ratios of pairs, comparisons x 30."""
     draw = np.random.default_rng(2)
-    base, head = draw.normal(0, spread / math.sqrt(2), (2, COMPARISONS, SCREEN_PAIRS + CONFIRM_PAIRS))
+    base, head = draw.normal(
+        0, spread / math.sqrt(2), (2, COMPARISONS, SCREEN_PAIRS + CONFIRM_PAIRS)
+    )
     return base, head - base + math.log1p(effect)
 
 
@@ -114,7 +123,10 @@ def test_simulated_comparisons(machine: str) -> None:
     _, nothing = simulated(spread, 0.0)
     _, slower = simulated(spread, 2 * DELTAS[kind])
     assert verdicts(nothing, floors).sum() == 0
-    assert verdicts(slower, floors).mean() >= {"dedicated": 0.999, "hosted": 0.999, "hostile": 0.66}[machine]
+    assert (
+        verdicts(slower, floors).mean()
+        >= {"dedicated": 0.999, "hosted": 0.999, "hostile": 0.66}[machine]
+    )
     assert (nothing[:, 0] > math.log(1.1)).mean() == pytest.approx(usual, rel=0.15)
 
 
@@ -135,13 +147,17 @@ def test_simulated_comparisons_with_a_raised_delta(machine: str) -> None:
 def test_the_simulation_is_of_this_rule() -> None:
     _, logs = simulated(0.08, 0.12)
     found = verdicts(logs, np.full(COMPARISONS, DELTA))
-    said = [judge(row[:SCREEN_PAIRS], row[SCREEN_PAIRS:], DELTA).verdict for row in logs[:1000].tolist()]
+    said = [
+        judge(row[:SCREEN_PAIRS], row[SCREEN_PAIRS:], DELTA).verdict for row in logs[:1000].tolist()
+    ]
     assert [verdict is Verdict.REGRESSED for verdict in said] == found[:1000].tolist()
     assert 0.05 < found[:1000].mean() < 0.95
 
 
 @given(screens, confirms, deltas)
-def test_exchanging_base_and_head_mirrors_the_verdict(screen: list[float], confirm: list[float], delta: float) -> None:
+def test_exchanging_base_and_head_mirrors_the_verdict(
+    screen: list[float], confirm: list[float], delta: float
+) -> None:
     there, back = (judge([s * d for d in screen], [s * d for d in confirm], delta) for s in (1, -1))
     mirrored = {Verdict.REGRESSED: Verdict.IMPROVED, Verdict.IMPROVED: Verdict.REGRESSED}
     if there.verdict in mirrored:
@@ -150,19 +166,30 @@ def test_exchanging_base_and_head_mirrors_the_verdict(screen: list[float], confi
 
 
 @given(screens, confirms, deltas, st.floats(0, 1))
-def test_a_slower_head_is_never_judged_milder(screen: list[float], confirm: list[float], delta: float, more: float) -> None:
+def test_a_slower_head_is_never_judged_milder(
+    screen: list[float], confirm: list[float], delta: float, more: float
+) -> None:
     if judge(screen, confirm, delta).verdict is Verdict.REGRESSED:
-        assert judge([d + more for d in screen], [d + more for d in confirm], delta).verdict is Verdict.REGRESSED
+        assert (
+            judge([d + more for d in screen], [d + more for d in confirm], delta).verdict
+            is Verdict.REGRESSED
+        )
 
 
 @given(screens, confirms, deltas)
 @example([0.09] * 10, [0.09] * 20, DELTA)
-def test_what_a_verdict_says_is_in_its_interval(screen: list[float], confirm: list[float], delta: float) -> None:
+def test_what_a_verdict_says_is_in_its_interval(
+    screen: list[float], confirm: list[float], delta: float
+) -> None:
     decision = judge(screen, confirm, delta)
     found, limit = decision.interval, math.log1p(delta)
     assert found.low <= found.median <= found.high
     if decision.verdict is Verdict.REGRESSED:
-        assert (found.low > 0, found.median >= limit, decision.slower >= CONFIRM_AGREE) == (True, True, True)
+        assert (found.low > 0, found.median >= limit, decision.slower >= CONFIRM_AGREE) == (
+            True,
+            True,
+            True,
+        )
     assert (found.high < limit) or decision.verdict is not Verdict.UNCHANGED
     if decision.verdict is Verdict.INCONCLUSIVE:
         assert found.high >= limit

@@ -37,7 +37,9 @@ def same_sides() -> tuple[Side, Side]:
     return base, Side("head", head.root, head.python, {**head.told, "sha": base.told["sha"]})
 
 
-def test_resampling_finds_no_regression_and_a_delay(stored: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_resampling_finds_no_regression_and_a_delay(
+    stored: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resample.main([*map(str, stored), "--comparisons", "50", "--case", RING]) == 0
     shown = capsys.readouterr().out
     assert "50 comparisons of identical commits, 6 cases each: 0 say regressed" in shown
@@ -53,10 +55,16 @@ def test_resampling_throws_every_coin_again() -> None:
     assert len(set(map(tuple, resample._thrown(runs[0], draw)))) == 2
 
 
-def test_resampling_can_fail(stored: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resampling_can_fail(
+    stored: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = [*map(str, stored), "--comparisons", "5"]
     assert resample.main([*chosen, "--case", RING, "--extra", "0.05"]) == 1
-    monkeypatch.setattr(resample, "judge", lambda screen, confirm, delta: argparse.Namespace(verdict=resample.Verdict.REGRESSED))
+    monkeypatch.setattr(
+        resample,
+        "judge",
+        lambda screen, confirm, delta: argparse.Namespace(verdict=resample.Verdict.REGRESSED),
+    )
     assert resample.main(chosen) == 1
     (tmp_path / "different").mkdir()
     monkeypatch.setattr("kit.comparison.pair_of_sides", pair_of_sides)
@@ -75,8 +83,22 @@ PLANTED = selftest.PLANTED_CASE
 @pytest.mark.parametrize(
     ("rows", "wrong"),
     [
-        ([row(PLANTED, 1, "regressed"), row(PLANTED, 2, "regressed"), row("other", 2, "inconclusive")], 0),
-        ([row(PLANTED, 1, "ungateable"), row(PLANTED, 2, "regressed"), row(PLANTED, 4, "oversubscribed")], 0),
+        (
+            [
+                row(PLANTED, 1, "regressed"),
+                row(PLANTED, 2, "regressed"),
+                row("other", 2, "inconclusive"),
+            ],
+            0,
+        ),
+        (
+            [
+                row(PLANTED, 1, "ungateable"),
+                row(PLANTED, 2, "regressed"),
+                row(PLANTED, 4, "oversubscribed"),
+            ],
+            0,
+        ),
         ([row(PLANTED, 1, "regressed"), row(PLANTED, 2, "inconclusive")], 1),
         ([row(PLANTED, 1, "regressed"), row("other", 2, "regressed")], 1),
         ([row(PLANTED, 1, "ungateable")], 1),

@@ -29,7 +29,15 @@ GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBr
 
 def git(folder: Path, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    answer = subprocess.run([*GIT, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(
+        [*GIT, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return answer.stdout.strip()
 
 
@@ -42,7 +50,9 @@ def repository(tmp_path: Path) -> Path:
     (folder / "ci" / "constraints.txt").write_text("torch==2.0\nrich==1\n# note\nmpich==5\n")
     git(folder, "init", "--quiet")
     for number, branch in enumerate(("main", "main", "side", "main")):
-        git(folder, "checkout", "--quiet", *(("-b",) if branch == "side" else ()), branch) if number > 1 else None
+        git(
+            folder, "checkout", "--quiet", *(("-b",) if branch == "side" else ()), branch
+        ) if number > 1 else None
         (folder / f"file{number}").write_text("x")
         git(folder, "add", "--all")
         git(folder, "commit", "--quiet", "--message", str(number))
@@ -70,7 +80,9 @@ def test_base_is_where_head_left_it(repository: Path) -> None:
         ("main", "alone", "no commit in common"),
     ],
 )
-def test_commits_that_cannot_be_compared(base: str, head: str, complaint: str, repository: Path) -> None:
+def test_commits_that_cannot_be_compared(
+    base: str, head: str, complaint: str, repository: Path
+) -> None:
     git(repository, "checkout", "--quiet", "--orphan", "alone")
     git(repository, "commit", "--quiet", "--allow-empty", "--message", "alone")
     with pytest.raises(UsageError, match=complaint):
@@ -84,9 +96,13 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Pa
 
     def measure(pair: Sequence[Side]) -> None:
         roots.extend(side.root for side in pair)
-        assert [sorted(p.name for p in root.glob("file*")) for root in roots] == [["file0", "file1"], ["file0", "file1", "file2"]]
+        assert [sorted(p.name for p in root.glob("file*")) for root in roots] == [
+            ["file0", "file1"],
+            ["file0", "file1", "file2"],
+        ]
         assert [side.told for side in pair] == [
-            {"ref": ref, "sha": sha, "environment": "shared"} for ref, sha in zip(("main", "side"), hashes, strict=True)
+            {"ref": ref, "sha": sha, "environment": "shared"}
+            for ref, sha in zip(("main", "side"), hashes, strict=True)
         ]
         (roots[1] / "file2").write_text("changed")
         raise end("the end")
@@ -97,12 +113,16 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Pa
     assert len(git(alike, "worktree", "list").splitlines()) == 1
 
 
-def test_a_library_with_other_needs_gets_an_environment_of_its_own(alike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_other_needs_gets_an_environment_of_its_own(
+    alike: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only what the library itself needs counts; the harness comes from the present tree with its own needs."""
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(sides_module, "_install", lambda *command: commands.append(command))
     monkeypatch.setattr(sides_module, "_harness_needs", lambda: ["rich", "mpich"])
-    monkeypatch.setattr(Path, "write_text", lambda path, text: commands.append((path.name, *text.split())))
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, text: commands.append((path.name, *text.split()))
+    )
     other = alike.parent / "other"
     shutil.copytree(alike, other)
     with (other / "ci" / "constraints.txt").open("a") as file:
@@ -122,13 +142,19 @@ def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
         needs(tmp_path)
 
 
-def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_is_asked_for_cases_and_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it writes is kept, also where it is interrupted; what it prints when it fails goes to a log."""
     asked: list[Any] = []
 
-    def run_launch(ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any) -> str:
+    def run_launch(
+        ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path, progress: Any
+    ) -> str:
         command = launch.command(ranks)[-7:]
-        asked.append((ranks, [case.id for case in cases], setting.pair, setting.launch, command, root))
+        asked.append(
+            (ranks, [case.id for case in cases], setting.pair, setting.launch, command, root)
+        )
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
         if setting.launch == 1:
@@ -138,14 +164,21 @@ def test_the_harness_is_asked_for_cases_and_launches(tmp_path: Path, monkeypatch
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
     monkeypatch.setattr(launches, "listing", lambda setting, ranks, root, python: plan)
     monkeypatch.setattr(launches, "run_launch", run_launch)
-    bench, out, pair = launches.Bench(Setting(run_id="run")), tmp_path / "records.jsonl", {"stage": "screen", "index": 3}
+    bench, out, pair = (
+        launches.Bench(Setting(run_id="run")),
+        tmp_path / "records.jsonl",
+        {"stage": "screen", "index": 3},
+    )
     side = Side("head", tmp_path, "a-python", {})
     assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
     worker = ["env", *launches.VARIABLES, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
-    assert asked == [(2, ["b"], pair, 0, worker, tmp_path), (1, ["a", "b"], pair, 1, worker, tmp_path)]
+    assert asked == [
+        (2, ["b"], pair, 0, worker, tmp_path),
+        (1, ["a", "b"], pair, 1, worker, tmp_path),
+    ]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "records.log"]
@@ -173,7 +206,11 @@ def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_bad_options_are_refused(
-    arguments: str, complaint: str, alike: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    complaint: str,
+    alike: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(alike.parent)
     (alike.parent / "full").mkdir()

@@ -46,24 +46,46 @@ def blocks(draw: st.DrawFn) -> dict[str, Any]:
 def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, Any]) -> None:
     """Forward and backward; the last query sits at the last key, and a window reaches back from there."""
     random = torch.Generator().manual_seed(block["seed"])
-    lengths, heads = (block["queries"], block["keys"], block["keys"]), block["kv_heads"] * block["group"]
+    lengths, heads = (
+        (block["queries"], block["keys"], block["keys"]),
+        block["kv_heads"] * block["group"],
+    )
     numbers = (heads, block["kv_heads"], block["kv_heads"])
-    q, k, v = (torch.randn(2, s, n, 4, generator=random, dtype=torch.float64) for s, n in zip(lengths, numbers, strict=True))
+    q, k, v = (
+        torch.randn(2, s, n, 4, generator=random, dtype=torch.float64)
+        for s, n in zip(lengths, numbers, strict=True)
+    )
     grad = torch.randn(q.shape, generator=random, dtype=torch.float64)
-    place = {"q_positions": range(block["keys"] - block["queries"], block["keys"]), "kv_positions": range(block["keys"])}
+    place = {
+        "q_positions": range(block["keys"] - block["queries"], block["keys"]),
+        "kv_positions": range(block["keys"]),
+    }
     rest = {"causal": block["causal"], "window": block["window"], "softmax_scale": 0.7}
     reach = -1 if block["window"] is None else block["window"] - 1
     window = (reach, -1 if block["window"] is None or block["causal"] else reach)
-    out, lse, *_ = flash_standin._flash_attn_forward(q, k, v, 0.0, 0.7, block["causal"], *window, 0.0, None, False)
+    out, lse, *_ = flash_standin._flash_attn_forward(
+        q, k, v, 0.0, 0.7, block["causal"], *window, 0.0, None, False
+    )
     want = reference.attention(q, k, v, **place, **rest)
     check_close("out", out, want.out, bound(want.out_scale, torch.float64, want.growth))
     expected = torch.where(want.lse.isinf(), math.inf, want.lse)
-    check_close("lse", lse, expected, bound(want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0)), torch.float32, want.growth))
+    check_close(
+        "lse",
+        lse,
+        expected,
+        bound(
+            want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0)), torch.float32, want.growth
+        ),
+    )
     given = (grad, q, k, v, out, expected)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
-    flash_standin._flash_attn_backward(*given, dq, dk, dv, 0.0, 0.7, block["causal"], *window, 0.0, None, False)
+    flash_standin._flash_attn_backward(
+        *given, dq, dk, dv, 0.0, 0.7, block["causal"], *window, 0.0, None, False
+    )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    public = flash_standin.flash_attn_func(*leaves, softmax_scale=0.7, causal=block["causal"], window_size=window)
+    public = flash_standin.flash_attn_func(
+        *leaves, softmax_scale=0.7, causal=block["causal"], window_size=window
+    )
     assert torch.equal(public, out)
     grads = reference.attention_grads(q, k, v, grad, **place, **rest)
     by_autograd = torch.autograd.grad(public, leaves, grad)
@@ -76,14 +98,18 @@ def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, 
 def test_the_stand_in_is_what_torch_computes() -> None:
     q, k, v = (torch.randn(2, 6, 3, 4, dtype=torch.float64) for _ in range(3))
     out, *_ = flash_standin._flash_attn_forward(q, k, v, 0.0, 0.5, True, -1, -1, 0.0, None, False)
-    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.5).transpose(1, 2)
+    want = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.5
+    ).transpose(1, 2)
     assert torch.allclose(out, want, atol=1e-12)
 
 
 def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     cuts = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     q, k, v, grad = (torch.randn(9, 2, 4, dtype=torch.float64) for _ in range(4))
-    out, lse, *_ = flash_standin._flash_attn_varlen_forward(q, k, v, cuts, cuts, 5, 5, 0.0, 0.5, True)
+    out, lse, *_ = flash_standin._flash_attn_varlen_forward(
+        q, k, v, cuts, cuts, 5, 5, 0.0, 0.5, True
+    )
     options = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
     batched = [x[None] for x in (q, k, v)]
     want = reference.attention(*batched, **options)
@@ -95,18 +121,31 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     )
     grads = reference.attention_grads(*batched, grad[None], **options)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    public = flash_standin.flash_attn_varlen_func(*leaves, cuts, cuts, 5, 5, softmax_scale=0.5, causal=True)
+    public = flash_standin.flash_attn_varlen_func(
+        *leaves, cuts, cuts, 5, 5, softmax_scale=0.5, causal=True
+    )
     assert torch.equal(public, out)
-    for name, *both in zip(("dq", "dk", "dv"), found, torch.autograd.grad(public, leaves, grad), strict=True):
+    for name, *both in zip(
+        ("dq", "dk", "dv"), found, torch.autograd.grad(public, leaves, grad), strict=True
+    ):
         for x in both:
-            check_close(name, x[None], getattr(grads, name), bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth))
+            check_close(
+                name,
+                x[None],
+                getattr(grads, name),
+                bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth),
+            )
     assert lse.dtype == torch.float32
 
 
-def on_trial(attend: Attend, capability: str, examples: int = 6, size: int = 2, seconds: float = 60.0) -> dict[str, Any]:
+def on_trial(
+    attend: Attend, capability: str, examples: int = 6, size: int = 2, seconds: float = 60.0
+) -> dict[str, Any]:
     """The verdict on a library whose ranks are threads; without time, on the first problem."""
     trial = Trial(attention, SimpleNamespace(attend=attend), "", lambda comm: None, seconds=seconds)
-    return judged(trial, problems(capability, size, NEEDS, gradients=capability != "full"), size, examples)
+    return judged(
+        trial, problems(capability, size, NEEDS, gradients=capability != "full"), size, examples
+    )
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -118,13 +157,21 @@ def test_our_own_schemes_pass(capability: str) -> None:
 
 
 def scaled(*qkv: Tensor, **options: Any) -> Tensor:
-    return ours.attend(*qkv, **{**options, "softmax_scale": 1.01 * (options["softmax_scale"] or qkv[0].shape[3] ** -0.5)})
+    return ours.attend(
+        *qkv,
+        **{
+            **options,
+            "softmax_scale": 1.01 * (options["softmax_scale"] or qkv[0].shape[3] ** -0.5),
+        },
+    )
 
 
 def a_mask_not_shifted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Every rank takes its own first token for the first of the sequence."""
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=options["causal"], scale=options["softmax_scale"]).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        *heads_first, is_causal=options["causal"], scale=options["softmax_scale"]
+    ).transpose(1, 2)
 
 
 def half_a_gradient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -138,7 +185,9 @@ def half_a_gradient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         (half_a_gradient, "backward", {"dk"}),
     ],
 )
-def test_a_planted_fault_is_wrong_with_a_small_example(attend: Attend, capability: str, results: set[str]) -> None:
+def test_a_planted_fault_is_wrong_with_a_small_example(
+    attend: Attend, capability: str, results: set[str]
+) -> None:
     found = on_trial(attend, capability, examples=10)
     assert found["verdict"] == "wrong", found
     assert found["result"] in results
@@ -161,7 +210,10 @@ def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
         raise RuntimeError("[gloo] Timed out waiting 6000ms for recv operation to complete")
 
     refused = on_trial(refuses, "causal", seconds=0.0)
-    assert (refused["verdict"], refused["text"]) == ("refused", "ValueError: the length must be even")
+    assert (refused["verdict"], refused["text"]) == (
+        "refused",
+        "ValueError: the length must be even",
+    )
     crashed = on_trial(one_rank_raises, "full", seconds=0.0)
     assert crashed["verdict"] == "crashed"
     assert "rank 1: raised IndexError: no such rank" in crashed["states"]
@@ -169,7 +221,9 @@ def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
 
 
 def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() -> None:
-    passed, failed = (on_trial(attend, "causal", examples=20, seconds=0.0) for attend in (ours.attend, scaled))
+    passed, failed = (
+        on_trial(attend, "causal", examples=20, seconds=0.0) for attend in (ours.attend, scaled)
+    )
     assert (passed["verdict"], passed["examples"]) == ("pass", 1)
     assert (failed["verdict"], failed["examples"]) == ("wrong", 1)
 
@@ -187,7 +241,9 @@ def test_a_problem_is_what_its_capability_says() -> None:
         assert (problem.group > 1) == (capability in ("GQA", "MQA"))
         assert (problem.mask.window is not None) == (capability == "window")
         assert all(cut % (2 * size) == 0 for cut in problem.mask.documents or ())
-        assert sorted(token for shard in problem.shards for token in shard) == list(range(problem.seq_len))
+        assert sorted(token for shard in problem.shards for token in shard) == list(
+            range(problem.seq_len)
+        )
         assert min(map(len, problem.shards)) > 0
         assert told(posed(told(problem))) == told(problem)
 

@@ -37,10 +37,18 @@ def cell(capability: str, ranks: int) -> dict[str, Any]:
 
 
 def line(capability: str, ranks: int, verdict: str = "pass") -> dict[str, Any]:
-    return {**cell(capability, ranks), "verdict": verdict, "examples": 5, "refused": 0, "error": 0.1}
+    return {
+        **cell(capability, ranks),
+        "verdict": verdict,
+        "examples": 5,
+        "refused": 0,
+        "error": 0.1,
+    }
 
 
-def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_launch_that_dies_takes_one_cell_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """On 2 ranks "causal" kills the launch; it is not tried again, and what is wrong on 2 ranks is not tried on 3."""
     tried: list[tuple[int, str]] = []
 
@@ -50,11 +58,17 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
             for _, capability in cells:
                 tried.append((size, capability))
                 file.write(
-                    json.dumps({**line(capability, size), "begins": True} | {"verdict": ""}).replace('"verdict": "", ', "") + "\n"
+                    json.dumps(
+                        {**line(capability, size), "begins": True} | {"verdict": ""}
+                    ).replace('"verdict": "", ', "")
+                    + "\n"
                 )
                 if capability == "causal":
                     return "rank 1 died first: killed by SIGSEGV; last place: in the body of body"
-                file.write(json.dumps(line(capability, size, "wrong" if capability == "GQA" else "pass")) + "\n")
+                file.write(
+                    json.dumps(line(capability, size, "wrong" if capability == "GQA" else "pass"))
+                    + "\n"
+                )
         return ""
 
     monkeypatch.setattr(launching, "_launch", launch)
@@ -65,7 +79,9 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
     assert verdicts.pop("GQA") == "wrong"
     assert set(verdicts.values()) == {"pass"}
     assert set(verdicts) | {"causal", "GQA"} == set(named("torch ring").tried())
-    assert found["torch ring", "causal"]["states"].startswith("rank 1 died first: killed by SIGSEGV")
+    assert found["torch ring", "causal"]["states"].startswith(
+        "rank 1 died first: killed by SIGSEGV"
+    )
     assert tried.count((2, "causal")) == 1
     assert {(3, "causal"), (3, "GQA")}.isdisjoint(tried)
     assert found["torch ring", "MQA"]["ranks"] == [2, 3]
@@ -75,7 +91,10 @@ def test_a_launch_that_dies_takes_one_cell_with_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("said", "verdict"),
     [
-        (["rank 0 waits for nobody: it is at a.py", "rank 1 waits for nobody: it is at b.py"], "slow"),
+        (
+            ["rank 0 waits for nobody: it is at a.py", "rank 1 waits for nobody: it is at b.py"],
+            "slow",
+        ),
         (["rank 0 waits for nobody: it is at a.py", "rank 1 waits for rank 0"], "hung"),
         (["rank 0 waits for nobody: it is at a.py"] * 2, "hung"),
     ],
@@ -87,7 +106,9 @@ def test_ranks_that_all_compute_when_their_time_is_up_do_not_hang(
 
     def launch(size: int, folder: Path, patience: float) -> str:
         sizes.append(size)
-        return "\n".join(["==== the launch was ended: a rank has reached its time limit ====", *said])
+        return "\n".join(
+            ["==== the launch was ended: a rank has reached its time limit ====", *said]
+        )
 
     monkeypatch.setattr(launching, "_launch", launch)
     found: launching.Found = {}
@@ -97,7 +118,9 @@ def test_ranks_that_all_compute_when_their_time_is_up_do_not_hang(
     assert all("a.py" in one["states"] for one in found.values() if verdict == "slow")
 
 
-def test_patience_multiplies_every_limit_of_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_patience_multiplies_every_limit_of_a_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     started: dict[str, Any] = {}
 
     def popen(command: list[str], **options: Any) -> Any:
@@ -114,13 +137,20 @@ def test_patience_multiplies_every_limit_of_a_launch(monkeypatch: pytest.MonkeyP
 def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     """Each column says which run it is of."""
     order = ["sp_core", "torch ring", "sp_core layers"]
-    seen = {**line("causal", 2, "wrong"), "what": "the mask is lost", "result": "out", "relative": 0.5}
+    seen = {
+        **line("causal", 2, "wrong"),
+        "what": "the mask is lost",
+        "result": "out",
+        "relative": 0.5,
+    }
 
     def found(name: str, date: str) -> dict[str, Any]:
         commit = {"sha": "0123456789abcdef", "dirty": date == "day 2"}
         machine = {"cores": 2, "python": "3", "torch": "2", "mpi": "none"}
         run = {"date": date, "commit": commit, "seconds": 1, "patience": 1.0, **machine}
-        columns = {one: {**line("causal", 2), "ranks": [2]} for one in named(name).subject.CAPABILITIES}
+        columns = {
+            one: {**line("causal", 2), "ranks": [2]} for one in named(name).subject.CAPABILITIES
+        }
         planted = [{**seen, "library": name, "date": date}]
         return report.document([named(name)], {name: "1"}, {name: columns}, planted, run, 5)
 
@@ -136,27 +166,50 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     assert "## Layers" not in text
 
 
-@pytest.mark.parametrize("library", [one for one in LIBRARIES if one.name not in OURS], ids=lambda library: library.name)
+@pytest.mark.parametrize(
+    "library", [one for one in LIBRARIES if one.name not in OURS], ids=lambda library: library.name
+)
 def test_a_script_uses_the_library_alone(library: Any) -> None:
     problem = {"attention": EXAMPLE, "layers": LAYERS}[library.about]
-    verdict = {**line("causal", 2, "wrong"), "result": "out", "rank": 1, "relative": 0.5, "problem": library.subject.told(problem)}
+    verdict = {
+        **line("causal", 2, "wrong"),
+        "result": "out",
+        "rank": 1,
+        "relative": 0.5,
+        "problem": library.subject.told(problem),
+    }
     tree = ast.parse(script(library, verdict, "1.0"))
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} <= {"torch", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize(("fault", "code"), [("", 0), ('"scale": softmax_scale', 1), ('"is_causal": causal', 1)])
+@pytest.mark.parametrize(
+    ("fault", "code"), [("", 0), ('"scale": softmax_scale', 1), ('"is_causal": causal', 1)]
+)
 def test_a_script_shows_an_error_that_is_there_and_no_other(
     fault: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On one rank, in this process: as the adapter is, and with a fault planted in its text."""
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
-    verdict = {**line("causal", 1, "wrong"), "result": "out", "rank": 0, "relative": 1e-3, "problem": problem}
+    verdict = {
+        **line("causal", 1, "wrong"),
+        "result": "out",
+        "rank": 0,
+        "relative": 1e-3,
+        "problem": problem,
+    }
     text = script(named("torch ring"), verdict, "1.0")
     if fault:
         assert fault in text
-        text = text.replace(fault, '"is_causal": not causal' if "causal" in fault else '"scale": 0.5')
+        text = text.replace(
+            fault, '"is_causal": not causal' if "causal" in fault else '"scale": 0.5'
+        )
     assert run_here(text, monkeypatch) == code
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith("WRONG" if code else "right")
@@ -169,7 +222,9 @@ def run_here(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
     exec(compile(text, "shown.py", "exec"), shown)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda run, arguments, nprocs: run(0, *arguments))
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", lambda run, arguments, nprocs: run(0, *arguments)
+    )
     try:
         code: int = shown["main"]()
     finally:
@@ -207,11 +262,21 @@ def prepare(comm, variant):
     ],
 )
 def test_a_script_of_layers_shows_the_result_that_it_is_about(
-    right: str, wrong: str, result: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    right: str,
+    wrong: str,
+    result: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On one rank with ordinary layers: a fault of another result is not the one that was found."""
     problem = {**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}
-    verdict = {**line("bias", 1, "wrong"), "result": result, "rank": 0, "relative": 1e-3, "problem": problem}
+    verdict = {
+        **line("bias", 1, "wrong"),
+        "result": result,
+        "rank": 0,
+        "relative": 1e-3,
+        "problem": problem,
+    }
     text = script(named("megatron-core"), verdict, "1.0")
     before, after = text[: text.index("# ---- the call")], text[text.index("# ---- the smallest") :]
     text = before + PLAIN_LAYERS.replace(right, wrong) + after
@@ -222,13 +287,23 @@ def test_a_script_of_layers_shows_the_result_that_it_is_about(
     assert len(said) == 7
 
 
-def test_a_fault_planted_in_a_library_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_planted_in_a_library_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The one fault whose library is torch itself."""
     fault = next(fault for fault in FAULTS if fault.library == "torch ring")
     module = importlib.import_module(fault.module)
-    monkeypatch.setattr(module, fault.function, getattr(module, fault.function))  # is put back afterwards
+    monkeypatch.setattr(
+        module, fault.function, getattr(module, fault.function)
+    )  # is put back afterwards
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
-    verdict = {**line("causal", 1, "wrong"), "result": "out", "rank": 0, "relative": 1e-3, "problem": problem}
+    verdict = {
+        **line("causal", 1, "wrong"),
+        "result": "out",
+        "rank": 0,
+        "relative": 1e-3,
+        "problem": problem,
+    }
     text = script(named(fault.library), verdict, "1.0")
     assert run_here(text, monkeypatch) == 0
     fault.plant()
@@ -242,11 +317,17 @@ def test_planted_faults_are_where_columns_compute() -> None:
     for fault in FAULTS:
         assert fault.capability in named(fault.library).tried()
         assert data["verdicts"][fault.library][fault.capability]["verdict"] == "pass"
-    assert [(one["library"], one["what"]) for one in data["planted"]] == [(fault.library, fault.what) for fault in FAULTS]
+    assert [(one["library"], one["what"]) for one in data["planted"]] == [
+        (fault.library, fault.what) for fault in FAULTS
+    ]
     assert {one["verdict"] for one in data["planted"]} == {"wrong"}
     adapters = ("alst_ulysses", "accelerate_context_parallel", "megatron_tp_sp")
     columns = {one.name for one in LIBRARIES if one.adapter in adapters}
-    idle = {name for name in columns if not any(v["verdict"] == "pass" for v in data["verdicts"][name].values())}
+    idle = {
+        name
+        for name in columns
+        if not any(v["verdict"] == "pass" for v in data["verdicts"][name].values())
+    }
     assert columns - idle <= {fault.library for fault in FAULTS}
 
 
@@ -257,19 +338,38 @@ def test_a_column_is_of_the_adapter_that_is_committed() -> None:
     assert not any(column["run"]["commit"]["dirty"] for column in told.values())
     wanted = {name: report.digest(named(name)) for name in told}
     assert {name: column["adapter_sha256"] for name, column in told.items()} == wanted
-    assert set(told) >= {fault.library for fault in FAULTS} | {"sp_core layers", "accelerate", "megatron-core"}
+    assert set(told) >= {fault.library for fault in FAULTS} | {
+        "sp_core layers",
+        "accelerate",
+        "megatron-core",
+    }
 
 
 def test_the_committed_report_says_what_its_data_say() -> None:
     data = json.loads((HERE / "REPORT.json").read_text())
     assert (HERE / "REPORT.md").read_text() == report.markdown(data)
-    assert [column["name"] for column in data["libraries"]] == [library.name for library in LIBRARIES]
-    assert {verdict["verdict"] for name in OURS for verdict in data["verdicts"][name].values()} == {"pass"}
-    wrong = [v for column in data["verdicts"].values() for v in column.values() if v["verdict"] == "wrong"]
+    assert [column["name"] for column in data["libraries"]] == [
+        library.name for library in LIBRARIES
+    ]
+    assert {verdict["verdict"] for name in OURS for verdict in data["verdicts"][name].values()} == {
+        "pass"
+    }
+    wrong = [
+        v
+        for column in data["verdicts"].values()
+        for v in column.values()
+        if v["verdict"] == "wrong"
+    ]
     assert all(v["alone"].startswith("WRONG") for v in wrong)
     assert (HERE / "REPORT.png").stat().st_size > 10_000
 
 
 def test_what_was_not_tried_is_a_fault() -> None:
-    verdicts = {"a library": {"full": {"verdict": "wrong"}, "causal": {"verdict": "not tried"}, "window": {"verdict": "refused"}}}
+    verdicts = {
+        "a library": {
+            "full": {"verdict": "wrong"},
+            "causal": {"verdict": "not tried"},
+            "window": {"verdict": "refused"},
+        }
+    }
     assert program._faults(verdicts) == ["a library, causal: not tried"]

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("short_slots")
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 @given(problem=attention_problems(), shared=st.booleans())
-def test_a_scheme_sends_what_its_formula_says(comm: Any, name: str, problem: AttentionProblem, shared: bool) -> None:
+def test_a_scheme_sends_what_its_formula_says(
+    comm: Any, name: str, problem: AttentionProblem, shared: bool
+) -> None:
     """Or reads, where ranks share memory."""
     with sp.Mesh(comm, transport=TRANSPORT[shared], sp=comm.size) as mesh:
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
@@ -45,16 +47,27 @@ def test_every_choice_of_gradients_sends_what_the_formula_says(comm: Any, name: 
             problem = replace(BASE, needs_grad=needs_grad)
             shards = Shards(problem, comm.rank, comm.size, mesh.device)
             found = measured(functools.partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"])
-            assert found == getattr(cost, name)(sizes_of(problem, comm.size, shared=False), comm.rank), needs_grad
+            assert found == getattr(cost, name)(
+                sizes_of(problem, comm.size, shared=False), comm.rank
+            ), needs_grad
 
 
-@given(problem=attention_problems(), fast=st.booleans(), divisor=st.integers(0, 3), shared=st.booleans())
-def test_a_hybrid_sends_what_its_formula_says(comm: Any, problem: AttentionProblem, fast: bool, divisor: int, shared: bool) -> None:
+@given(
+    problem=attention_problems(),
+    fast=st.booleans(),
+    divisor=st.integers(0, 3),
+    shared=st.booleans(),
+)
+def test_a_hybrid_sends_what_its_formula_says(
+    comm: Any, problem: AttentionProblem, fast: bool, divisor: int, shared: bool
+) -> None:
     divisors = [u for u in range(1, comm.size + 1) if comm.size % u == 0]
     heads = divisors[divisor % len(divisors)]
     axes = ("ring", "ulysses") if fast else ("ulysses", "ring")
     lengths = {"ring": comm.size // heads, "ulysses": heads}
-    with sp.Mesh(comm, transport=TRANSPORT[shared], **{axis: lengths[axis] for axis in axes}) as mesh:
+    with sp.Mesh(
+        comm, transport=TRANSPORT[shared], **{axis: lengths[axis] for axis in axes}
+    ) as mesh:
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         found = measured(scheme, shards, mesh["ring"], mesh["ulysses"])
@@ -71,7 +84,10 @@ def test_the_even_case_is_the_closed_form(comm: Any) -> None:
     problem = cost.Attention(sharding, sharding, sp.Mask(), batch, heads, kv_heads, head_dim, item)
     own = batch * 8 * head_dim * item
     keys, queries = 2 * kv_heads * own, heads * own
-    assert cost.allgather_kv(problem, comm.rank) == (cost.Traffic(0, (size - 1) * keys), cost.Traffic(0, 2 * (size - 1) * keys))
+    assert cost.allgather_kv(problem, comm.rank) == (
+        cost.Traffic(0, (size - 1) * keys),
+        cost.Traffic(0, 2 * (size - 1) * keys),
+    )
     messages = 2 * size - 1 if size > 1 else 0
     assert cost.ring(problem, comm.rank) == (
         cost.Traffic(size - 1, (size - 1) * keys),

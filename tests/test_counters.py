@@ -30,7 +30,9 @@ def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
 
 
 def test_the_table_has_every_case_and_no_other() -> None:
-    names = [f"{case.id} P={ranks}" for ranks in counters.SIZES for case, _ in counters.chosen(ranks)]
+    names = [
+        f"{case.id} P={ranks}" for ranks in counters.SIZES for case, _ in counters.chosen(ranks)
+    ]
     assert sorted(counters.load()) == sorted(set(names))
     assert len(names) == len(set(names))
     assert counters.TABLE.read_text() == counters.text(counters.load())
@@ -46,7 +48,11 @@ def test_the_table_has_every_case_and_no_other() -> None:
     ],
 )
 def test_one_too_many_is_red(fault: str, fields: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    case, build = next((case, build) for case, build in counters.chosen(2) if case.scheme == "ring" and case.direction == "both")
+    case, build = next(
+        (case, build)
+        for case, build in counters.chosen(2)
+        if case.scheme == "ring" and case.direction == "both"
+    )
     attention_of = bench_schemes.attention_of
 
     def faulty(case: Any, mesh: Any) -> Any:

@@ -60,13 +60,17 @@ class Runtime:
     def _IpcCloseMemHandle(self, pointer: ctypes.c_void_p) -> None:
         self.opened.remove(int(pointer.value or 0))
 
-    def _HostRegister(self, pointer: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: ctypes.c_uint) -> None:
+    def _HostRegister(
+        self, pointer: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: ctypes.c_uint
+    ) -> None:
         self.registered.add(int(pointer.value or 0))
 
     def _HostUnregister(self, pointer: ctypes.c_void_p) -> None:
         self.registered.remove(int(pointer.value or 0))
 
-    def _MemcpyAsync(self, into: Any, part: Any, nbytes: ctypes.c_size_t, direction: ctypes.c_int, stream: Any) -> None:
+    def _MemcpyAsync(
+        self, into: Any, part: Any, nbytes: ctypes.c_size_t, direction: ctypes.c_int, stream: Any
+    ) -> None:
         assert direction.value == 4  # whatever is where
         ctypes.memmove(into, part, nbytes.value)
 
@@ -94,7 +98,9 @@ def test_what_a_handle_leads_to_is_the_memory_it_was_made_for(runtime: Runtime) 
     numbers = torch.arange(4, dtype=torch.uint8)
     memory.copying(y[10:14], numbers)()
     assert x[8:16].tolist() == [0, 0, 0, 1, 2, 3, 0, 0]
-    assert memory.open(offer).data_ptr() == x.data_ptr()  # of this one, whose handles it cannot open
+    assert (
+        memory.open(offer).data_ptr() == x.data_ptr()
+    )  # of this one, whose handles it cannot open
     assert len(runtime.opened) == 1
     memory.close(y)
     memory.close(x)
@@ -125,7 +131,9 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
             for op in ("all_reduce", "all_gather"):
                 found = getattr(sp, op)(x, comm=group)
                 every = [torch.arange(50.0) + rank for rank in range(comm.size)]
-                assert torch.equal(found, sum(every, torch.zeros(50)) if op == "all_reduce" else torch.cat(every))
+                assert torch.equal(
+                    found, sum(every, torch.zeros(50)) if op == "all_reduce" else torch.cat(every)
+                )
 
     run_threads(3, body)
     assert runtime.blocks == {}

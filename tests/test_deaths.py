@@ -20,10 +20,14 @@ KILLED = Death("SIGKILL", "inside", 1, 5)
 RAISING = Death("exception", "tear-down", 2, 1)
 EXAMPLE = f"example in flight: {CASE}::{END}\n  {END}(nprocs=3, n=5)\n"
 PRINTED = f"rank 1 died first: killed by SIGKILL; last place: in Allreduce\n{EXAMPLE}"
-JUNIT = f'<testsuite><testcase name="{BEFORE}"/><testcase name="{END}"><error/></testcase></testsuite>'
+JUNIT = (
+    f'<testsuite><testcase name="{BEFORE}"/><testcase name="{END}"><error/></testcase></testsuite>'
+)
 
 
-def faults_of(folder: Path, death: Death = KILLED, code: int | None = 1, seconds: float = 3.0, **changes: str) -> list[str]:
+def faults_of(
+    folder: Path, death: Death = KILLED, code: int | None = 1, seconds: float = 3.0, **changes: str
+) -> list[str]:
     """What is wrong with a launch that is made up."""
     (folder / "junit.xml").write_text(changes.get("junit", JUNIT))
     return judged(death, code, seconds, changes.get("printed", PRINTED), folder)
@@ -46,7 +50,9 @@ def test_a_launch_that_ends_as_it_should_has_no_fault(tmp_path: Path) -> None:
         ("last place", "", "no stack"),
     ],
 )
-def test_each_word_that_is_missing_is_a_fault(tmp_path: Path, old: str, new: str, fault: str) -> None:
+def test_each_word_that_is_missing_is_a_fault(
+    tmp_path: Path, old: str, new: str, fault: str
+) -> None:
     assert faults_of(tmp_path, printed=PRINTED.replace(old, new)) == [fault]
 
 
@@ -55,8 +61,12 @@ def test_each_way_to_end_badly_is_a_fault(tmp_path: Path) -> None:
     assert faults_of(tmp_path, code=None) == ["it had to be shot"]
     assert faults_of(tmp_path, seconds=KILLED.bound + 1) == ["21 s to the end"]
     assert faults_of(tmp_path, seconds=float("nan")) == ["nan s to the end"]
-    assert faults_of(tmp_path, junit=JUNIT.replace("<error/>", "")) == ["the test is not red in the JUnit file"]
-    assert faults_of(tmp_path, junit=JUNIT.replace(BEFORE, "x")) == ["the test before is not in the JUnit file"]
+    assert faults_of(tmp_path, junit=JUNIT.replace("<error/>", "")) == [
+        "the test is not red in the JUnit file"
+    ]
+    assert faults_of(tmp_path, junit=JUNIT.replace(BEFORE, "x")) == [
+        "the test before is not in the JUnit file"
+    ]
     (tmp_path / "junit.xml").unlink()
     assert judged(KILLED, 1, 3.0, PRINTED, tmp_path) == ["no JUnit file"]
 
@@ -65,9 +75,16 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
     file = tmp_path / "segment"
     file.touch()
     (tmp_path / "mapped-0").write_text(f"{file}\n{tmp_path / 'gone'}")
-    alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "SP_DEATH": "a mark"})
+    alive = subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "SP_DEATH": "a mark"},
+    )
     try:
-        assert sorted(left(tmp_path, "a mark")) == [f"{file} is left", f"process {alive.pid} is left: {sys.executable} -c input()"]
+        assert sorted(left(tmp_path, "a mark")) == [
+            f"{file} is left",
+            f"process {alive.pid} is left: {sys.executable} -c input()",
+        ]
     finally:
         alive.communicate(b"\n", timeout=30)
     assert list(left(tmp_path, "a mark")) == [f"{file} is left"]
@@ -77,7 +94,10 @@ def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(tmp_path: Path
     for library, found in (("Open MPI", ()), ("MPICH", ("no rank",))):
         report = Report(tmp_path, library)
         report.add("deaths", trial.told(KILLED, trial.Seen(2.5, found, "")))
-        report.add("faults", {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []})
+        report.add(
+            "faults",
+            {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []},
+        )
         assert report.faults == len(found)
     assert list(json.loads((tmp_path / "deaths.json").read_text())) == ["Open MPI", "MPICH"]
     text = (tmp_path / "deaths.md").read_text()
@@ -89,6 +109,9 @@ def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(tmp_path: Path
 def test_every_way_is_of_one_kind_and_every_fault_has_its_command() -> None:
     assert set(SILENT) | set(RAISED) | set(STUCK) < set(WAYS)
     assert len({*SILENT, *RAISED, *STUCK}) == len(SILENT) + len(RAISED) + len(STUCK)
-    assert {trial.drawn("abort", place, random.Random(place)).in_body for place in PLACES} == {True, False}
+    assert {trial.drawn("abort", place, random.Random(place)).in_body for place in PLACES} == {
+        True,
+        False,
+    }
     for fault in (*(one.fault for one in FAULTS), *CRASHES):
         assert ("sp_core.testing.shrink_crash" in faults.command(fault)) == (fault in CRASHES)

@@ -27,7 +27,9 @@ UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
 
 def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
     """Return the parametrization by subjects whose base row needs so many ranks."""
-    chosen = [subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) == size]
+    chosen = [
+        subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) == size
+    ]
     return pytest.mark.parametrize("subject", chosen, ids=lambda subject: subject.name)
 
 
@@ -41,7 +43,9 @@ def check_arguments(comm: Any, subject: Subject) -> None:
 def check_calls(comm: Any, subject: Subject) -> None:
     """Let one rank call once more than the others, then once less. Ranks along other axes may have other errors."""
     for is_extra in (True, False):
-        told = _gather_texts(comm, alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra))
+        told = _gather_texts(
+            comm, alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra)
+        )
         assert {bool(text) for text in told} == {"a call on one rank" not in subject.allowed}, told
 
 
@@ -54,7 +58,9 @@ def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subjec
 
 @sized(UNDER_MPI, 4)
 @spmd(4)
-def test_four_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
+def test_four_ranks_that_differ_are_told_so_or_get_their_result(
+    comm: Any, subject: Subject
+) -> None:
     check_arguments(comm, subject)
     check_calls(comm, subject)
 
@@ -69,7 +75,9 @@ def test_threads_that_differ_are_told_so_or_get_their_result(subject: Subject) -
     run_threads(size, functools.partial(check_calls, subject=subject))
 
 
-@pytest.mark.parametrize("subject", [s for s in COMPARED if "(check)" in s.factors], ids=lambda subject: subject.name)
+@pytest.mark.parametrize(
+    "subject", [s for s in COMPARED if "(check)" in s.factors], ids=lambda subject: subject.name
+)
 def test_ranks_that_differ_unchecked_get_an_error_or_their_result(subject: Subject) -> None:
     chosen = random.Random(f"{SEED} {subject.name}").sample(known_of(subject), SAMPLE)
     assert not [fault for fault in map(functools.partial(unchecked, subject), chosen) if fault]

@@ -29,16 +29,26 @@ def test_every_part_was_explored() -> None:
     """The committed report lists the parts that are declared: none was added or lost since."""
     assert changed(SUBJECTS, committed()) == []
     assert not [record["subject"] for record in committed() if record["fault"]]
-    assert all(record["drawn"] == record["possible"] for record in committed() if record["depth"] == "pairs")
+    assert all(
+        record["drawn"] == record["possible"]
+        for record in committed()
+        if record["depth"] == "pairs"
+    )
 
 
 def test_a_part_without_its_generator_is_seen() -> None:
     subject = SUBJECTS[0]
     records = [{"subject": subject.name, "parts": parts_of(subject)}]
-    fewer = {**subject.factors, "q.head_dim": dict(list(subject.factors["q.head_dim"].items())[:-1])}
+    fewer = {
+        **subject.factors,
+        "q.head_dim": dict(list(subject.factors["q.head_dim"].items())[:-1]),
+    }
     assert changed([subject], records) == []
     assert changed([replace(subject, factors=fewer)], records) == [f"{subject.name} q.head_dim"]
-    refused = {**subject.factors, "q.head_dim": {**subject.factors["q.head_dim"], "257 to 300": lambda chance, drawn: 0}}
+    refused = {
+        **subject.factors,
+        "q.head_dim": {**subject.factors["q.head_dim"], "257 to 300": lambda chance, drawn: 0},
+    }
     with pytest.raises(AssertionError, match=r"refuses .*q\.head_dim=257 to 300"):
         draw_singles(replace(subject, factors=refused), SEED)
 

@@ -32,26 +32,39 @@ def test_shards_drop_what_the_whole_drops(
     whole = sp.dropout(x, 0.4, seed=seed, positions=range(seq_len))
     sharding = LAYOUTS[layout](seq_len, size)
     for rank in range(size):
-        mine = sp.dropout(sharding.shard(x, rank, 1), 0.4, seed=seed, positions=sharding.positions(rank))
+        mine = sp.dropout(
+            sharding.shard(x, rank, 1), 0.4, seed=seed, positions=sharding.positions(rank)
+        )
         assert torch.equal(mine, sharding.shard(whole, rank, 1))
     cut = features // 2
-    half = sp.dropout(x[..., cut:], 0.4, seed=seed, positions=range(seq_len), features=range(cut, features))
+    half = sp.dropout(
+        x[..., cut:], 0.4, seed=seed, positions=range(seq_len), features=range(cut, features)
+    )
     assert torch.equal(half, whole[..., cut:])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("shape", [(1, 4096, 64), (64, 4096, 1), (1, 64, 64, 64)])
-def test_as_many_are_dropped_as_asked_for_and_the_mean_stays(p: float, shape: tuple[int, ...]) -> None:
-    found = sp.dropout(torch.ones(shape, dtype=torch.float64), p, seed=11, positions=range(shape[1]))
+def test_as_many_are_dropped_as_asked_for_and_the_mean_stays(
+    p: float, shape: tuple[int, ...]
+) -> None:
+    found = sp.dropout(
+        torch.ones(shape, dtype=torch.float64), p, seed=11, positions=range(shape[1])
+    )
     assert set(found.unique().tolist()) == {0.0, 1 / (1 - p)}
     deviation = (p * (1 - p) / found.numel()) ** 0.5
     assert abs((found == 0).double().mean() - p) < 5 * deviation
 
 
-@pytest.mark.parametrize("offset", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, -1), (1, -1, 0, 0)])
+@pytest.mark.parametrize(
+    "offset", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, -1), (1, -1, 0, 0)]
+)
 def test_neighbours_have_nothing_in_common(offset: tuple[int, int, int, int]) -> None:
     """Seeds, sequences of a batch, tokens and features that differ by one are dropped independently of each other."""
-    by_seed = [sp.dropout(torch.ones(8, 256, 64), 0.5, seed=seed, positions=range(256)) == 0 for seed in range(8)]
+    by_seed = [
+        sp.dropout(torch.ones(8, 256, 64), 0.5, seed=seed, positions=range(256)) == 0
+        for seed in range(8)
+    ]
     dropped = torch.stack(by_seed).double() - 0.5
     shifted = dropped.roll(offset, dims=(0, 1, 2, 3))
     assert abs((dropped * shifted).mean() * 4) < 5 / dropped.numel() ** 0.5
@@ -71,7 +84,9 @@ def test_the_hash_is_that_of_the_source(number: int) -> None:
 def test_gradients_are_dropped_alike() -> None:
     x = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: sp.dropout(x, 0.3, seed=5, positions=range(9)), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: sp.dropout(x, 0.3, seed=5, positions=range(9)).square(), (x,))
+    assert torch.autograd.gradgradcheck(
+        lambda x: sp.dropout(x, 0.3, seed=5, positions=range(9)).square(), (x,)
+    )
 
 
 def test_evaluation_drops_nothing() -> None:
@@ -90,8 +105,16 @@ def test_evaluation_drops_nothing() -> None:
         (sp.DtypeError, "int64", {"x": torch.ones(1, 4, 3, dtype=torch.int64)}),
     ],
 )
-def test_what_makes_no_sense_is_refused(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"x": torch.ones(1, 4, 3), "p": 0.5, "seed": 1, "positions": range(4), **arguments}
+def test_what_makes_no_sense_is_refused(
+    error: type[Exception], text: str, arguments: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {
+        "x": torch.ones(1, 4, 3),
+        "p": 0.5,
+        "seed": 1,
+        "positions": range(4),
+        **arguments,
+    }
     with pytest.raises(error, match=text):
         sp.dropout(given.pop("x"), given.pop("p"), **given)
 
@@ -104,9 +127,18 @@ def test_a_block_drops_the_same_for_any_number_of_ranks(comm: Any, name: str) ->
 
     def run(group: sp.Communicator, of: sp.Sharding) -> torch.Tensor:
         block = sp.TransformerBlock(
-            16, 4, ffn_hidden=24, attention=SCHEMES[name], comm=group, dropout=0.5, dtype=torch.float64, device=group.device
+            16,
+            4,
+            ffn_hidden=24,
+            attention=SCHEMES[name],
+            comm=group,
+            dropout=0.5,
+            dtype=torch.float64,
+            device=group.device,
         )
-        generator = torch.Generator().manual_seed(7)  # torch's own is shared by ranks that are threads
+        generator = torch.Generator().manual_seed(
+            7
+        )  # torch's own is shared by ranks that are threads
         for parameter in block.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
         x = of.shard(whole, group.rank, 1).to(group.device)

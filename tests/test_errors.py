@@ -24,21 +24,33 @@ DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
 Wrong = Callable[[sp.Communicator], object]
 
 
-def attention(comm: sp.Communicator, *, heads: int = H, kv_heads: int = K, seq: int = S, **changes: Any) -> Any:
+def attention(
+    comm: sp.Communicator, *, heads: int = H, kv_heads: int = K, seq: int = S, **changes: Any
+) -> Any:
     """A valid call of a scheme, with changes."""
     sharding = changes.pop("sharding", sp.Sharding.contiguous(S, comm.size))
     scheme = changes.pop("scheme", sp.allgather_kv_attention)
     local = sp.Sharding.contiguous(seq, comm.size).local_len(comm.rank)
-    tensors = {"q": torch.ones(B, local, heads, D), "k": torch.ones(B, local, kv_heads, D), "v": torch.ones(B, local, kv_heads, D)}
-    tensors.update({name: changes.pop(name)(tensors[name]) for name in list(changes) if name in tensors})
+    tensors = {
+        "q": torch.ones(B, local, heads, D),
+        "k": torch.ones(B, local, kv_heads, D),
+        "v": torch.ones(B, local, kv_heads, D),
+    }
+    tensors.update(
+        {name: changes.pop(name)(tensors[name]) for name in list(changes) if name in tensors}
+    )
     return scheme(**tensors, comm=comm, sharding=sharding, **changes)
 
 
-def only_on_last(change: Callable[[torch.Tensor], Any]) -> Callable[[sp.Communicator], Callable[[torch.Tensor], Any]]:
+def only_on_last(
+    change: Callable[[torch.Tensor], Any],
+) -> Callable[[sp.Communicator], Callable[[torch.Tensor], Any]]:
     return lambda comm: change if comm.rank == comm.size - 1 else lambda x: x
 
 
-def layer(comm: sp.Communicator, change: Callable[[torch.Tensor], Any], ranks: int | None = None) -> object:
+def layer(
+    comm: sp.Communicator, change: Callable[[torch.Tensor], Any], ranks: int | None = None
+) -> object:
     block = sp.TransformerBlock(8, 2, rope=sp.Rope(4), comm=comm)
     x = torch.ones(1, sp.Sharding.contiguous(S, comm.size).local_len(comm.rank), 8)
     return block.attention(change(x), sharding=sp.Sharding.contiguous(S, ranks or comm.size))
@@ -77,7 +89,11 @@ EVERYWHERE: dict[str, tuple[type[Exception], str, Wrong]] = {
 }  # fmt: skip
 
 ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
-    "another shape": (sp.CollectiveMismatch, "rank", lambda c: sp.all_reduce(torch.ones(differing(c, 3)), comm=c)),
+    "another shape": (
+        sp.CollectiveMismatch,
+        "rank",
+        lambda c: sp.all_reduce(torch.ones(differing(c, 3)), comm=c),
+    ),
     "another dtype": (
         sp.CollectiveMismatch,
         "float64",
@@ -118,10 +134,26 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
         "hidden size 8",
         lambda c: layer(c, lambda x: x[..., : 8 - (c.rank == c.size - 1)]),
     ),
-    "dtype of a layer": (sp.DtypeError, "float64", lambda c: layer(c, only_on_last(lambda x: x.double())(c))),
-    "tokens of a layer": (sp.ShapeError, "is needed", lambda c: layer(c, only_on_last(lambda x: x[:, 1:])(c))),
-    "sharding of a layer": (sp.ShapeError, "ranks", lambda c: layer(c, lambda x: x, c.size - (c.rank == c.size - 1))),
-    "another root": (sp.CollectiveMismatch, "root", lambda c: sp.broadcast(torch.ones(2), comm=c, root=differing(c, 0))),
+    "dtype of a layer": (
+        sp.DtypeError,
+        "float64",
+        lambda c: layer(c, only_on_last(lambda x: x.double())(c)),
+    ),
+    "tokens of a layer": (
+        sp.ShapeError,
+        "is needed",
+        lambda c: layer(c, only_on_last(lambda x: x[:, 1:])(c)),
+    ),
+    "sharding of a layer": (
+        sp.ShapeError,
+        "ranks",
+        lambda c: layer(c, lambda x: x, c.size - (c.rank == c.size - 1)),
+    ),
+    "another root": (
+        sp.CollectiveMismatch,
+        "root",
+        lambda c: sp.broadcast(torch.ones(2), comm=c, root=differing(c, 0)),
+    ),
     "another collective": (
         sp.CollectiveMismatch,
         "all_gather",
@@ -130,22 +162,48 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
     "other sizes": (
         sp.CollectiveMismatch,
         "sizes",
-        lambda c: sp.reduce_scatter(torch.ones(2 * c.size), comm=c, sizes=[1, 3] + [2] * (c.size - 2) if c.rank else [2] * c.size),
+        lambda c: sp.reduce_scatter(
+            torch.ones(2 * c.size),
+            comm=c,
+            sizes=[1, 3] + [2] * (c.size - 2) if c.rank else [2] * c.size,
+        ),
     ),
     "a gradient on one rank": (
         sp.CollectiveMismatch,
         "requires_grad",
         lambda c: sp.all_reduce(torch.ones(2, requires_grad=c.rank == 0), comm=c),
     ),
-    "heads of q": (sp.CollectiveMismatch, "rank", lambda c: attention(c, heads=H * differing(c, 1))),
-    "a bad dtype": (sp.DtypeError, "int64", lambda c: attention(c, q=only_on_last(lambda x: x.long())(c))),
-    "a bad device": (sp.DeviceError, "meta", lambda c: attention(c, q=only_on_last(lambda x: x.to("meta"))(c))),
-    "a mask": (sp.CollectiveMismatch, "causal", lambda c: attention(c, mask=sp.Mask(causal=c.rank == 0))),
-    "a scale": (sp.CollectiveMismatch, "softmax_scale", lambda c: attention(c, softmax_scale=float(differing(c, 1)))),
+    "heads of q": (
+        sp.CollectiveMismatch,
+        "rank",
+        lambda c: attention(c, heads=H * differing(c, 1)),
+    ),
+    "a bad dtype": (
+        sp.DtypeError,
+        "int64",
+        lambda c: attention(c, q=only_on_last(lambda x: x.long())(c)),
+    ),
+    "a bad device": (
+        sp.DeviceError,
+        "meta",
+        lambda c: attention(c, q=only_on_last(lambda x: x.to("meta"))(c)),
+    ),
+    "a mask": (
+        sp.CollectiveMismatch,
+        "causal",
+        lambda c: attention(c, mask=sp.Mask(causal=c.rank == 0)),
+    ),
+    "a scale": (
+        sp.CollectiveMismatch,
+        "softmax_scale",
+        lambda c: attention(c, softmax_scale=float(differing(c, 1))),
+    ),
     "a layout": (
         sp.CollectiveMismatch,
         "#",
-        lambda c: attention(c, sharding=(sp.Sharding.zigzag if c.rank else sp.Sharding.contiguous)(S, c.size)),
+        lambda c: attention(
+            c, sharding=(sp.Sharding.zigzag if c.rank else sp.Sharding.contiguous)(S, c.size)
+        ),
     ),
     "a scheme": (
         sp.CollectiveMismatch,
@@ -191,12 +249,19 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(comm: Any, case: str) -> Non
 @pytest.mark.parametrize(
     ("collective", "sizes"),
     [
-        *(("all_gather", "sizes"), ("gather_replicated", "sizes"), ("shift", "sizes"), ("reduce_scatter", "sizes")),
+        *(
+            ("all_gather", "sizes"),
+            ("gather_replicated", "sizes"),
+            ("shift", "sizes"),
+            ("reduce_scatter", "sizes"),
+        ),
         *(("all_to_all", "split_sizes"), ("all_to_all", "concat_sizes")),
     ],
 )
 @spmd(1, 3)
-def test_sizes_are_those_of_the_tensors_of_all_ranks(comm: Any, collective: str, sizes: str) -> None:
+def test_sizes_are_those_of_the_tensors_of_all_ranks(
+    comm: Any, collective: str, sizes: str
+) -> None:
     dims = {"split_dim": 0, "concat_dim": 1} if collective == "all_to_all" else {}
     with sp.Mesh(comm, sp=comm.size) as mesh:
         for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-9] + [9] * (comm.size - 1), []):
@@ -206,7 +271,11 @@ def test_sizes_are_those_of_the_tensors_of_all_ranks(comm: Any, collective: str,
 
 @spmd()
 def test_a_mesh_that_does_not_fit(comm: Any) -> None:
-    for axes, text in (({"sp": comm.size + 1}, f"has {comm.size}"), ({"a": comm.size, "b": 0}, "sizes >= 1"), ({}, "no axes")):
+    for axes, text in (
+        ({"sp": comm.size + 1}, f"has {comm.size}"),
+        ({"a": comm.size, "b": 0}, "sizes >= 1"),
+        ({}, "no axes"),
+    ):
         with pytest.raises(sp.ShapeError, match=text):
             sp.Mesh(comm, **axes)
     with pytest.raises(sp.DeviceError, match="meta"):
@@ -224,8 +293,14 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
     """A communicator whose device has no number takes tensors of all devices of that type."""
     x: Any = SimpleNamespace(device=torch.device(tensor))
     comm: Any = SimpleNamespace(device=torch.device(wanted), name="sp")
-    fits = tensor.partition(":")[0] == wanted.partition(":")[0] and (":" not in wanted or tensor == wanted)
-    with nullcontext() if fits else pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}"):
+    fits = tensor.partition(":")[0] == wanted.partition(":")[0] and (
+        ":" not in wanted or tensor == wanted
+    )
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}")
+    ):
         check_device(x, comm)
 
 
@@ -258,7 +333,11 @@ def test_a_freed_communicator(comm: Any) -> None:
     mesh.free()
     mesh.free()
     assert pending.wait().tolist() == [float(comm.size)] * 3
-    for call in (lambda: sp.all_gather(torch.ones(2), comm=group), lambda: attention(group), lambda: mesh["sp"]):
+    for call in (
+        lambda: sp.all_gather(torch.ones(2), comm=group),
+        lambda: attention(group),
+        lambda: mesh["sp"],
+    ):
         with pytest.raises(sp.RankError, match="freed"):
             call()
     with sp.Mesh(comm, sp=comm.size) as other:

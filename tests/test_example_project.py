@@ -21,9 +21,21 @@ LOOP, SHORT = "range(comm.size - 1)", "range(min(comm.size - 1, 1))"
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the project's tests as its README says, ranks as threads."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))
+    }
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *wanted(), *options],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            *wanted(),
+            *options,
+        ],
         cwd=folder,
         env={**kept, "SP_PROFILE": "quick", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -33,7 +45,10 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["every_rank_gets_the_sum", "its_backward_pass_is_itself", "ranks_that_disagree_are_told_so"])
+@pytest.mark.parametrize(
+    "name",
+    ["every_rank_gets_the_sum", "its_backward_pass_is_itself", "ranks_that_disagree_are_told_so"],
+)
 def test_the_project_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PROJECT))
     vars(importlib.import_module("test_ring_sum"))[f"test_{name}"]()
@@ -48,6 +63,10 @@ def test_a_planted_bug_is_found_and_looks_as_the_readme_says(tmp_path: Path) -> 
     result = run(copy, "-k", "every_rank_gets_the_sum")
     assert result.returncode == 1, result.stdout
     assert "@example(nprocs=3, n=1, seed=0)" in result.stdout
-    said = [line.strip() for line in (PROJECT / "README.md").read_text().partition(SHORT)[2].splitlines()[1:] if line.strip()]
+    said = [
+        line.strip()
+        for line in (PROJECT / "README.md").read_text().partition(SHORT)[2].splitlines()[1:]
+        if line.strip()
+    ]
     assert len(said) > 5
     assert [line for line in said if line not in result.stdout] == []

@@ -27,7 +27,11 @@ WAYS = [*to_be_taken(), *to_be_called()]
 
 def complete() -> Tally:
     """A search without a fault, by the skin of its teeth."""
-    features = Counter(dict.fromkeys(points(), LEAST_HITS)) + Counter(dict.fromkeys(WAYS, 1)) + Counter({"scheme=ring": EXAMPLES})
+    features = (
+        Counter(dict.fromkeys(points(), LEAST_HITS))
+        + Counter(dict.fromkeys(WAYS, 1))
+        + Counter({"scheme=ring": EXAMPLES})
+    )
     pairs = Counter(dict.fromkeys(POSSIBLE, LEAST_HITS))
     return Tally(EXAMPLES, 0, Counter({3: EXAMPLES}), features, pairs, {"ring out": 0.5})
 
@@ -44,10 +48,19 @@ def test_a_complete_search_has_no_fault_and_tells_its_counts() -> None:
     ("change", "said"),
     [
         (lambda tally: vars(tally).update(examples=EXAMPLES - 1), "were wanted"),
-        (lambda tally: tally.pairs.subtract([POSSIBLE[-1]]), f"4 examples, {LEAST_HITS} are needed"),
+        (
+            lambda tally: tally.pairs.subtract([POSSIBLE[-1]]),
+            f"4 examples, {LEAST_HITS} are needed",
+        ),
         (lambda tally: tally.features.subtract([points()[-1]]), "grid"),
-        (lambda tally: tally.features.subtract(["ring by window over window"]), "ring by window over window: never drawn"),
-        (lambda tally: tally.features.subtract(["all_gather by bruck on 8 ranks"]), "by bruck on 8 ranks: never drawn"),
+        (
+            lambda tally: tally.features.subtract(["ring by window over window"]),
+            "ring by window over window: never drawn",
+        ),
+        (
+            lambda tally: tally.features.subtract(["all_gather by bruck on 8 ranks"]),
+            "by bruck on 8 ranks: never drawn",
+        ),
         (lambda tally: tally.pairs.update(next(iter(IMPOSSIBLE.values()))[:1]), "was drawn, but"),
         (lambda tally: tally.pairs.update([("layout=new", "ranks=1")]), "no pair of known values"),
         (lambda tally: tally.ratios.update({"ring dq": 0.51}), "ring dq"),
@@ -69,8 +82,13 @@ def test_a_shorter_search_needs_fewer_hits() -> None:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_the_command_judges_what_all_rounds_have_left(fault: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = complete(), Tally(3, 2, Counter({8: 3}), ratios={"ring out": 0.51 if fault else 0.1})
+def test_the_command_judges_what_all_rounds_have_left(
+    fault: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (
+        complete(),
+        Tally(3, 2, Counter({8: 3}), ratios={"ring out": 0.51 if fault else 0.1}),
+    )
     first.features[points()[1]] += 1
     for place, tally in enumerate((first, second)):
         (tmp_path / f"{place}.json").write_text(tally.text())
@@ -79,8 +97,14 @@ def test_the_command_judges_what_all_rounds_have_left(fault: bool, tmp_path: Pat
     assert lines[0] == f"{EXAMPLES + 3} examples (+ 2 raw), seed 9"
     assert lines[1] == f"by ranks: {{3: {EXAMPLES}, 8: 3}}"
     assert lines[2].startswith(f"by scheme: {{'ring': {EXAMPLES}}}")
-    assert f"of {len(points())} remainders and grids the rarest is {points()[0]}: {LEAST_HITS}" in lines
-    assert f"of {len(WAYS)} algorithms, each over every transport, the rarest was drawn 1 times" in lines
+    assert (
+        f"of {len(points())} remainders and grids the rarest is {points()[0]}: {LEAST_HITS}"
+        in lines
+    )
+    assert (
+        f"of {len(WAYS)} algorithms, each over every transport, the rarest was drawn 1 times"
+        in lines
+    )
     assert lines[-1].startswith("error over bound 0.51 in ring out") == fault
     assert lines[-2 if fault else -1] == ("1 faults" if fault else "no fault")
 
@@ -92,13 +116,21 @@ def test_the_command_draws_or_judges(capsys: pytest.CaptureFixture[str]) -> None
     assert "choose from" in capsys.readouterr().err
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abcd"), st.booleans()), max_size=6), st.integers(0, 6))
-def test_counting_in_two_sessions_is_counting_in_one(examples: list[dict[str, bool]], cut: int) -> None:
+@given(
+    st.lists(st.dictionaries(st.sampled_from("abcd"), st.booleans()), max_size=6), st.integers(0, 6)
+)
+def test_counting_in_two_sessions_is_counting_in_one(
+    examples: list[dict[str, bool]], cut: int
+) -> None:
     whole, first, second = Tally(), Tally(), Tally()
     for place, example in enumerate(examples):
         for tally in (whole, first if place < cut else second):
             tally.count(example)
-            tally.examples, tally.raw, tally.tests = tally.examples + 1, tally.raw + 2, tally.tests + 3
+            tally.examples, tally.raw, tally.tests = (
+                tally.examples + 1,
+                tally.raw + 2,
+                tally.tests + 3,
+            )
             tally.sizes[len(example)] += 1
     first.merge(second)
     assert first == whole
@@ -107,7 +139,10 @@ def test_counting_in_two_sessions_is_counting_in_one(examples: list[dict[str, bo
 
 def own(**changes: Any) -> dict[str, str]:
     """Return the features of a problem on 3 ranks with 4 tokens each, unless something else is said."""
-    size, usual = changes.pop("size", 3), {"seq_len": 12, "kv_len": 12, "layout": "contiguous", "kv_layout": "contiguous"}
+    size, usual = (
+        changes.pop("size", 3),
+        {"seq_len": 12, "kv_len": 12, "layout": "contiguous", "kv_layout": "contiguous"},
+    )
     return attention_features("ring", replace(BASE, **usual | changes), size)
 
 
@@ -140,15 +175,25 @@ def test_a_window_is_counted_by_the_length_of_a_shard(window: int | None, name: 
         ((0, 1, 12), "inside shards"),
     ],
 )
-def test_documents_are_counted_by_where_they_meet_shards(boundaries: tuple[int, ...] | None, name: str) -> None:
+def test_documents_are_counted_by_where_they_meet_shards(
+    boundaries: tuple[int, ...] | None, name: str
+) -> None:
     assert own(mask=Mask(causal=True, documents=boundaries))["documents"] == name
 
 
 @pytest.mark.parametrize(
     ("length", "size", "name"),
-    [(12, 3, "even"), (9, 3, "halves uneven"), (8, 3, "uneven"), (3, 3, "halves uneven"), (2, 3, "fewer than ranks")],
+    [
+        (12, 3, "even"),
+        (9, 3, "halves uneven"),
+        (8, 3, "uneven"),
+        (3, 3, "halves uneven"),
+        (2, 3, "fewer than ranks"),
+    ],
 )
-def test_tokens_are_counted_by_what_two_chunks_for_each_rank_leave(length: int, size: int, name: str) -> None:
+def test_tokens_are_counted_by_what_two_chunks_for_each_rank_leave(
+    length: int, size: int, name: str
+) -> None:
     assert own(seq_len=length, kv_len=length, size=size)["tokens"] == name
 
 
@@ -164,7 +209,9 @@ def test_tokens_are_counted_by_what_two_chunks_for_each_rank_leave(length: int, 
         (2, 1, "fewer than ranks", "MHA"),
     ],
 )
-def test_heads_are_counted_by_how_ranks_share_them(kv_heads: int, group: int, split: str, heads: str) -> None:
+def test_heads_are_counted_by_how_ranks_share_them(
+    kv_heads: int, group: int, split: str, heads: str
+) -> None:
     found = own(kv_heads=kv_heads, group=group)
     assert (found["head split"], found["heads"]) == (split, heads)
 
@@ -203,7 +250,9 @@ class FakeRound:
         self.stopped = True
 
 
-def test_rounds_go_on_until_enough_examples_have_been_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rounds_go_on_until_enough_examples_have_been_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(explore, "Round", FakeRound)
     monkeypatch.setattr(FakeRound, "seeds", [], raising=False)
     assert explore.draw(tmp_path, 35, 0, 5, jobs=1).examples == 40
@@ -215,7 +264,9 @@ def test_rounds_go_on_until_enough_examples_have_been_run(monkeypatch: pytest.Mo
     assert FakeRound.seeds == [7, 8]
 
 
-def test_a_round_that_failed_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_round_that_failed_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = explore.Round.__new__(explore.Round)
     one.file, one.log = tmp_path / "one.json", tmp_path / "one.txt"
     one.log.write_text("what the session said")

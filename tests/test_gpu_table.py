@@ -23,7 +23,11 @@ def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
     """Five rounds of each way; the link takes 0.25 ms for the whole vector down and 0.5 ms up."""
     samples = {name: [ms * 1e-3] * 5 for name, ms in milliseconds.items()}
     beside = {"down": 0.25e-3, "up": 0.5e-3, "computation": 2e-3}
-    timed = {f"{name}, {who}": [seconds] * 5 for name, seconds in beside.items() for who in ("one rank", "all ranks")}
+    timed = {
+        f"{name}, {who}": [seconds] * 5
+        for name, seconds in beside.items()
+        for who in ("one rank", "all ranks")
+    }
     timed["computation, all ranks"] = [2e-3 * ranks * 1.5] * 5
     return {
         "ranks": ranks,
@@ -46,7 +50,10 @@ def test_what_counts_as_reached() -> None:
         "pipelined": "reached",
         "ipc": "reached",
     }
-    assert marks(launch(2, pipelined=1.1, ipc=0.23)) == {"pipelined": "not reached", "ipc": "not reached"}
+    assert marks(launch(2, pipelined=1.1, ipc=0.23)) == {
+        "pipelined": "not reached",
+        "ipc": "not reached",
+    }
     assert marks(launch(4, pipelined=2.1)) == {"pipelined": "reached"}  # 1.5 ms of the link: 71 %
     assert marks(launch(4, pipelined=2.2)) == {"pipelined": "not reached"}
     assert {row[-1] for row in rows(launch(2, pipelined=0.1), on_gpu=False)} == {""}
@@ -62,14 +69,20 @@ def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gpu, "TRANSPORTS", {"cpu": ("host", "window", "ipc")})
     monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
     found = run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))[0]
-    assert {name: len(samples) for name, samples in found["samples"].items()} == {"naive": 2, "host": 2, "window": 2}
+    assert {name: len(samples) for name, samples in found["samples"].items()} == {
+        "naive": 2,
+        "host": 2,
+        "window": 2,
+    }
     assert set(found["beside"]) == set(launch(2)["beside"])
     assert "ipc" in found["missing"]["ipc"]
     assert {row[0] for row in rows(found, on_gpu=False)} == {"naive", "host", "window"}
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "naive", lambda world, x: torch.zeros(world.size * x.numel()) + world.rank)
+    monkeypatch.setattr(
+        gpu, "naive", lambda world, x: torch.zeros(world.size * x.numel()) + world.rank
+    )
     with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
         run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))
 
@@ -79,7 +92,13 @@ def test_the_table_shows_launches_that_failed(tmp_path: Any) -> None:
     good = {**launch(2, naive=9, pipelined=0.9), "device": {"name": "a GPU"}}
     out = io.StringIO()
     list(gpu.show(Console(file=out, width=120), {"kind": "cuda", "launches": [good, broken]}))
-    for text in ("pipelined", "reached", "device: it says no", "P = 4: failed: exit code 1", "1.50 times as long"):
+    for text in (
+        "pipelined",
+        "reached",
+        "device: it says no",
+        "P = 4: failed: exit code 1",
+        "1.50 times as long",
+    ):
         assert text in out.getvalue()
 
 
@@ -98,14 +117,20 @@ def test_a_gpu_is_known_by_its_uuid(
 ) -> None:
     """Ranks of one node see some GPUs each, and each takes one that no other has, unless they share."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[rank].split()))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=seen[rank].split()[d.index]))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda d: SimpleNamespace(uuid=seen[rank].split()[d.index]),
+    )
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     def taken(place: int) -> str | None:
         names = seen[place].split()
         return names[place % len(names)] if names else None
 
-    local: Any = SimpleNamespace(size=2, rank=0, Free=lambda: None, allgather=lambda own: [taken(0), taken(1)])
+    local: Any = SimpleNamespace(
+        size=2, rank=0, Free=lambda: None, allgather=lambda own: [taken(0), taken(1)]
+    )
     world: Any = SimpleNamespace(Split_type=lambda kind: local)
     for rank in range(2):
         local.rank = rank

@@ -29,7 +29,11 @@ def runs(count: int, change: int | None = None, **more: Any) -> list[made.Record
         slower = 1.2 if change is not None and number >= change else 1.0
         commit = {"sha": f"{number:040x}", "merge_base": None, "branch": "main", "dirty": False}
         about: dict[str, Any] = {"run_id": f"run-{number:03}", "commit": commit, **more}
-        found.append(made.record(made.case("schemes", "ring", "zigzag", 2), 0.1 * float(seconds) * slower, **about))
+        found.append(
+            made.record(
+                made.case("schemes", "ring", "zigzag", 2), 0.1 * float(seconds) * slower, **about
+            )
+        )
     return found
 
 
@@ -54,7 +58,15 @@ def test_one_series_in_a_hundred_is_marked_by_chance() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[], [1.0], [1.0] * 30, noise(2 * SIDE - 1, 0), [*noise(20, 0), 9.0], [*noise(10, 0), 9.0, *noise(10, 1)]]
+    "values",
+    [
+        [],
+        [1.0],
+        [1.0] * 30,
+        noise(2 * SIDE - 1, 0),
+        [*noise(20, 0), 9.0],
+        [*noise(10, 0), 9.0, *noise(10, 1)],
+    ],
 )
 def test_outliers_and_short_series_are_no_changes(values: list[float]) -> None:
     assert changes(values) == []
@@ -67,24 +79,40 @@ def test_a_change_too_small_to_matter_is_not_told() -> None:
 
 def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     records = runs(3)
-    again = [made.record(made.dicts(r)["case"], r.seconds * 3, run_id=r.run_id, commit=made.dicts(r)["commit"]) for r in records]
+    again = [
+        made.record(
+            made.dicts(r)["case"], r.seconds * 3, run_id=r.run_id, commit=made.dicts(r)["commit"]
+        )
+        for r in records
+    ]
     (series,) = history.collect([*records, *again])
-    assert [point.seconds for point in series.points] == pytest.approx([2 * r.seconds for r in records])
+    assert [point.seconds for point in series.points] == pytest.approx(
+        [2 * r.seconds for r in records]
+    )
     assert [point.commit for point in series.points] == [(r.commit.sha or "")[:10] for r in records]
 
 
 def test_what_cannot_be_compared_is_kept_apart() -> None:
     records = runs(4)
-    records[0] = made.again(records[0], case={"shape": {"seq": 7}})  # another size under the old name
+    records[0] = made.again(
+        records[0], case={"shape": {"seq": 7}}
+    )  # another size under the old name
     records[1] = made.again(records[1], env={"fingerprint": "0" * 16})
-    records[2] = made.again(records[2], pair={"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1})
+    records[2] = made.again(
+        records[2],
+        pair={"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1},
+    )
     assert history.collect(records) == []
     assert [len(series.points) for series in history.collect(runs(4))] == [4]
 
 
-def test_the_command_prints_the_change_and_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_change_and_marks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "history.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(16, change=12)))
+    path.write_bytes(
+        b"".join(msgspec.json.encode(record) + b"\n" for record in runs(16, change=12))
+    )
     assert main([str(path), "--history", "--out", str(tmp_path)]) == 0
     assert f"{12:040x}"[:10] in capsys.readouterr().out
     page = (tmp_path / "history.html").read_text()
@@ -92,18 +120,26 @@ def test_the_command_prints_the_change_and_marks_it(tmp_path: Path, capsys: pyte
     assert "schemes/<wbr>ring/<wbr>zigzag" in page
     (series,) = history.collect(runs(16, change=12))
     (picture,) = history.pictures([series])
-    marks = [line for line in picture.figure.axes[0].get_lines() if list(line.get_xdata()) == [11.5, 11.5]]
+    marks = [
+        line
+        for line in picture.figure.axes[0].get_lines()
+        if list(line.get_xdata()) == [11.5, 11.5]
+    ]
     assert len(marks) == 1
 
 
-def test_a_history_without_change_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_history_without_change_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(16)))
     assert main([str(path), "--history", "--out", str(tmp_path)]) == 0
     assert "no change found" in capsys.readouterr().out
 
 
-def test_a_single_run_is_no_history_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_run_is_no_history_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(1)))
     assert main([str(path), "--history", "--out", str(tmp_path)]) == 1

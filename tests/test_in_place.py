@@ -71,11 +71,18 @@ def leave_alone(comm: sp.Communicator) -> None:
 def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
     """The results of attentions one after the other, each of other numbers, and then of their backwards."""
     under_way = []
-    for turn, changes in enumerate(({}, {"mask": sp.Mask(causal=True)}, {"layout": "contiguous", "mask": sp.Mask(window=1)})):
-        problem = replace(PLAIN, seed=seed + turn, **changes)  # in the last, ranks see others' keys but not their own
+    for turn, changes in enumerate(
+        ({}, {"mask": sp.Mask(causal=True)}, {"layout": "contiguous", "mask": sp.Mask(window=1)})
+    ):
+        problem = replace(
+            PLAIN, seed=seed + turn, **changes
+        )  # in the last, ranks see others' keys but not their own
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
         under_way.append((shards, *shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))))
-    return [{"out": out.detach(), "lse": lse.detach(), **shards.gradients(out, lse)} for shards, out, lse in under_way]
+    return [
+        {"out": out.detach(), "lse": lse.detach(), **shards.gradients(out, lse)}
+        for shards, out, lse in under_way
+    ]
 
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
@@ -96,7 +103,10 @@ def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int) -
 @spmd(2, 3)
 def test_tensors_of_shared_memory_are_read_without_a_copy(comm: Any) -> None:
     """And belong to the caller again as soon as the ring has given its results, whoever is late."""
-    with sp.Mesh(comm, sp=comm.size) as messages, sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+    with (
+        sp.Mesh(comm, sp=comm.size) as messages,
+        sp.Mesh(comm, transport="window", sp=comm.size) as mesh,
+    ):
         group = mesh["sp"]
         leave_alone(group)
         shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
@@ -105,7 +115,8 @@ def test_tensors_of_shared_memory_are_read_without_a_copy(comm: Any) -> None:
         k, v = (sp.shared_empty(x.shape, comm=group, dtype=x.dtype) for x in given_)
         scheme = functools.partial(sp.ring_attention, comm=group)
         for training in (False, True, False):
-            comm.Barrier()  # what a rank writes over its tensors stays there until all have their results
+            # what a rank writes over its tensors stays there until all have their results
+            comm.Barrier()
             for x, mine in zip(given_, (k, v), strict=True):
                 mine.data.copy_(x)
             shards.local[1:] = [k.requires_grad_(training), v.requires_grad_(training)]
@@ -119,7 +130,9 @@ def test_tensors_of_shared_memory_are_read_without_a_copy(comm: Any) -> None:
         assert group.window.blocks._uses == 0
         k.data.copy_(given_[0])
         v.data.copy_(given_[1])
-        shards.local[1:] = [k, v] if comm.rank == 0 else given_  # then they are not there on all ranks
+        shards.local[1:] = (
+            [k, v] if comm.rank == 0 else given_
+        )  # then they are not there on all ranks
         assert torch.equal(shards.run(scheme)[0], wanted["out"])
         assert group.window.blocks._uses == 1
 
@@ -131,7 +144,9 @@ HOMES = ("the first", "the second", "the third", "a part of one", "plain memory"
 @given(
     max_ranks=3,
     max_examples=20,
-    homes=st.sampled_from((HOMES, HOMES[:3])).flatmap(lambda some: st.lists(st.permutations(some), min_size=3, max_size=3)),
+    homes=st.sampled_from((HOMES, HOMES[:3])).flatmap(
+        lambda some: st.lists(st.permutations(some), min_size=3, max_size=3)
+    ),
     alike=st.booleans(),
     training=st.booleans(),
 )
@@ -140,15 +155,25 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
 ) -> None:
     """In other allocations, or in none: the bits are those of plain memory, and the tensors are free as soon as they are there."""
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(replace(PLAIN, needs_grad=(training,) * 3), comm.rank, comm.size, mesh.device)
+        shards = Shards(
+            replace(PLAIN, needs_grad=(training,) * 3), comm.rank, comm.size, mesh.device
+        )
         scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
         wanted, given_ = shards.results(scheme), [x.detach() for x in shards.local[1:]]
-        made = {home: sp.shared_empty((300 + place,), comm=mesh["sp"], dtype=torch.float64) for place, home in enumerate(HOMES[:4])}
+        made = {
+            home: sp.shared_empty((300 + place,), comm=mesh["sp"], dtype=torch.float64)
+            for place, home in enumerate(HOMES[:4])
+        }
         chosen = homes[0 if alike else comm.rank][:2]
         for turn in range(2):
             comm.Barrier()
-            rooms = [made[home][home == HOMES[3] :] if home in made else torch.empty(300) for home in chosen]
-            moved = [room.to(x)[: x.numel()].view(x.shape) for room, x in zip(rooms, given_, strict=True)]
+            rooms = [
+                made[home][home == HOMES[3] :] if home in made else torch.empty(300)
+                for home in chosen
+            ]
+            moved = [
+                room.to(x)[: x.numel()].view(x.shape) for room, x in zip(rooms, given_, strict=True)
+            ]
             for x, mine in zip(given_, moved, strict=True):
                 mine.copy_(x)
             shards.local[1:] = [mine.requires_grad_(training) for mine in moved]
@@ -168,7 +193,10 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
         ("host", "window", (False, False)),
     ):
         with sp.Mesh(comm, transport=transport, algorithm=algorithm, sp=comm.size, one=1) as mesh:
-            assert (reads_in_place(mesh["sp"], "all_gather"), reads_in_place(mesh["sp"], "shift")) == in_place
+            assert (
+                reads_in_place(mesh["sp"], "all_gather"),
+                reads_in_place(mesh["sp"], "shift"),
+            ) == in_place
             assert not reads_in_place(mesh["one"], "shift")
 
 
@@ -176,15 +204,24 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
 def test_rooms_take_turns_and_grow(comm: Any) -> None:
     rooms = Rooms(comm, 2)
     for length in (1, 5, 5, 3000, 2, 3000, 7):
-        specs = [((2, length), torch.float64), ((length,), torch.bfloat16), ((0, 3), torch.float32), ((comm.size, 3), torch.int32)]
+        specs = [
+            ((2, length), torch.float64),
+            ((length,), torch.bfloat16),
+            ((0, 3), torch.float32),
+            ((comm.size, 3), torch.int32),
+        ]
         *others, ranks = rooms.enter(specs)
-        assert [(x.shape, x.dtype) for x in (*others, ranks)] == [(torch.Size(shape), dtype) for shape, dtype in specs]
+        assert [(x.shape, x.dtype) for x in (*others, ranks)] == [
+            (torch.Size(shape), dtype) for shape, dtype in specs
+        ]
         comm.Barrier()
         ranks[comm.rank] = comm.rank + length
         others[0].fill_(1.0)
         others[1].fill_(-1.0)
         comm.Barrier()
-        assert torch.equal(ranks, torch.arange(comm.size, dtype=torch.int32)[:, None].expand(-1, 3) + length)
+        assert torch.equal(
+            ranks, torch.arange(comm.size, dtype=torch.int32)[:, None].expand(-1, 3) + length
+        )
         assert all(x.storage_offset() * x.itemsize % ALIGNMENT == 0 for x in (*others, ranks))
         comm.Barrier()
 
@@ -194,9 +231,14 @@ def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.Monke
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-            shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device)
+            shards = Shards(
+                replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device
+            )
             for scheme in (sp.ring_attention, sp.allgather_kv_attention):
-                with pytest.raises(sp.RankError, match=r"bytes of shared memory were asked for.*No space left.*transport='host'"):
+                with pytest.raises(
+                    sp.RankError,
+                    match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
+                ):
                     shards.run(functools.partial(scheme, comm=mesh["sp"]))
             assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
 

@@ -54,7 +54,9 @@ def of_rank_only(comm: Any, x: Tensor) -> Tensor:
 
 def shards(*sizes: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for n in sizes]
+    return [
+        torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for n in sizes
+    ]
 
 
 pytestmark = pytest.mark.mpi_skip
@@ -85,7 +87,9 @@ def test_shards_may_differ_and_be_empty() -> None:
 
 def test_outputs_that_do_not_depend_on_an_input_have_zero_gradient() -> None:
     x, y = shards(2, 2)
-    outputs = global_map(lambda comm, x: x * 3 if comm.rank else torch.ones(1, dtype=torch.float64), 2)(x, y)
+    outputs = global_map(
+        lambda comm, x: x * 3 if comm.rank else torch.ones(1, dtype=torch.float64), 2
+    )(x, y)
     grads = torch.autograd.grad(sum(output.sum() for output in outputs), (x, y))
     assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [3.0, 3.0]]
 
@@ -104,7 +108,13 @@ def test_adjointness_is_exact(explicit: bool) -> None:
     @spmd(1, 2, 3)
     def body(comm: Any) -> None:
         adjoint = (lambda y: all_reduce(comm, y)) if explicit else None
-        check_adjoint(comm, lambda x: right(comm, x), adjoint, integers(comm.rank, 4), integers(9 + comm.rank, 4))
+        check_adjoint(
+            comm,
+            lambda x: right(comm, x),
+            adjoint,
+            integers(comm.rank, 4),
+            integers(9 + comm.rank, 4),
+        )
 
     body()
 
@@ -114,7 +124,13 @@ def test_what_is_not_adjoint_fails_on_every_rank(wrong: Callable[[Any, Tensor], 
     @spmd(2)
     def body(comm: Any) -> None:
         with pytest.raises(AssertionError, match="not adjoint"):
-            check_adjoint(comm, lambda x: wrong(comm, x), None, integers(comm.rank, 4), integers(9 + comm.rank, 4))
+            check_adjoint(
+                comm,
+                lambda x: wrong(comm, x),
+                None,
+                integers(comm.rank, 4),
+                integers(9 + comm.rank, 4),
+            )
         raise LookupError("reached on both")
 
     assert "LookupError on rank 0 of 2" in failure_of(body)

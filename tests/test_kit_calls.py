@@ -37,7 +37,11 @@ def calls_of(name: str) -> dict[str, Any]:
     """The public methods of a class of mpi4py."""
     from mpi4py import MPI
 
-    return {name: call for name, call in inspect.getmembers(getattr(MPI, name), callable) if not name.startswith("_")}
+    return {
+        name: call
+        for name, call in inspect.getmembers(getattr(MPI, name), callable)
+        if not name.startswith("_")
+    }
 
 
 def ways(name: str) -> set[str]:
@@ -47,7 +51,8 @@ def ways(name: str) -> set[str]:
         "collective": {stem, stem[1:].capitalize()} & COLLECTIVES.keys(),
         "agreed": name in AGREED,
         "message": name in MESSAGES | PROBES,
-        "own": name in vars(CheckedComm) or any(name in vars(base) for base in CheckedComm.__mro__[1:-1]),
+        "own": name in vars(CheckedComm)
+        or any(name in vars(base) for base in CheckedComm.__mro__[1:-1]),
         "local": name.startswith(LOCAL),
         "unchecked": name in UNCHECKED,
     }
@@ -73,7 +78,9 @@ def test_every_call_of_mpi4py_is_known(kind: str) -> None:
     assert len(treated) > 150
     assert {name for name, found in treated.items() if not found} == set()
     assert {
-        name for name, found in treated.items() if {"collective", "agreed", "message", "local"} >= found and len(found) > 1
+        name
+        for name, found in treated.items()
+        if {"collective", "agreed", "message", "local"} >= found and len(found) > 1
     } == set()
 
 
@@ -84,11 +91,16 @@ def test_the_parameters_of_a_collective_are_those_of_mpi4py(op: str) -> None:
     forms = {name: parameter.annotation for name, parameter in parameters.items() if name != "self"}
     assert list(COLLECTIVES[op]) == list(forms)
     for name, form in COLLECTIVES[op].items():
-        assert name not in ("buf", "sendbuf", "recvbuf") or f"BufSpec{form}" in forms[name].replace(" |", "").split()
+        assert (
+            name not in ("buf", "sendbuf", "recvbuf")
+            or f"BufSpec{form}" in forms[name].replace(" |", "").split()
+        )
     assert {op, f"I{op.lower()}", f"{op}_init"} <= calls.keys()
 
 
-def arguments(op: str, comm: Any, n: int = 2, dtype: str = "f8", root: int = 0, reduction: str = "SUM") -> dict[str, Any]:
+def arguments(
+    op: str, comm: Any, n: int = 2, dtype: str = "f8", root: int = 0, reduction: str = "SUM"
+) -> dict[str, Any]:
     """Arguments with which all ranks may make a collective."""
     from mpi4py import MPI
 
@@ -103,7 +115,9 @@ def arguments(op: str, comm: Any, n: int = 2, dtype: str = "f8", root: int = 0, 
             "V": [whole, [n] * blocks],
             "W": [whole, [n] * blocks, [8 * n * i for i in range(blocks)], types],
         }
-        made[name] = {"root": root, "op": getattr(MPI, reduction), "recvcounts": [n] * blocks}.get(name, buffer[form])
+        made[name] = {"root": root, "op": getattr(MPI, reduction), "recvcounts": [n] * blocks}.get(
+            name, buffer[form]
+        )
     return made
 
 
@@ -120,7 +134,12 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 def concerns(difference: str, op: str) -> bool:
     """Whether a difference can be one of an operation."""
-    needs = {"count": {"buf", "sendbuf"}, "datatype": {"buf", "sendbuf"}, "root": {"root"}, "reduction": {"op"}}
+    needs = {
+        "count": {"buf", "sendbuf"},
+        "datatype": {"buf", "sendbuf"},
+        "root": {"root"},
+        "reduction": {"op"},
+    }
     return difference not in needs or bool(needs[difference] & COLLECTIVES[op].keys())
 
 
@@ -142,7 +161,9 @@ def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference:
             if odd and difference == "operation":
                 form, op = other, other
             if not (odd and difference == "nothing"):
-                begun = getattr(comm, form)(**arguments(op, comm, **(DIFFERENT[difference] if odd else {})))
+                begun = getattr(comm, form)(
+                    **arguments(op, comm, **(DIFFERENT[difference] if odd else {}))
+                )
                 waits = begun is None or begun.Wait()
                 assert waits
 
@@ -150,7 +171,12 @@ def test_every_collective_in_which_a_rank_differs_is_reported_on_all(difference:
         assert text.startswith("RankFailure[CollectiveMismatch]"), (form, text)
 
 
-@given(nprocs=st.integers(1, 4), n=st.integers(0, 3), form=st.sampled_from(["", "I", "_init"]), max_examples=12)
+@given(
+    nprocs=st.integers(1, 4),
+    n=st.integers(0, 3),
+    form=st.sampled_from(["", "I", "_init"]),
+    max_examples=12,
+)
 def test_every_collective_passes_where_all_ranks_do_the_same(comm: Any, n: int, form: str) -> None:
     for op in offered():
         on = comm.Create_cart([comm.size], [True]) if op.startswith("Neighbor") else comm
@@ -188,21 +214,41 @@ NOT_AS_SENT = "not every message sent has been received as it was sent"
 MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
     "nobody sends": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: None),
     "nobody receives": (STUCK, lambda c: c.Send(sent(), 1), lambda c: None),
-    "both send first": (STUCK, lambda c: (c.Send(sent(), 1), c.Recv(sent(), 1)), lambda c: (c.Send(sent(), 0), c.Recv(sent(), 0))),
+    "both send first": (
+        STUCK,
+        lambda c: (c.Send(sent(), 1), c.Recv(sent(), 1)),
+        lambda c: (c.Send(sent(), 0), c.Recv(sent(), 0)),
+    ),
     "both receive first": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: c.Recv(sent(), 0)),
     "another tag": (STUCK, lambda c: c.Send(sent(), 1, 3), lambda c: c.Recv(sent(), 0, 4)),
     "a collective": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: c.Barrier()),
     "only one exchanges": (STUCK, lambda c: c.Sendrecv(sent(), 1, 0, sent(), 1, 0), lambda c: None),
-    "another datatype": (NOT_AS_SENT, lambda c: c.Send(sent(), 1), lambda c: c.Recv(sent(2, "i8"), 0)),
+    "another datatype": (
+        NOT_AS_SENT,
+        lambda c: c.Send(sent(), 1),
+        lambda c: c.Recv(sent(2, "i8"), 0),
+    ),
     "too long": ("", lambda c: c.Send(sent(3), 1), lambda c: c.Recv(sent(2), 0)),
 }
 ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
     "no object": (STUCK, lambda c: c.recv(source=1), lambda c: None),
     "no message to look at": (STUCK, lambda c: c.Probe(1), lambda c: None),
     "no message to take": (STUCK, lambda c: c.mprobe(), lambda c: None),
-    "an object for numbers": (NOT_AS_SENT, lambda c: c.send(whole(), 1), lambda c: c.Recv(np.zeros(100))),
-    "an unsafe ring": (STUCK, lambda c: (c.send(0, 1), c.recv(source=1)), lambda c: (c.send(1, 0), c.recv(source=0))),
-    "requests": (STUCK, lambda c: waitall([c.Irecv(sent(), 1), c.Isend(sent(), 1)]), lambda c: c.Recv(sent(), 0)),
+    "an object for numbers": (
+        NOT_AS_SENT,
+        lambda c: c.send(whole(), 1),
+        lambda c: c.Recv(np.zeros(100)),
+    ),
+    "an unsafe ring": (
+        STUCK,
+        lambda c: (c.send(0, 1), c.recv(source=1)),
+        lambda c: (c.send(1, 0), c.recv(source=0)),
+    ),
+    "requests": (
+        STUCK,
+        lambda c: waitall([c.Irecv(sent(), 1), c.Isend(sent(), 1)]),
+        lambda c: c.Recv(sent(), 0),
+    ),
     "a persistent one": (STUCK, lambda c: started(c.Recv_init(sent(), 1)).Wait(), lambda c: None),
     "kept by MPI and lost": (NOT_AS_SENT, lambda c: buffered(c), lambda c: None),
 }

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 SIZES = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 
 
-def announce(comm: Any, sends: list[tuple[int, int]], recvs: list[tuple[int, int]], **later: bool) -> None:
+def announce(
+    comm: Any, sends: list[tuple[int, int]], recvs: list[tuple[int, int]], **later: bool
+) -> None:
     """As the library's transport does: a raw communicator is not told."""
     if hasattr(comm, "announce_exchange"):
         comm.announce_exchange(sends=sends, recvs=recvs, **later)
@@ -39,7 +41,9 @@ def values(rank: int, count: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("blocking", [True, False])
 @given(nprocs=st.integers(1, 4), counts=SIZES, seed=st.integers(0, 9), max_examples=40)
-def test_collectives_do_what_mpi_says(comm: Any, blocking: bool, counts: list[int], seed: int) -> None:
+def test_collectives_do_what_mpi_says(
+    comm: Any, blocking: bool, counts: list[int], seed: int
+) -> None:
     from mpi4py import MPI
 
     def call(name: str, *args: Any, **more: Any) -> None:
@@ -69,8 +73,14 @@ def test_collectives_do_what_mpi_says(comm: Any, blocking: bool, counts: list[in
     # rank i sends (i + j) % 3 values to rank j
     sent = np.concatenate([values(10 * rank + j, (rank + j) % 3) for j in range(p)])
     came = np.empty(sum((i + rank) % 3 for i in range(p)))
-    call("Alltoallv", [sent, [(rank + j) % 3 for j in range(p)]], [came, [(i + rank) % 3 for i in range(p)]])
-    np.testing.assert_array_equal(came, np.concatenate([values(10 * i + rank, (i + rank) % 3) for i in range(p)]))
+    call(
+        "Alltoallv",
+        [sent, [(rank + j) % 3 for j in range(p)]],
+        [came, [(i + rank) % 3 for i in range(p)]],
+    )
+    np.testing.assert_array_equal(
+        came, np.concatenate([values(10 * i + rank, (i + rank) % 3) for i in range(p)])
+    )
 
     buffer = values(rank, n)
     call("Bcast", buffer, root=root)
@@ -103,7 +113,14 @@ def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int) -> N
 @spmd(1, 2, 3, 4)
 def test_sendrecv(comm: Any) -> None:
     received = np.empty(2)
-    comm.Sendrecv(np.full(2, float(comm.rank)), (comm.rank + 1) % comm.size, 7, received, (comm.rank - 1) % comm.size, 7)
+    comm.Sendrecv(
+        np.full(2, float(comm.rank)),
+        (comm.rank + 1) % comm.size,
+        7,
+        received,
+        (comm.rank - 1) % comm.size,
+        7,
+    )
     assert (received == (comm.rank - 1) % comm.size).all()
 
 
@@ -145,11 +162,15 @@ def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
 def test_threads_refuse_what_they_do_not_offer(comm: Any) -> None:
     if isinstance(comm, ThreadComm):
         assert not hasattr(comm, "Probe")
-        with pytest.raises(AttributeError, match="under mpiexec, where every call of mpi4py is there"):
+        with pytest.raises(
+            AttributeError, match="under mpiexec, where every call of mpi4py is there"
+        ):
             comm.Alltoallw()
 
 
-def at(rank: int, wrong: Callable[[Any], object], right: Callable[[Any], object], size: int = 2) -> str:
+def at(
+    rank: int, wrong: Callable[[Any], object], right: Callable[[Any], object], size: int = 2
+) -> str:
     """The failure where one rank calls something else than the others."""
 
     @spmd(size)
@@ -165,12 +186,27 @@ def zeros(n: int) -> np.ndarray[Any, Any]:
 
 
 RIGHT_AND_WRONG: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
-    "counts": (lambda c: c.Allgatherv(zeros(2), [zeros(4), [2, 2]]), lambda c: c.Allgatherv(zeros(2), [zeros(5), [3, 2]])),
-    "length": (lambda c: c.Allreduce(zeros(2), zeros(2)), lambda c: c.Allreduce(zeros(3), zeros(3))),
-    "dtype": (lambda c: c.Allreduce(zeros(2), zeros(2)), lambda c: c.Allreduce(np.zeros(2, "f4"), np.zeros(2, "f4"))),
-    "reduction": (lambda c: c.Allreduce(zeros(2), zeros(2)), lambda c: c.Allreduce(zeros(2), zeros(2), "max")),
+    "counts": (
+        lambda c: c.Allgatherv(zeros(2), [zeros(4), [2, 2]]),
+        lambda c: c.Allgatherv(zeros(2), [zeros(5), [3, 2]]),
+    ),
+    "length": (
+        lambda c: c.Allreduce(zeros(2), zeros(2)),
+        lambda c: c.Allreduce(zeros(3), zeros(3)),
+    ),
+    "dtype": (
+        lambda c: c.Allreduce(zeros(2), zeros(2)),
+        lambda c: c.Allreduce(np.zeros(2, "f4"), np.zeros(2, "f4")),
+    ),
+    "reduction": (
+        lambda c: c.Allreduce(zeros(2), zeros(2)),
+        lambda c: c.Allreduce(zeros(2), zeros(2), "max"),
+    ),
     "root": (lambda c: c.Bcast(zeros(2), 0), lambda c: c.Bcast(zeros(2), 1)),
-    "blocking or not": (lambda c: c.Allreduce(zeros(2), zeros(2)), lambda c: c.Iallreduce(zeros(2), zeros(2))),
+    "blocking or not": (
+        lambda c: c.Allreduce(zeros(2), zeros(2)),
+        lambda c: c.Iallreduce(zeros(2), zeros(2)),
+    ),
     "operation": (lambda c: c.Barrier(), lambda c: c.Dup()),
     "skipped": (lambda c: c.Barrier(), lambda c: None),
     "all to all": (
@@ -205,7 +241,10 @@ LOCAL: dict[str, tuple[str, Callable[[Any], object]]] = {
         "sends itself 16 bytes of float64, but expects 24 of float64",
         lambda c: c.Allgatherv(zeros(2), [zeros(5), [2, 3]]),
     ),
-    "short buffer": ("a buffer of 24 bytes, its counts add up to 4", lambda c: c.Allgatherv(zeros(2), [zeros(3), [2, 2]])),
+    "short buffer": (
+        "a buffer of 24 bytes, its counts add up to 4",
+        lambda c: c.Allgatherv(zeros(2), [zeros(3), [2, 2]]),
+    ),
     "strides": ("is not contiguous", lambda c: c.Allreduce(np.zeros(4)[::2], zeros(2))),
     "aliasing": ("share memory", lambda c: (lambda x: c.Allreduce(x, x))(zeros(2))),
     "no such root": ("root 2 is not one of the 2 ranks", lambda c: c.Bcast(zeros(2), 2)),
@@ -224,9 +263,17 @@ def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case
 
 
 def test_messages_must_be_those_announced() -> None:
-    unannounced = at(0, lambda c: (announce(c, [], []), c.Isend(zeros(1), 1)), lambda c: (announce(c, [], []), c.Barrier()))
+    unannounced = at(
+        0,
+        lambda c: (announce(c, [], []), c.Isend(zeros(1), 1)),
+        lambda c: (announce(c, [], []), c.Barrier()),
+    )
     assert "CollectiveMismatch" in unannounced
-    forgotten = at(0, lambda c: announce(c, [(1, 8)], []), lambda c: (announce(c, [], [(0, 8)]), c.Irecv(zeros(1), 0)))
+    forgotten = at(
+        0,
+        lambda c: announce(c, [(1, 8)], []),
+        lambda c: (announce(c, [], [(0, 8)]), c.Irecv(zeros(1), 0)),
+    )
     assert "CollectiveMismatch" in forgotten
     if leads():
         assert "Isend of 8 bytes with rank 1 was not announced" in unannounced
@@ -300,7 +347,10 @@ def test_what_is_left_out_is_what_mpi4py_takes() -> None:
             continue
         theirs = (getattr(MPI.Intracomm, name, None).__doc__ or "").partition("\n")[0]
         for parameter in inspect.signature(method).parameters.values():
-            if parameter.name in ("root", "sendtag", "color", "key") and parameter.default is not parameter.empty:
+            if (
+                parameter.name in ("root", "sendtag", "color", "key")
+                and parameter.default is not parameter.empty
+            ):
                 assert f"{parameter.name}: int = {parameter.default}" in theirs, name
                 compared += 1
     assert compared >= 7

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from kit.failing import SEARCH, failure_of, leads
 
-from sp_core.testing import event, features, given, note, profiles, record_ratio, remarks, session, spmd, target, tier
+from sp_core.testing import (
+    event,
+    features,
+    given,
+    note,
+    profiles,
+    record_ratio,
+    remarks,
+    session,
+    spmd,
+    target,
+    tier,
+)
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.remarks import Tally
 
@@ -76,8 +88,12 @@ def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
         assert "@example(nprocs=(0, 2, 1), n=5)" in text
 
 
-@pytest.mark.parametrize("more", [st.just(1), st.integers(1, 9), st.sampled_from([1, 2])], ids=["one", "range", "choice"])
-def test_a_search_without_ranks_that_the_launch_has_is_a_skip(monkeypatch: pytest.MonkeyPatch, more: Any) -> None:
+@pytest.mark.parametrize(
+    "more", [st.just(1), st.integers(1, 9), st.sampled_from([1, 2])], ids=["one", "range", "choice"]
+)
+def test_a_search_without_ranks_that_the_launch_has_is_a_skip(
+    monkeypatch: pytest.MonkeyPatch, more: Any
+) -> None:
     if tier() == "threads":
         monkeypatch.setattr(session.Session, "world_size", 2)
     there = session.current.world_size
@@ -95,7 +111,9 @@ def test_a_search_that_rejects_everything_is_no_skip() -> None:
     def body(comm: Any, n: int) -> None:
         assume(False)
 
-    with pytest.raises((Unsatisfiable, FailedHealthCheck, RankFailure, pytest.skip.Exception)) as raised:
+    with pytest.raises(
+        (Unsatisfiable, FailedHealthCheck, RankFailure, pytest.skip.Exception)
+    ) as raised:
         body()
     assert not raised.errisinstance(pytest.skip.Exception)
 
@@ -149,7 +167,9 @@ def test_features_are_counted_once_for_each_example_and_in_pairs() -> None:
         assert not any("drawn" in pair for pair in counted.pairs)
 
 
-def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def number(profile: str, own: int | None) -> int:
         monkeypatch.setattr(profiles, "name", lambda: profile)
         return int(profiles.chosen(None, own).max_examples)

@@ -64,7 +64,10 @@ def test_two_bugs_are_told_apart() -> None:
 
 def stopped(text: str, *ranks: int) -> bool:
     """Whether these ranks were woken, and none saw a mismatch; only the leading rank's text says so."""
-    return not leads() or ("Mismatch" not in text and all(f"rank {rank}: stopped: PeerFailed" in text for rank in ranks))
+    return not leads() or (
+        "Mismatch" not in text
+        and all(f"rank {rank}: stopped: PeerFailed" in text for rank in ranks)
+    )
 
 
 def test_the_first_cause_is_reported_although_cleaning_up_communicates() -> None:
@@ -157,7 +160,9 @@ def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
 
         if comm.rank == 1:
             comm.lockstep.carrier.drive = interrupted
-        request = comm.allgather(0) if op == "allgather" else getattr(comm, op)(np.ones(1), np.empty(1))
+        request = (
+            comm.allgather(0) if op == "allgather" else getattr(comm, op)(np.ones(1), np.empty(1))
+        )
         if op == "Iallreduce":
             request.Wait()
         comm.Barrier()

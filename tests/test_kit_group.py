@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.testing import CheckedComm, CheckedGroup, given, spmd
 
-pytestmark = pytest.mark.mpi  # a process has one world of torch.distributed, so ranks cannot be threads
+pytestmark = (
+    pytest.mark.mpi
+)  # a process has one world of torch.distributed, so ranks cannot be threads
 SIZES = (2, 3, 4)
 
 
@@ -23,7 +25,12 @@ SIZES = (2, 3, 4)
 def world(comm: Any) -> Iterator[None]:
     """A world of torch.distributed over the ranks of a communicator."""
     name = comm.bcast(tempfile.mkdtemp(prefix="sp_core-") if comm.rank == 0 else None)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{name}/store", comm.size), rank=comm.rank, world_size=comm.size)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{name}/store", comm.size),
+        rank=comm.rank,
+        world_size=comm.size,
+    )
     try:
         yield
     finally:
@@ -35,7 +42,12 @@ def _on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@given(nprocs=st.integers(1, 4), n=st.integers(0, 3), dtype=st.sampled_from([torch.float64, torch.int32]), max_examples=10)
+@given(
+    nprocs=st.integers(1, 4),
+    n=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float64, torch.int32]),
+    max_examples=10,
+)
 def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None:
     p, rank = comm.size, comm.rank
 
@@ -60,7 +72,9 @@ def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None
         # rank i sends (i + j) % 3 numbers to rank j
         sends, receives = [(rank + j) % 3 for j in range(p)], [(i + rank) % 3 for i in range(p)]
         came = torch.empty(sum(receives), dtype=dtype)
-        group.all_to_all_single(came, torch.cat([of(10 * rank + j, sends[j]) for j in range(p)]), receives, sends)
+        group.all_to_all_single(
+            came, torch.cat([of(10 * rank + j, sends[j]) for j in range(p)]), receives, sends
+        )
         assert torch.equal(came, torch.cat([of(10 * i + rank, receives[i]) for i in range(p)]))
 
         group.barrier()
@@ -81,22 +95,39 @@ def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
 
 
 FAULTS = {
-    "size": (lambda group, odd: group.all_reduce(torch.zeros(3 if odd else 2)), "all_reduce(3 x float32 on cpu, op=SUM) on group"),
+    "size": (
+        lambda group, odd: group.all_reduce(torch.zeros(3 if odd else 2)),
+        "all_reduce(3 x float32 on cpu, op=SUM) on group",
+    ),
     "dtype": (
         lambda group, odd: group.broadcast(torch.zeros(2, dtype=[torch.float, torch.int][odd]), 0),
         "2 x int32 on cpu, src=0",
     ),
-    "root": (lambda group, odd: group.broadcast(torch.zeros(2), int(odd)), "broadcast(2 x float32 on cpu, src=1)"),
+    "root": (
+        lambda group, odd: group.broadcast(torch.zeros(2), int(odd)),
+        "broadcast(2 x float32 on cpu, src=1)",
+    ),
     "reduction": (
-        lambda group, odd: group.all_reduce(torch.zeros(2), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][odd]),
+        lambda group, odd: group.all_reduce(
+            torch.zeros(2), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][odd]
+        ),
         "op=MAX",
     ),
-    "call": (lambda group, odd: group.barrier() if odd else group.all_reduce(torch.zeros(2)), "barrier() on group"),
+    "call": (
+        lambda group, odd: group.barrier() if odd else group.all_reduce(torch.zeros(2)),
+        "barrier() on group",
+    ),
     "left": (lambda group, odd: None if odd else group.barrier(), "finished"),
-    "all send": (lambda group, odd: group.send(torch.zeros(2), (group.rank + 1) % group.size), "which does not expect them"),
+    "all send": (
+        lambda group, odd: group.send(torch.zeros(2), (group.rank + 1) % group.size),
+        "which does not expect them",
+    ),
     "split": (
         lambda group, odd: group.all_to_all_single(
-            torch.zeros(2 * group.size), torch.zeros(2 * group.size + odd), None, [2 + odd, *[2] * (group.size - 1)]
+            torch.zeros(2 * group.size),
+            torch.zeros(2 * group.size + odd),
+            None,
+            [2 + odd, *[2] * (group.size - 1)],
         ),
         "sends 12 bytes to rank 0, which does not expect them",
     ),

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_core.testing.lockstep import Call, Decision, Record, decide
-from sp_core.testing.outcome import Kind, Mismatched, Outcome, Woken, capture, failure, failure_class
+from sp_core.testing.outcome import (
+    Kind,
+    Mismatched,
+    Outcome,
+    Woken,
+    capture,
+    failure,
+    failure_class,
+)
 from sp_core.testing.signatures import exchange
 from sp_core.testing.stuck import Ends, Report, deadlocked
 
@@ -27,7 +35,9 @@ def test_the_example_is_over_when_all_are_done(records: list[Record]) -> None:
 
 
 @given(st.lists(ANY, min_size=1, max_size=5), st.randoms())
-def test_the_decision_does_not_depend_on_the_order_of_ranks(records: list[Record], random: object) -> None:
+def test_the_decision_does_not_depend_on_the_order_of_ranks(
+    records: list[Record], random: object
+) -> None:
     before = decide(records)
     random.shuffle(records)
     assert decide(records) is before
@@ -53,12 +63,21 @@ MATRICES = st.integers(1, 5).flatmap(
 
 
 @given(MATRICES, st.data())
-def test_messages_agree_iff_what_is_sent_is_received(sizes: list[list[int]], data: st.DataObject) -> None:
+def test_messages_agree_iff_what_is_sent_is_received(
+    sizes: list[list[int]], data: st.DataObject
+) -> None:
     p = len(sizes)
 
     def records(expected: list[list[int]]) -> list[Record]:
         return [
-            exchange("announce_exchange", r, p, list(enumerate(sizes[r])), [(s, expected[s][r]) for s in range(p)], False).record()
+            exchange(
+                "announce_exchange",
+                r,
+                p,
+                list(enumerate(sizes[r])),
+                [(s, expected[s][r]) for s in range(p)],
+                False,
+            ).record()
             for r in range(p)
         ]
 
@@ -79,7 +98,13 @@ def outcome(kind: Kind) -> Outcome:
     return Outcome(kind, "ValueError", "text", "x.py", 1) if kind is not Kind.OK else Outcome(kind)
 
 
-@given(st.lists(st.sampled_from([kind for kind in Kind if kind not in (Kind.CALL, Kind.WAIT)]), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.sampled_from([kind for kind in Kind if kind not in (Kind.CALL, Kind.WAIT)]),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_a_rank_that_fails_is_never_overlooked(kinds: list[Kind]) -> None:
     found = failure([outcome(kind) for kind in kinds])
     if {Kind.FAIL, Kind.MISMATCH} & set(kinds):
@@ -117,7 +142,11 @@ def raised(*errors: BaseException) -> BaseException:
         ([Mismatched("all")], Kind.MISMATCH, "CollectiveMismatch"),
         ([ValueError("own"), Woken("while freeing")], Kind.FAIL, "ValueError"),
         ([Woken("peer"), ValueError("while freeing")], Kind.WOKEN, "PeerFailed"),
-        ([Woken("peer"), RuntimeError("wrapped"), Woken("while freeing")], Kind.WOKEN, "PeerFailed"),
+        (
+            [Woken("peer"), RuntimeError("wrapped"), Woken("while freeing")],
+            Kind.WOKEN,
+            "PeerFailed",
+        ),
         ([KeyError("cause"), ValueError("own")], Kind.FAIL, "ValueError"),
     ],
 )
@@ -133,13 +162,19 @@ def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
     assert deadlocked([report("a", 1, 0), report("b", 0, 1)])
     assert not deadlocked([report("a", 1, 0), report("a", 1, 0)])
     assert not deadlocked([report("", 1, 1), report("", 1, 1)])
-    assert not deadlocked([report("b", 1, 1), report("", 1, 0)])  # the other has ended, which this one will find out
+    assert not deadlocked(
+        [report("b", 1, 1), report("", 1, 0)]
+    )  # the other has ended, which this one will find out
     elsewhere = Report((("c", 1),), "", 0, "", ended=True)
-    assert deadlocked([report("b", 1, 1), report("a", 2, 0), elsewhere])  # a third one that is not part of it has ended
+    assert deadlocked(
+        [report("b", 1, 1), report("a", 2, 0), elsewhere]
+    )  # a third one that is not part of it has ended
 
 
 def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
-    def report(awaits: tuple[bool, Ends], sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()) -> Report:
+    def report(
+        awaits: tuple[bool, Ends], sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()
+    ) -> Report:
         accepts = () if awaits[0] else (awaits[1],)
         return Report((), "", 2, "", (awaits,), accepts, sent, received)
 
@@ -148,18 +183,34 @@ def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
     for pattern in (message, ("c", -1, 1, 5), ("c", 0, 1, -1)):
         assert deadlocked([idle, report((False, pattern))])
         assert not deadlocked([report((True, message), (message,)), report((False, pattern))])
-        assert deadlocked([report((True, message), (message,)), report((False, pattern), (), (message,))]) is False
+        assert (
+            deadlocked(
+                [report((True, message), (message,)), report((False, pattern), (), (message,))]
+            )
+            is False
+        )
     assert deadlocked([report((True, other), (other,)), report((False, message))])
     assert deadlocked([report((True, message), (message,)), idle])
-    assert not deadlocked([report((True, message), (message,)), idle._replace(received=(message,))])  # the sender will be told
+    assert not deadlocked(
+        [report((True, message), (message,)), idle._replace(received=(message,))]
+    )  # the sender will be told
 
 
 ALWAYS = ("", ".plugin", ".launch")
 WITH_TESTS = (".engine", ".checked", ".threads", ".mpi", ".agreed", ".mpitier", ".adjoint")
 
 
-@pytest.mark.parametrize(("modules", "heavy"), [(ALWAYS, ("mpi4py", "hypothesis")), (WITH_TESTS, ("mpi4py.MPI",))])
-def test_importing_the_kit_does_not_start_mpi(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("modules", "heavy"), [(ALWAYS, ("mpi4py", "hypothesis")), (WITH_TESTS, ("mpi4py.MPI",))]
+)
+def test_importing_the_kit_does_not_start_mpi(
+    modules: tuple[str, ...], heavy: tuple[str, ...]
+) -> None:
     imports = "; ".join(f"import sp_core.testing{module}" for module in modules)
     code = f"import sys; {imports}; print([m for m in {heavy!r} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -73,7 +73,9 @@ def test_only_so_many_launches_are_lost(jobs: Jobs) -> None:
     assert jobs.lost == 2
 
 
-def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_tries_the_examples_that_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
     assert not Fed.is_wanted()
     results, listener = [], Fed.listen(tmp_path)
@@ -103,7 +105,11 @@ def test_a_launch_tries_the_examples_that_it_is_sent(tmp_path: Path, monkeypatch
 
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
     ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
-    for name, phases in {"a": ["passed"] * 3, "b": ["passed", "failed", "passed"], "c": ["passed", "passed", "error"]}.items():
+    for name, phases in {
+        "a": ["passed"] * 3,
+        "b": ["passed", "failed", "passed"],
+        "c": ["passed", "passed", "error"],
+    }.items():
         test = f"tests/test_x.py::{name}"
         ledger.add(test=test)
         for outcome in phases:
@@ -140,7 +146,9 @@ def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
     assert results.write_junit(tmp_path, "") is None
 
 
-def test_no_example_is_blamed_for_a_launch_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_example_is_blamed_for_a_launch_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shrink_crash, "Launch", lambda *a, output, **k: Gone(output))
     job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
     try:

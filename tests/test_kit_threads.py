@@ -17,7 +17,9 @@ pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
 
 def test_results_come_in_rank_order() -> None:
-    assert run_threads(16, lambda comm: (comm.rank, comm.size)) == [(rank, 16) for rank in range(16)]
+    assert run_threads(16, lambda comm: (comm.rank, comm.size)) == [
+        (rank, 16) for rank in range(16)
+    ]
 
 
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
@@ -98,7 +100,9 @@ def test_a_started_transfer_moves_on_while_its_rank_does_something_else() -> Non
     assert run_threads(2, body) == [2.0, 2.0]
 
 
-def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_endless_loop_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     @spmd(2)
     def body(comm: Any) -> None:
         while comm.rank == 1:
@@ -115,11 +119,16 @@ def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert run_threads(2, lambda comm: comm.allreduce(1)) == [2, 2]
 
 
-def test_a_message_that_never_comes_does_not_block_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_never_comes_does_not_block_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @spmd(2)
     def body(comm: Any) -> None:
         comm.announce_exchange(sends=[(1 - comm.rank, 8)], recvs=[(1 - comm.rank, 8)])
-        requests = [comm.Isend(np.zeros(1), 1 - comm.rank, 0), comm.Irecv(np.zeros(1), 1 - comm.rank, 1)]  # other tags
+        requests = [
+            comm.Isend(np.zeros(1), 1 - comm.rank, 0),
+            comm.Irecv(np.zeros(1), 1 - comm.rank, 1),
+        ]  # other tags
         while not all(request.Test() for request in requests):
             time.sleep(0.001)
 

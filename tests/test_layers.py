@@ -68,16 +68,26 @@ class BlockProblem:
         )
         generator = torch.Generator().manual_seed(self.seed)
         for parameter in block.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) * 0.5
+            parameter.data = (
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+                * 0.5
+            )
         return block.to(comm.device)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Input and upstream gradient of the whole sequence."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        x, grad = (torch.randn(self.batch, self.seq_len, self.hidden, generator=generator, dtype=torch.float64) for _ in range(2))
+        x, grad = (
+            torch.randn(
+                self.batch, self.seq_len, self.hidden, generator=generator, dtype=torch.float64
+            )
+            for _ in range(2)
+        )
         return x.to(getattr(torch, self.dtype)), grad.to(getattr(torch, self.dtype))
 
-    def expected(self, x: Tensor, grad: Tensor, weights: dict[str, Tensor]) -> reference.BlockReference:
+    def expected(
+        self, x: Tensor, grad: Tensor, weights: dict[str, Tensor]
+    ) -> reference.BlockReference:
         mask = self.mask
         compute = partial(
             reference.transformer_block_grads,
@@ -96,7 +106,8 @@ class BlockProblem:
 def block_problems(draw: st.DrawFn) -> BlockProblem:
     seq_len = draw(st.integers(1, 17))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    # A layer norm over two elements gives 1 and -1 whatever they are: its gradient is nothing but rounding.
+    # A layer norm over two elements gives 1 and -1 whatever they are: its gradient is nothing but
+    # rounding.
     head_dim = 4 if kv_heads * group == 1 else draw(st.sampled_from([2, 4]))
     return BlockProblem(
         batch=draw(st.integers(1, 2)),
@@ -128,25 +139,41 @@ def grid(comm: Any, **options: Any) -> sp.Mesh:
     return sp.Mesh(comm, device=device(), **options, ring=comm.size // fast, ulysses=fast)
 
 
-@pytest.mark.parametrize("way", every_way(NAMES["cpu"]), ids="{0[algorithm]} over {0[transport]}".format)
+@pytest.mark.parametrize(
+    "way", every_way(NAMES["cpu"]), ids="{0[algorithm]} over {0[transport]}".format
+)
 @spmd(3)
 def test_a_block_does_not_know_by_which_ways_its_collectives_go(comm: Any, way: Way) -> None:
-    problem = BlockProblem(2, 11, 2, 2, 4, 8, "rms", True, True, True, sp.Mask(causal=True), "zigzag", "float32", 3)
+    problem = BlockProblem(
+        2, 11, 2, 2, 4, 8, "rms", True, True, True, sp.Mask(causal=True), "zigzag", "float32", 3
+    )
     for scheme in sorted(SCHEMES):
-        check_block(comm, scheme, problem, way if device().type == "cpu" else {"algorithm": way["algorithm"]})
+        check_block(
+            comm,
+            scheme,
+            problem,
+            way if device().type == "cpu" else {"algorithm": way["algorithm"]},
+        )
 
 
 def check_block(comm: Any, scheme: str, problem: BlockProblem, way: Way) -> None:
     sharding = LAYOUTS[problem.layout](problem.seq_len, comm.size)
     whole, grad = problem.tokens()
     with grid(comm, **way) as mesh:
-        block = problem.block(partial(sp.hybrid_attention, mesh=mesh) if scheme == "hybrid" else scheme, mesh["ring", "ulysses"])
+        block = problem.block(
+            partial(sp.hybrid_attention, mesh=mesh) if scheme == "hybrid" else scheme,
+            mesh["ring", "ulysses"],
+        )
         x = sharding.shard(whole, comm.rank, 1).clone().to(mesh.device).requires_grad_()
         out = block(x, sharding=sharding, mask=problem.mask)
         out.backward(sharding.shard(grad, comm.rank, 1).to(out))
         weights = {name: p.detach().cpu() for name, p in block.named_parameters()}
         want = problem.expected(whole, grad, weights)
-        results = {"out": out, "x": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+        results = {
+            "out": out,
+            "x": x.grad,
+            **{name: p.grad for name, p in block.named_parameters()},
+        }
         for name, actual in results.items():
             value, scale = want.values[name], want.scales[name]
             if name in ("out", "x"):
@@ -161,21 +188,35 @@ def check_block(comm: Any, scheme: str, problem: BlockProblem, way: Way) -> None
 @spmd(1, 2, 4)
 def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind: str) -> None:
     sharding = sp.Sharding.contiguous(8, comm.size)
-    problem = BlockProblem(1, 8, 1, 2, 4, 8, "rms", True, True, True, sp.Mask(), "contiguous", "float32", 1)
+    problem = BlockProblem(
+        1, 8, 1, 2, 4, 8, "rms", True, True, True, sp.Mask(), "contiguous", "float32", 1
+    )
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
         if kind == "column":
-            layer: Any = sp.ColumnParallelLinear.from_linear(torch.nn.Linear(8, 8), comm=tokens, sharding=sharding)
+            layer: Any = sp.ColumnParallelLinear.from_linear(
+                torch.nn.Linear(8, 8), comm=tokens, sharding=sharding
+            )
         elif kind == "llama":
             layer = create(LlamaConfig(9, 8, 8, 1, 2, 1, 4), mesh)
         else:
-            layer = problem.block("ring" if kind == "block" else partial(sp.hybrid_attention, mesh=mesh), tokens)
-        x = torch.full((1, 8 // comm.size), 3) if kind == "llama" else torch.ones(1, 8 // comm.size, 8)
+            layer = problem.block(
+                "ring" if kind == "block" else partial(sp.hybrid_attention, mesh=mesh), tokens
+            )
+        x = (
+            torch.full((1, 8 // comm.size), 3)
+            if kind == "llama"
+            else torch.ones(1, 8 // comm.size, 8)
+        )
         call = layer if kind == "column" else partial(layer, sharding=sharding)
         other = copy.deepcopy(layer)
         before = call(x)
-        assert torch.equal((other if kind == "column" else partial(other, sharding=sharding))(x), before)
-        assert all(vars(a).get("placement") == vars(b).get("placement") for a, b in pairs(layer, other))
+        assert torch.equal(
+            (other if kind == "column" else partial(other, sharding=sharding))(x), before
+        )
+        assert all(
+            vars(a).get("placement") == vars(b).get("placement") for a, b in pairs(layer, other)
+        )
         for parameter in other.parameters():
             parameter.data.zero_()
         assert torch.equal(call(x), before)
@@ -185,13 +226,17 @@ def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind:
         assert all(torch.equal(a, b) for a, b in pairs(layer, other))
 
 
-def pairs(layer: torch.nn.Module, other: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def pairs(
+    layer: torch.nn.Module, other: torch.nn.Module
+) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     return list(zip(layer.parameters(), other.parameters(), strict=True))
 
 
 @spmd(2, 3)
 def test_frozen_weights_get_no_gradient_and_do_not_disturb_the_others(comm: Any) -> None:
-    problem = BlockProblem(1, 6, 1, 2, 4, 8, "layer", False, True, False, sp.Mask(), "striped", "float64", 5)
+    problem = BlockProblem(
+        1, 6, 1, 2, 4, 8, "layer", False, True, False, sp.Mask(), "striped", "float64", 5
+    )
     sharding = sp.Sharding.striped(6, comm.size)
     x, grad = (sharding.shard(t, comm.rank, 1) for t in problem.tokens())
     with sp.Mesh(comm, sp=comm.size) as mesh:

@@ -88,13 +88,21 @@ def test_a_message_is_there_when_its_time_has_come_and_not_before() -> None:
     x, y = torch.arange(250.0), torch.zeros(250)
     sent = one.exchange([(1, x)], [])
     received = other.exchange([], [(0, y)])
-    for ms, left, arrived in ((0.0, False, False), (0.9, False, False), (1.1, True, False), (1.9, True, False), (2.1, True, True)):
+    for ms, left, arrived in (
+        (0.0, False, False),
+        (0.9, False, False),
+        (1.1, True, False),
+        (1.9, True, False),
+        (2.1, True, True),
+    ):
         clock.now = 100 + ms * 1e-3
         assert (sent.test(), received.test()) == (left, arrived), ms
     assert torch.equal(x, y)
 
 
-@given(count=st.integers(0, 50), algorithm=st.sampled_from(["ring", "recursive_doubling", "pairwise"]))
+@given(
+    count=st.integers(0, 50), algorithm=st.sampled_from(["ring", "recursive_doubling", "pairwise"])
+)
 def test_a_mesh_over_slow_links_has_the_same_sums(comm: Any, count: int, algorithm: str) -> None:
     link = LinkModel(1e-4, 1e7)
     with sp.Mesh(comm, sp=comm.size, transport=link, algorithm=algorithm) as mesh:
@@ -109,7 +117,9 @@ def test_what_the_model_cannot_see_is_refused_on_every_rank(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size, transport=LinkModel(1e-4, 1e7)) as mesh:
         with pytest.raises(sp.DeviceError, match=r"carries messages only.*algorithm='ring'"):
             sp.all_reduce(torch.ones(3), comm=mesh["sp"], algorithm="mpi")
-        assert sp.all_reduce(torch.ones(3), comm=mesh["sp"], algorithm="ring").sum() == 3 * comm.size
+        assert (
+            sp.all_reduce(torch.ones(3), comm=mesh["sp"], algorithm="ring").sum() == 3 * comm.size
+        )
 
 
 @pytest.mark.parametrize(("latency", "rate"), [(-1.0, 1.0), (0.0, 0.0), (0.0, float("nan"))])

@@ -110,7 +110,9 @@ def test_packed_documents_are_sequences_of_their_own(comm: Any) -> None:
         model, sharding = case.model(mesh), sp.Sharding.zigzag(10, comm.size)
         mask = sp.Mask(causal=True, documents=(0, 3, 4, 10))
         with torch.no_grad():
-            logits = model(sharding.shard(torch.cat(parts, 1), comm.rank, 1), sharding=sharding, mask=mask)
+            logits = model(
+                sharding.shard(torch.cat(parts, 1), comm.rank, 1), sharding=sharding, mask=mask
+            )
     want = torch.cat([case.logits(part) for part in parts], 1)
     torch.testing.assert_close(logits, sharding.shard(want, comm.rank, 1), rtol=0, atol=1e-12)
 
@@ -156,7 +158,10 @@ def test_documents_that_end_before_the_sequence_are_refused_on_all(comm: Any) ->
     """Also on ranks whose own tokens lie inside of the documents."""
     case = Case((4, 2), layers=1)
     with sp.Mesh(comm, ring=comm.size) as mesh:
-        sharding, mask = sp.Sharding.contiguous(8, comm.size), sp.Mask(causal=True, documents=(0, 7))
+        sharding, mask = (
+            sp.Sharding.contiguous(8, comm.size),
+            sp.Mask(causal=True, documents=(0, 7)),
+        )
         tokens = sharding.shard(case.tokens(1, 8), comm.rank, 1)
         with pytest.raises(sp.ShapeError, match="documents end at 7"):
             case.model(mesh)(tokens, sharding=sharding, mask=mask)
@@ -168,7 +173,9 @@ def test_meshes_and_ranks_that_a_model_cannot_use_are_refused(comm: Any) -> None
         with pytest.raises(ValueError, match="scheme 'hybrid' was asked for"):
             Grid.of(mesh, "hybrid")
         if comm.size == 3:
-            with pytest.raises(sp.ShapeError, match="3 tensor ranks are too many for num_attention_heads=2"):
+            with pytest.raises(
+                sp.ShapeError, match="3 tensor ranks are too many for num_attention_heads=2"
+            ):
                 Llama(Case((2, 2)).config, Grid.of(mesh))
     with sp.Mesh(comm, sp=comm.size) as mesh, pytest.raises(sp.ShapeError, match="a LLaMA can use"):
         Grid.of(mesh)

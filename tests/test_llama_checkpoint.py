@@ -26,7 +26,14 @@ SPRUNG = "unpickled"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def save(case: Case, folder: Path, *, shards: bool = True, dtype: torch.dtype = torch.float64, **changes: Any) -> None:
+def save(
+    case: Case,
+    folder: Path,
+    *,
+    shards: bool = True,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> None:
     """A folder as Hugging Face writes it, in one file or two."""
     weights = {name: tensor.to(dtype) for name, tensor in case.weights().items()}
     (folder / "config.json").write_text(json.dumps({**case.config.to_dict(), **changes}))
@@ -35,7 +42,9 @@ def save(case: Case, folder: Path, *, shards: bool = True, dtype: torch.dtype = 
         return
     places = {name: (FIRST, SECOND)[number % 2] for number, name in enumerate(weights)}
     for file in (FIRST, SECOND):
-        save_file({name: weights[name] for name, place in places.items() if place == file}, folder / file)
+        save_file(
+            {name: weights[name] for name, place in places.items() if place == file}, folder / file
+        )
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
@@ -57,7 +66,12 @@ def shared(comm: Any, tmp_path: Path) -> Path:
 
 
 def saved(
-    comm: Any, tmp_path: Path, then: Callable[[Path], None] = lambda folder: None, *, case: Case = CASE, **options: Any
+    comm: Any,
+    tmp_path: Path,
+    then: Callable[[Path], None] = lambda folder: None,
+    *,
+    case: Case = CASE,
+    **options: Any,
 ) -> Path:
     folder = shared(comm, tmp_path)
     if comm.rank == 0:
@@ -82,13 +96,19 @@ def test_every_rank_gets_its_part(comm: Any, shards: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @spmd(4)
-def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(comm: Any, tensor: int, tmp_path: Path) -> None:
+def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(
+    comm: Any, tensor: int, tmp_path: Path
+) -> None:
     """Bytes alive. Weights: 1/tp and the norms; while loading also one tensor of the file and the part that is cut from it.
 
     Cache: 1/4 and one token; and no step of a decoder leaves anything else behind.
     """
     case = Case((8, 4), layers=3, head_dim=8, hidden=64, ffn=128, vocab=96)
-    norms, room, angles = (2 * case.layers + 1) * case.hidden * 8, [30, 9, 3], case.head_dim // 2 * 8
+    norms, room, angles = (
+        (2 * case.layers + 1) * case.hidden * 8,
+        [30, 9, 3],
+        case.head_dim // 2 * 8,
+    )
     sizes = [x.nbytes for x in case.weights().values()]
     token = case.layers * 2 * case.heads[1] * case.head_dim * 8
     folder = saved(comm, tmp_path, case=case)
@@ -148,38 +168,69 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
 NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[str, Callable[[Path], None]]] = {
     "no configuration": ("config.json is not there", drop("config.json")),
-    "a configuration that is no JSON": ("config.json cannot be read", lambda f: (f / "config.json").write_text("{")),
+    "a configuration that is no JSON": (
+        "config.json cannot be read",
+        lambda f: (f / "config.json").write_text("{"),
+    ),
     "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
     "a shard that is cut off": (f"{SECOND} is broken", cut),
-    "a shard that is something else": (f"{FIRST} is broken", lambda f: (f / FIRST).write_bytes(trap(f))),
+    "a shard that is something else": (
+        f"{FIRST} is broken",
+        lambda f: (f / FIRST).write_bytes(trap(f)),
+    ),
     "another architecture": ("config.json: model_type 'mistral'", configured(model_type="mistral")),
     "more layers than there are weights": (
         "num_hidden_layers=1000000000; the weights in .* of 1",
         configured(num_hidden_layers=10**9),
     ),
-    "an index that is no JSON": (f"{INDEX} cannot be read", lambda f: (f / INDEX).write_text("weights")),
-    "an index without a map": ("no weight_map", lambda f: edit(f / INDEX, lambda x: x.pop("weight_map"))),
+    "an index that is no JSON": (
+        f"{INDEX} cannot be read",
+        lambda f: (f / INDEX).write_text("weights"),
+    ),
+    "an index without a map": (
+        "no weight_map",
+        lambda f: edit(f / INDEX, lambda x: x.pop("weight_map")),
+    ),
     "an index that leaves the folder": (
         "no weight_map",
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].update({NORM: "../x.safetensors"})),
     ),
     "a tensor in another shard": (
         f"{NORM} is missing from .*{INDEX} says",
-        lambda f: edit(f / INDEX, lambda x: x["weight_map"].update({NORM: (SECOND, FIRST)[x["weight_map"][NORM] == SECOND]})),
+        lambda f: edit(
+            f / INDEX,
+            lambda x: x["weight_map"].update(
+                {NORM: (SECOND, FIRST)[x["weight_map"][NORM] == SECOND]}
+            ),
+        ),
     ),
-    "a missing tensor": (f"{NORM} is missing", lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop(NORM))),
+    "a missing tensor": (
+        f"{NORM} is missing",
+        lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop(NORM)),
+    ),
     "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
-    "pickled weights": ("pytorch_model.bin, which would have to be unpickled and never is", pickled),
-    "a wrong shape": (rf"{NORM} in .* has shape \(11,\)", with_tensor(NORM, torch.ones(11).double())),
+    "pickled weights": (
+        "pytorch_model.bin, which would have to be unpickled and never is",
+        pickled,
+    ),
+    "a wrong shape": (
+        rf"{NORM} in .* has shape \(11,\)",
+        with_tensor(NORM, torch.ones(11).double()),
+    ),
     "a quantized tensor": ("dtype I8", with_tensor(NORM, torch.ones(10, dtype=torch.int8))),
     "two dtypes": ("float32, float64. Say in which", with_tensor(NORM, torch.ones(10))),
-    "a tensor too many": ("q_proj.bias is in", with_tensor("model.layers.0.self_attn.q_proj.bias", torch.ones(24).double())),
+    "a tensor too many": (
+        "q_proj.bias is in",
+        with_tensor("model.layers.0.self_attn.q_proj.bias", torch.ones(24).double()),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", sorted(BROKEN))
 @spmd(1, 3)
-def test_a_broken_folder_is_the_same_error_on_every_rank(comm: Any, what: str, tmp_path: Path) -> None:
+def test_a_broken_folder_is_the_same_error_on_every_rank(
+    comm: Any, what: str, tmp_path: Path
+) -> None:
     text, damage = BROKEN[what]
     folder = saved(comm, tmp_path, damage)
     with mesh_of(comm, 0) as mesh, pytest.raises(sp.CheckpointError, match=text):
@@ -190,7 +241,10 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(comm: Any, what: str, t
 @spmd(4)
 def test_more_tensor_ranks_than_heads_are_refused_on_every_rank(comm: Any, tmp_path: Path) -> None:
     folder = saved(comm, tmp_path, configured(num_attention_heads=3))
-    with sp.Mesh(comm, tp=4) as mesh, pytest.raises(sp.ShapeError, match="4 tensor ranks are too many for num_attention_heads=3"):
+    with (
+        sp.Mesh(comm, tp=4) as mesh,
+        pytest.raises(sp.ShapeError, match="4 tensor ranks are too many for num_attention_heads=3"),
+    ):
         load(folder, mesh)
 
 
@@ -198,7 +252,9 @@ def test_more_tensor_ranks_than_heads_are_refused_on_every_rank(comm: Any, tmp_p
 def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_path: Path) -> None:
     folder = saved(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
-        with pytest.raises(sp.CheckpointError, match=f"rank {comm.size - 1}: .*config.json is not there"):
+        with pytest.raises(
+            sp.CheckpointError, match=f"rank {comm.size - 1}: .*config.json is not there"
+        ):
             load(folder if comm.rank < comm.size - 1 else folder / "elsewhere", mesh)
         with pytest.raises(sp.CollectiveMismatch, match="load"):
             load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
@@ -206,8 +262,14 @@ def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_p
 
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "another architecture": ("'mistral'", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}),
-    "another head": ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}),
+    "another architecture": (
+        "'mistral'",
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+    ),
+    "another head": (
+        "LlamaForSequenceClassification",
+        {"architectures": ["LlamaForSequenceClassification"]},
+    ),
     "biases": ("attention_bias=True", {"attention_bias": True}),
     "biases of the feed-forward": ("mlp_bias=True", {"mlp_bias": True}),
     "dropout": ("attention_dropout=0.1", {"attention_dropout": 0.1}),
@@ -232,14 +294,37 @@ def test_what_is_not_supported_is_refused(what: str) -> None:
 def test_a_configuration_is_what_was_written() -> None:
     for case in (CASE, Case((5, 1), scaling="llama3", tied=True), Case((8, 2), scaling="linear")):
         assert LlamaConfig.from_dict(json.loads(json.dumps(case.config.to_dict()))) == case.config
-    lacking = {name: value for name, value in CASE.config.to_dict().items() if name not in ("num_key_value_heads", "head_dim")}
+    lacking = {
+        name: value
+        for name, value in CASE.config.to_dict().items()
+        if name not in ("num_key_value_heads", "head_dim")
+    }
     assert LlamaConfig.from_dict({**lacking, "hidden_size": 24}).num_key_value_heads == 6
     assert LlamaConfig.from_dict({**lacking, "hidden_size": 24}).head_dim == 4
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     least = LlamaConfig(**dict.fromkeys(names, 1), num_key_value_heads=1, head_dim=2)
-    assert LlamaConfig.from_dict({"model_type": "llama", **dict.fromkeys(names, 1), "head_dim": 2}) == least
-    assert (least.max_position_embeddings, least.rms_norm_eps, least.rope_theta) == (2048, 1e-6, 10000.0)
+    assert (
+        LlamaConfig.from_dict({"model_type": "llama", **dict.fromkeys(names, 1), "head_dim": 2})
+        == least
+    )
+    assert (least.max_position_embeddings, least.rms_norm_eps, least.rope_theta) == (
+        2048,
+        1e-6,
+        10000.0,
+    )
     with pytest.raises(sp.CheckpointError, match="lacks vocab_size"):
         LlamaConfig.from_dict(
-            {"model_type": "llama", "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1}
+            {
+                "model_type": "llama",
+                "hidden_size": 1,
+                "intermediate_size": 1,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+            }
         )

@@ -28,7 +28,9 @@ def folder(tmp_path: Path) -> Path:
     """A model of bytes."""
     save(CASE, tmp_path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -39,19 +41,58 @@ def ran(*words: str) -> tuple[int, str, str]:
     """Exit code, output and errors."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     answer = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, timeout=120, check=False, encoding="utf-8", errors="replace"
+        words,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+        check=False,
+        encoding="utf-8",
+        errors="replace",
     )
     return answer.returncode, answer.stdout, answer.stderr
 
 
 def command(name: str, folder: Path, *more: str) -> tuple[str, ...]:
-    return sys.executable, "-m", "sp_core", name, "--model", str(folder), "--prompt", "def f(", *more
+    return (
+        sys.executable,
+        "-m",
+        "sp_core",
+        name,
+        "--model",
+        str(folder),
+        "--prompt",
+        "def f(",
+        *more,
+    )
 
 
 def test_two_ranks_write_what_one_writes(folder: Path) -> None:
-    options = ("--max-tokens", "12", "--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
+    options = (
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "1",
+        "--top-k",
+        "50",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "5",
+    )
     one = ran(*command("generate", folder, *options))
-    two = ran(*command("generate", folder, *options, "--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck"))
+    two = ran(
+        *command(
+            "generate",
+            folder,
+            *options,
+            "--tp",
+            "2",
+            "--tp-sp",
+            "--algorithm",
+            "all_reduce=ring,all_gather=bruck",
+        )
+    )
     assert one[0] == two[0] == 0, one[2] + two[2]
     assert len(one[1]) > 5
     assert two[1] == one[1]
@@ -60,7 +101,9 @@ def test_two_ranks_write_what_one_writes(folder: Path) -> None:
 def test_logits_of_several_prompts_inside_a_job(folder: Path) -> None:
     """Over a ring, the two most likely tokens after each."""
     launch = (sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--")
-    code, text, errors = ran(*launch, *command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2"))
+    code, text, errors = ran(
+        *launch, *command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2")
+    )
     assert code == 0, errors
     lines = text.splitlines()
     assert [line for line in lines if line.startswith("[")] == ["[0]", "[1]"]
@@ -71,7 +114,9 @@ def test_logits_of_several_prompts_inside_a_job(folder: Path) -> None:
 def best_bytes() -> list[str]:
     """The reference's two most likely tokens after the prompt; a token of the alphabet is not its byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    prompt = torch.tensor([[alphabet.index({" ": "\u0120"}.get(letter, letter)) for letter in "def f("]])
+    prompt = torch.tensor(
+        [[alphabet.index({" ": "\u0120"}.get(letter, letter)) for letter in "def f("]]
+    )
     return [str(token) for token in CASE.logits(prompt)[0, -1].topk(2).indices.tolist()]
 
 
@@ -90,7 +135,9 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", sorted(REFUSED))
-def test_what_is_known_before_is_refused_before(folder: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_known_before_is_refused_before(
+    folder: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, options = REFUSED[what]
     assert main(command("generate", folder, *options)[3:]) == 2
     assert text in capsys.readouterr().err
@@ -111,7 +158,9 @@ def test_a_stream_holds_back_half_a_character(folder: Path) -> None:
     assert stream.rest() == "\ufffd"
 
 
-@pytest.mark.parametrize(("content", "text"), [(None, "tokenizer.json is not there"), ("{}", "is broken")])
+@pytest.mark.parametrize(
+    ("content", "text"), [(None, "tokenizer.json is not there"), ("{}", "is broken")]
+)
 def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, content: str | None, text: str) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)

@@ -31,11 +31,16 @@ def step_lists(draw: st.DrawFn) -> list[Step]:
     batch = draw(st.integers(1, 3))
     first = draw(_not_all_zero(st.integers(0, 6), batch))
     some = _not_all_zero(st.sampled_from([0, 1, 1, 2, 4]), batch)
-    return [(draw(st.booleans()), first), *draw(st.lists(st.tuples(st.booleans(), some), max_size=4))]
+    return [
+        (draw(st.booleans()), first),
+        *draw(st.lists(st.tuples(st.booleans(), some), max_size=4)),
+    ]
 
 
 def _not_all_zero(counts: st.SearchStrategy[int], batch: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(counts, min_size=batch, max_size=batch).map(lambda found: found if any(found) else [1, *found[1:]])
+    return st.lists(counts, min_size=batch, max_size=batch).map(
+        lambda found: found if any(found) else [1, *found[1:]]
+    )
 
 
 @given(
@@ -72,20 +77,31 @@ def test_any_split_into_prefill_and_decode_gives_the_same_logits(
             logits = (decoder.prefill if whole else decoder.decode)(new)
             lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
             last = [(i, lengths[i] - 1) for i, n in enumerate(counts) if n]
-            wanted.check("logits", logits, lambda x, last=last: torch.stack([x[place] for place in last]))
+            wanted.check(
+                "logits", logits, lambda x, last=last: torch.stack([x[place] for place in last])
+            )
             allowed = torch.stack([wanted.allowed("logits")[place] for place in last])
-            fresh = Decoder(model, lengths).prefill([texts[i, :length].tolist() for i, length in enumerate(lengths)])
+            fresh = Decoder(model, lengths).prefill(
+                [texts[i, :length].tolist() for i, length in enumerate(lengths)]
+            )
             filled = [i for i, length in enumerate(lengths) if length]
             again = fresh[[filled.index(i) for i, _ in last]].cpu()
-            check_close("logits beside those of a fresh prefill", logits.cpu(), again.double(), 2 * allowed)
-            event("fewer new tokens than sequence ranks" if sum(counts) < size else "at least as many")
+            check_close(
+                "logits beside those of a fresh prefill", logits.cpu(), again.double(), 2 * allowed
+            )
+            event(
+                "fewer new tokens than sequence ranks" if sum(counts) < size else "at least as many"
+            )
             for cache, part in zip(decoder.caches, decoder.parts, strict=True):
                 kept = [len(owned) for owned in cache.owned]
                 assert sum(kept) == sum(lengths[number] for number in part)
                 assert max(kept) - min(kept) <= 1
         heads = model.layers[model.own[0]].self_attn.k_proj.weight.shape[0] // case.head_dim
         token = 2 * len(model.own) * heads * case.head_dim
-        assert sum(cache.rows.numel() for cache in decoder.caches) <= (sum(totals) / size + len(decoder.caches)) * token
+        assert (
+            sum(cache.rows.numel() for cache in decoder.caches)
+            <= (sum(totals) / size + len(decoder.caches)) * token
+        )
 
 
 GREEDY = Case((6, 3), layers=1, scaling="llama3", vocab=31, seed=11)
@@ -129,7 +145,9 @@ def test_sampled_tokens_depend_on_the_seed_and_on_nothing_else(comm: Any, mesh: 
         found = generate(GREEDY.model(made), PROMPTS, max_tokens=3, sampling=sampling)
     with sp.Mesh(comm.Split(comm.rank, 0), tp=1) as alone_mesh:
         assert found == generate(GREEDY.model(alone_mesh), PROMPTS, max_tokens=3, sampling=sampling)
-        assert found != generate(GREEDY.model(alone_mesh), PROMPTS, max_tokens=3, sampling=Sampling(1.5, 20, 0.95, 4))
+        assert found != generate(
+            GREEDY.model(alone_mesh), PROMPTS, max_tokens=3, sampling=Sampling(1.5, 20, 0.95, 4)
+        )
 
 
 @spmd(1, 2)
@@ -140,7 +158,12 @@ def test_a_sequence_ends_at_a_stop_token_and_the_others_go_on(comm: Any) -> None
     seen: list[tuple[int, int]] = []
     with sp.Mesh(comm, ring=comm.size) as mesh:
         model = GREEDY.model(mesh)
-        assert generate(model, PROMPTS, max_tokens=8, stop=[stop], on_token=lambda *what: seen.append(what)) == want
+        assert (
+            generate(
+                model, PROMPTS, max_tokens=8, stop=[stop], on_token=lambda *what: seen.append(what)
+            )
+            == want
+        )
         assert generate(model, PROMPTS, max_tokens=0) == [[], [], []]
         assert generate(model, [], max_tokens=3) == []
     assert [[token for number, token in seen if number == i] for i in range(3)] == want
@@ -171,13 +194,20 @@ def test_a_decoder_refuses_what_it_has_no_room_for(comm: Any) -> None:
     with sp.Mesh(comm, ring=2) as mesh:
         decoder = Decoder(GREEDY.model(mesh), [3, 2])
         decoder.prefill([[1, 2], []])
-        for tokens, text in (([[1, 2], [3]], "room for 3"), ([[1]], "there are 2"), ([[], []], "no token")):
+        for tokens, text in (
+            ([[1, 2], [3]], "room for 3"),
+            ([[1]], "there are 2"),
+            ([[], []], "no token"),
+        ):
             with pytest.raises(ValueError, match=text):
                 decoder.decode(tokens)
         assert decoder.decode([[1], [3]]).shape == (2, 31)
 
 
-@pytest.mark.parametrize(("options", "text"), [((-1.0,), "temperature"), ((1.0, 0), "top_k"), ((1.0, None, 0.0), "top_p")])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [((-1.0,), "temperature"), ((1.0, 0), "top_k"), ((1.0, None, 0.0), "top_p")],
+)
 def test_sampling_that_makes_no_sense_is_refused(options: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Sampling(*options)

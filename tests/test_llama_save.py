@@ -53,7 +53,11 @@ def test_every_mesh_makes_and_saves_the_same_model(comm: Any, way: str, tmp_path
     alone = comm.Split(comm.rank, 0)
     with sp.Mesh(alone, tp=1) as mesh:
         if comm.rank == 0:
-            save(create(config, mesh, seed=3, dtype=torch.float64), folder / "alone", max_file_bytes=limit)
+            save(
+                create(config, mesh, seed=3, dtype=torch.float64),
+                folder / "alone",
+                max_file_bytes=limit,
+            )
     alone.Free()
     with mesh_of(comm, number) as mesh:
         model = create(config, mesh, seed=3, dtype=torch.float64)
@@ -63,19 +67,33 @@ def test_every_mesh_makes_and_saves_the_same_model(comm: Any, way: str, tmp_path
         assert again.config == config
         for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
             assert torch.equal(ours, theirs)
-        sizes = [len(data) for name, data in contents(folder / "together").items() if name.endswith(".safetensors")]
-        count, most = len(list(model.parameters())), max(placement_of(weight).numel for weight in model.parameters()) * 8
+        sizes = [
+            len(data)
+            for name, data in contents(folder / "together").items()
+            if name.endswith(".safetensors")
+        ]
+        count, most = (
+            len(list(model.parameters())),
+            max(placement_of(weight).numel for weight in model.parameters()) * 8,
+        )
         assert len(sizes) == 1 if limit is None else 1 < len(sizes) <= count
         assert limit is None or max(sizes) < max(limit, most) + HEADER
         assert limit != 1 or len(sizes) == count
         other = create(config, mesh, seed=4, dtype=torch.float64)
-        assert not any(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True) if x.dim() > 1)
+        assert not any(
+            torch.equal(x, y)
+            for x, y in zip(model.parameters(), other.parameters(), strict=True)
+            if x.dim() > 1
+        )
 
 
 @spmd(2)
 def test_layers_that_are_split_over_stages_are_not_saved(comm: Any, tmp_path: Path) -> None:
     folder = shared(comm, tmp_path)
-    with sp.Mesh(comm, pp=2) as mesh, pytest.raises(sp.CheckpointError, match=r"rank 0: .*2 stages.*without pp"):
+    with (
+        sp.Mesh(comm, pp=2) as mesh,
+        pytest.raises(sp.CheckpointError, match=r"rank 0: .*2 stages.*without pp"),
+    ):
         save(create(Case((4, 2)).config, mesh), folder / "staged")
     assert not contents(folder)
 
@@ -91,7 +109,9 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
         model = create(CASE.config, mesh)
         save(model, folder / "empty")
         before = contents(folder / "empty")
-        with pytest.raises(sp.CheckpointError, match=r"rank 0: .*empty is there already.*Delete it"):
+        with pytest.raises(
+            sp.CheckpointError, match=r"rank 0: .*empty is there already.*Delete it"
+        ):
             save(create(CASE.config, mesh, seed=1), folder / "empty")
         with pytest.raises(sp.CheckpointError, match="file is there already"):
             save(model, folder / "file")
@@ -123,7 +143,9 @@ def ending_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ending_disk")
 @spmd(1, 3)
-def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(comm: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
+    comm: Any, tmp_path: Path
+) -> None:
     folder = shared(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
         with pytest.raises(sp.CheckpointError, match=r"cannot be written: .*No space left"):

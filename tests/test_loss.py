@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.attention import accumulation_dtype
-from sp_core.nn.gradients import Placement, clip_gradient_norm, place, placement_of, reduce_gradients
+from sp_core.nn.gradients import (
+    Placement,
+    clip_gradient_norm,
+    place,
+    placement_of,
+    reduce_gradients,
+)
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 from sp_core.segments import split_sizes
 from sp_core.testing import given, record_ratio, spmd
@@ -49,8 +55,15 @@ class LossProblem:
         """Tokens, logits, and which labels are ignored."""
         random = torch.Generator().manual_seed(self.seed)
         tokens = torch.randint(0, self.vocab, (self.batch, self.seq_len), generator=random)
-        logits = torch.randn(self.batch, self.seq_len, self.vocab, generator=random, dtype=torch.float64) * self.magnitude
-        return tokens, logits.to(getattr(torch, self.dtype)), torch.rand(tokens.shape, generator=random) < self.ignored
+        logits = (
+            torch.randn(self.batch, self.seq_len, self.vocab, generator=random, dtype=torch.float64)
+            * self.magnitude
+        )
+        return (
+            tokens,
+            logits.to(getattr(torch, self.dtype)),
+            torch.rand(tokens.shape, generator=random) < self.ignored,
+        )
 
     def labels(self, tokens: Tensor) -> Tensor:
         """From the definition, token by token."""
@@ -95,23 +108,33 @@ def test_loss_and_gradient_are_those_of_one_device(comm: Any, problem: LossProbl
         sharding = LAYOUTS[problem.layout](problem.seq_len, ring.size)
 
         def own(x: Tensor) -> Tensor:
-            return sharding.shard(x, ring.rank, 1).split(split_sizes(problem.vocab, tp.size), 2)[tp.rank]
+            return sharding.shard(x, ring.rank, 1).split(split_sizes(problem.vocab, tp.size), 2)[
+                tp.rank
+            ]
 
         local = own(logits).clone().requires_grad_()
-        mine = next_token_labels(sharding.shard(tokens, ring.rank, 1), comm=ring, sharding=sharding, mask=problem.mask)
+        mine = next_token_labels(
+            sharding.shard(tokens, ring.rank, 1), comm=ring, sharding=sharding, mask=problem.mask
+        )
         assert torch.equal(mine, sharding.shard(problem.labels(tokens), ring.rank, 1))
         mine = mine.masked_fill(sharding.shard(hidden, ring.rank, 1), IGNORED)
         loss = next_token_loss(local, mine, tensor=tp, data=ring)
         loss.backward()
         assert local.grad is not None
         with torch.no_grad():
-            assert torch.equal(next_token_loss(local, mine, tensor=tp, data=ring), loss), "evaluation is not training"
+            assert torch.equal(next_token_loss(local, mine, tensor=tp, data=ring), loss), (
+                "evaluation is not training"
+            )
         assert loss.dtype == accumulation_dtype(logits.dtype)
         growth = problem.vocab + float(logits.amax() - logits.amin())
-        ratio = check_close("loss", loss.detach(), want.loss, bound(want.loss_scale, loss.dtype, growth))
+        ratio = check_close(
+            "loss", loss.detach(), want.loss, bound(want.loss_scale, loss.dtype, growth)
+        )
         record_ratio("loss", ratio)
         allowed = bound(own(want.grad_scale), logits.dtype, growth)
-        record_ratio("gradient of the loss", check_close("gradient", local.grad, own(want.grad), allowed))
+        record_ratio(
+            "gradient of the loss", check_close("gradient", local.grad, own(want.grad), allowed)
+        )
 
 
 @spmd(1, 2, 4)
@@ -131,7 +154,11 @@ WRONG: dict[str, tuple[type[Exception], str, Any]] = {
     "a label beyond the vocabulary": (ValueError, "vocabulary has 0..3", lambda x, y: (x, y + 4)),
     "labels of another shape": (sp.ShapeError, r"needed \(\.\.\., V/T", lambda x, y: (x, y[:, 1:])),
     "labels of another dtype": (sp.DtypeError, "int64", lambda x, y: (x, y.int())),
-    "no valid label": (ValueError, "none of the labels", lambda x, y: (x, torch.full_like(y, IGNORED))),
+    "no valid label": (
+        ValueError,
+        "none of the labels",
+        lambda x, y: (x, torch.full_like(y, IGNORED)),
+    ),
 }
 
 
@@ -147,7 +174,9 @@ def test_bad_input_is_refused_on_every_rank(comm: Any, wrong: str) -> None:
             next_token_loss(*bad, tensor=tp, data=ring)
         assert next_token_loss(*good, tensor=tp, data=ring).isfinite()
         with pytest.raises(sp.ShapeError, match="own shard"):
-            next_token_labels(good[1], comm=ring, sharding=sp.Sharding.contiguous(3 * ring.size + 1, ring.size))
+            next_token_labels(
+                good[1], comm=ring, sharding=sp.Sharding.contiguous(3 * ring.size + 1, ring.size)
+            )
 
 
 @st.composite
@@ -157,7 +186,12 @@ def placements(draw: st.DrawFn) -> Placement:
     dim = draw(st.integers(0, 1))
     cut = draw(st.integers(0, length))
     other = draw(st.integers(0, cut))
-    return Placement((length, 3) if dim == 0 else (3, length), dim, ((range(cut),), (range(other, length),)), partial=True)
+    return Placement(
+        (length, 3) if dim == 0 else (3, length),
+        dim,
+        ((range(cut),), (range(other, length),)),
+        partial=True,
+    )
 
 
 UNITS = {torch.float64: 1 + 2**-40, torch.float32: 1 + 2**-16, torch.bfloat16: 1.0}
@@ -175,15 +209,30 @@ DTYPES = st.lists(st.sampled_from(list(UNITS)), min_size=3, max_size=3)
     memory=st.sampled_from(MEMORIES),
 )
 def test_a_gradient_is_the_sum_over_those_who_have_a_part(
-    comm: Any, placement: Placement, seed: int, max_norm: float, dtypes: list[torch.dtype], memory: str
+    comm: Any,
+    placement: Placement,
+    seed: int,
+    max_norm: float,
+    dtypes: list[torch.dtype],
+    memory: str,
 ) -> None:
     """Multiples of a unit, whose sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
-    whole = torch.randint(-4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)).double() * UNITS[dtypes[0]]
-    norm = torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double() * UNITS[dtypes[1]]
+    whole = (
+        torch.randint(
+            -4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)
+        ).double()
+        * UNITS[dtypes[0]]
+    )
+    norm = (
+        torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
+        * UNITS[dtypes[1]]
+    )
     with sp.Mesh(comm, dp=2, tp=2) as mesh:
         data, tensor = mesh["dp"], mesh["tp"]
         local = [in_memory(placement.take(whole[rank], rank % 2), memory) for rank in range(4)]
-        shared = place(nn.Parameter(torch.zeros(local[comm.rank].shape, dtype=dtypes[0])), placement)
+        shared = place(
+            nn.Parameter(torch.zeros(local[comm.rank].shape, dtype=dtypes[0])), placement
+        )
         shared.grad = in_memory(local[comm.rank].clone().to(dtypes[0]), memory)
         alike = place(nn.Parameter(torch.zeros(3, dtype=dtypes[1])), Placement.replicated((3,), 2))
         alike.grad = norm[data.rank].clone().to(dtypes[1])
@@ -198,7 +247,9 @@ def test_a_gradient_is_the_sum_over_those_who_have_a_part(
         found = clip_gradient_norm([shared, alike, idle], max_norm, tensor=tensor)
         assert math.isclose(found, float(norms), rel_tol=1e-14)
         factor = min(1.0, max_norm / max(found, 1e-300))
-        torch.testing.assert_close(shared.grad, (placement.take(parts, tensor.rank) * factor).to(dtypes[0]))
+        torch.testing.assert_close(
+            shared.grad, (placement.take(parts, tensor.rank) * factor).to(dtypes[0])
+        )
         torch.testing.assert_close(alike.grad, (norm.sum(0) * factor).to(dtypes[1]))
 
 
@@ -207,7 +258,9 @@ def test_a_norm_that_is_not_finite_and_a_parameter_without_placement_are_refused
     parameter = nn.Parameter(torch.ones(2))
     with pytest.raises(sp.ShapeError, match="carries no placement"):
         placement_of(parameter)
-    place(parameter, Placement.split((4,), 0, 2)).grad = torch.tensor([1.0, torch.inf if comm.rank else 1.0])
+    place(parameter, Placement.split((4,), 0, 2)).grad = torch.tensor(
+        [1.0, torch.inf if comm.rank else 1.0]
+    )
     with sp.Mesh(comm, tp=2) as mesh:
         with pytest.raises(ValueError, match="norm of the gradients is inf"):
             clip_gradient_norm([parameter], 1.0, tensor=mesh["tp"])

@@ -76,7 +76,9 @@ def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
     return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
 
 
-def visible_in(block: Block, mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]) -> Tensor:
+def visible_in(
+    block: Block, mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]
+) -> Tensor:
     """What a kernel makes of a block, written again from the meaning of its kind."""
     rows, columns = block.shape
     if block.kind == "full":
@@ -87,7 +89,9 @@ def visible_in(block: Block, mask: Mask, q_positions: Sequence[int], kv_position
     return plans.dense(block, mask, position_tensor(q_positions), position_tensor(kv_positions))
 
 
-def coverage(blocks: Sequence[Block], mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]) -> Tensor:
+def coverage(
+    blocks: Sequence[Block], mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]
+) -> Tensor:
     """How often the blocks of a plan hold each pair."""
     count = torch.zeros(len(q_positions), len(kv_positions), dtype=torch.int64)
     for block in blocks:
@@ -102,7 +106,12 @@ def coverage(blocks: Sequence[Block], mask: Mask, q_positions: Sequence[int], kv
 def test_the_mask_is_its_definition(problem: tuple[list[int], list[int], Mask]) -> None:
     q, kv, mask = problem
     expected = reference.visible(
-        q, kv, causal=mask.causal, window=mask.window, documents=mask.documents, kv_documents=mask.kv_documents
+        q,
+        kv,
+        causal=mask.causal,
+        window=mask.window,
+        documents=mask.documents,
+        kv_documents=mask.kv_documents,
     )
     assert torch.equal(mask.allowed(q, kv), expected)
 
@@ -116,11 +125,16 @@ def test_the_mask_is_its_definition(problem: tuple[list[int], list[int], Mask]) 
 @example(problem=([0, 3, 6, 9], [1, 4, 7], Mask(window=1)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=([], SCRAMBLED, Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=(SCRAMBLED, [], Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
-@example(problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3)
-def test_blocks_hold_each_visible_pair_once(problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int) -> None:
+@example(
+    problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3
+)
+def test_blocks_hold_each_visible_pair_once(
+    problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int
+) -> None:
     q, kv, mask = problem
     with patch.object(plans, "TILE", tile), patch.object(plans, "CHUNK", chunk):
-        plans._plan.cache_clear()  # the cut sizes are constants of the program, so they are not part of the cache's key
+        # the cut sizes are constants of the program, so they are not part of the cache's key
+        plans._plan.cache_clear()
         blocks = plan_blocks(q, kv, mask)
     plans._plan.cache_clear()
     assert torch.equal(coverage(blocks, mask, q, kv), mask.allowed(q, kv).long())
@@ -147,7 +161,9 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
     cut = runs(positions)
     assert [p for run in cut for p in range(run.start, run.last + 1, run.step)] == [*positions]
     assert all(run.step >= 1 and run.length >= 1 for run in cut)
-    assert cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))  # keys of caches
+    assert (
+        cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
+    )  # keys of caches
 
 
 @pytest.mark.parametrize(
@@ -158,7 +174,10 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
         (range(3, 3), []),
         (range(3, 0, -1), [(3, 1, 1), (2, 1, 1), (1, 1, 1)]),
         ([0, 1, 2, 9, 10, 11], [(0, 1, 3), (9, 1, 3)]),  # zigzag
-        ([0, 9, 10, 11], [(0, 1, 1), (9, 1, 3)]),  # a lone token joins nothing, so that the run stays whole
+        (
+            [0, 9, 10, 11],
+            [(0, 1, 1), (9, 1, 3)],
+        ),  # a lone token joins nothing, so that the run stays whole
         ([4, 4, 4], [(4, 1, 1), (4, 1, 1), (4, 1, 1)]),
     ],
 )
@@ -166,13 +185,20 @@ def test_runs_are_maximal(positions: Sequence[int], expected: list[tuple[int, in
     assert runs(positions) == expected
 
 
-@pytest.mark.parametrize("layout", [range(4096), range(3, 4096, 4), [*range(512), *range(3584, 4096)]])
+@pytest.mark.parametrize(
+    "layout", [range(4096), range(3, 4096, 4), [*range(512), *range(3584, 4096)]]
+)
 def test_causal_shards_need_no_dense_mask(layout: Sequence[int]) -> None:
-    assert {block.kind for block in plan_blocks(layout, layout, Mask(causal=True))} <= {"full", "causal"}
+    assert {block.kind for block in plan_blocks(layout, layout, Mask(causal=True))} <= {
+        "full",
+        "causal",
+    }
 
 
 def test_one_block_is_enough_where_one_is() -> None:
-    gathered = [p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))]
+    gathered = [
+        p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))
+    ]
     assert plan_blocks(gathered, gathered, Mask()) == (Block(0, 64, 0, 64, "full", 4096),)
     assert plan_blocks(range(9), range(9), Mask(causal=True)) == (Block(0, 9, 0, 9, "causal", 45),)
     assert plan_blocks(range(5), range(5, 9), Mask(causal=True)) == ()
@@ -198,7 +224,9 @@ def test_documents_of_one_pack_never_meet() -> None:
 
 def test_cross_attention_pairs_documents_by_number_and_compares_global_positions() -> None:
     mask = Mask(documents=(0, 2, 4), kv_documents=(0, 1, 5))
-    assert mask.allowed(range(4), range(5)).tolist() == 2 * [[True, *4 * [False]]] + 2 * [[False, *4 * [True]]]
+    assert mask.allowed(range(4), range(5)).tolist() == 2 * [[True, *4 * [False]]] + 2 * [
+        [False, *4 * [True]]
+    ]
     causal = Mask(causal=True, documents=(0, 2, 4), kv_documents=(0, 1, 5))
     assert causal.allowed([3], range(5)).tolist() == [[False, True, True, True, False]]
 
@@ -213,14 +241,20 @@ def test_equal_lengths_of_runs_are_not_equal_plans() -> None:
         (range(8), range(8), Mask(causal=True, documents=(0, 4, 8))),
         (range(8), range(8), Mask(documents=(0, 4, 8), kv_documents=(0, 5, 8))),
     ]:
-        assert torch.equal(coverage(plan_blocks(q, kv, mask), mask, q, kv), mask.allowed(q, kv).long())
+        assert torch.equal(
+            coverage(plan_blocks(q, kv, mask), mask, q, kv), mask.allowed(q, kv).long()
+        )
 
 
-@pytest.mark.parametrize("mask", [Mask(True), Mask(True, 512), Mask(True, documents=range(0, 10**6 + 1, 1000))])
+@pytest.mark.parametrize(
+    "mask", [Mask(True), Mask(True, 512), Mask(True, documents=range(0, 10**6 + 1, 1000))]
+)
 def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
     positions = torch.cat([torch.arange(250_000), torch.arange(750_000, 10**6)])
     blocks = plan_blocks(positions, positions, mask)
-    assert 0 < len(blocks) <= len(positions) // plans.TILE[0] + 2  # a loop over chunks of positions would give 15 million
+    assert (
+        0 < len(blocks) <= len(positions) // plans.TILE[0] + 2
+    )  # a loop over chunks of positions would give 15 million
     assert work(blocks) > 0
 
 
@@ -229,7 +263,10 @@ def test_positions_without_structure_stay_dense_chunks() -> None:
     mask = Mask(causal=True)
     blocks = plan_blocks(positions, positions, mask)
     assert len(blocks) <= math.ceil(1000 / plans.CHUNK) ** 2
-    assert torch.equal(coverage(blocks, mask, positions.tolist(), positions.tolist()), mask.allowed(positions, positions).long())
+    assert torch.equal(
+        coverage(blocks, mask, positions.tolist(), positions.tolist()),
+        mask.allowed(positions, positions).long(),
+    )
 
 
 @pytest.mark.parametrize("window", [0, -1])
@@ -238,7 +275,9 @@ def test_a_window_below_one_is_refused(window: int) -> None:
         Mask(window=window)
 
 
-@pytest.mark.parametrize("bad", [{"window": 2.0}, {"window": True}, {"documents": (0, 1.5)}, {"documents": (False, 4)}])
+@pytest.mark.parametrize(
+    "bad", [{"window": 2.0}, {"window": True}, {"documents": (0, 1.5)}, {"documents": (False, 4)}]
+)
 def test_what_is_not_an_integer_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(TypeError, match="needed"):
         Mask(**bad)
@@ -251,7 +290,9 @@ def test_boundaries_that_are_none_are_refused(documents: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize(("documents", "kv_documents"), [(None, (0, 4)), ((0, 2, 4), (0, 4))])
-def test_documents_that_do_not_pair_up_are_refused(documents: tuple[int, ...] | None, kv_documents: tuple[int, ...]) -> None:
+def test_documents_that_do_not_pair_up_are_refused(
+    documents: tuple[int, ...] | None, kv_documents: tuple[int, ...]
+) -> None:
     with pytest.raises(ShapeError, match="documents"):
         Mask(documents=documents, kv_documents=kv_documents)
 
@@ -272,7 +313,11 @@ def test_documents_for_another_length_are_refused() -> None:
 
 
 def test_documents_come_in_any_container() -> None:
-    assert Mask(documents=torch.tensor([0, 3, 8])) == Mask(documents=[0, 3, 8]) == Mask(documents=(0, 3, 8))
+    assert (
+        Mask(documents=torch.tensor([0, 3, 8]))
+        == Mask(documents=[0, 3, 8])
+        == Mask(documents=(0, 3, 8))
+    )
     assert hash(Mask(documents=[0, 3, 8])) == hash(Mask(documents=(0, 3, 8)))
 
 

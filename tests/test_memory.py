@@ -44,8 +44,17 @@ def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: in
     """Per token: inputs of both norms and their results, q, k, v and out, the two sides of GELU, lse, mean and deviation twice."""
     sharding = sp.Sharding.contiguous(tokens * comm.size, comm.size)
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        block = sp.TransformerBlock(HIDDEN, HEADS, ffn_hidden=FFN, attention=SCHEMES[name], comm=mesh["sp"], dtype=torch.float64)
-        kept = saved_elements(block, torch.ones(1, tokens, HIDDEN, dtype=torch.float64, requires_grad=True), sharding)
+        block = sp.TransformerBlock(
+            HIDDEN,
+            HEADS,
+            ffn_hidden=FFN,
+            attention=SCHEMES[name],
+            comm=mesh["sp"],
+            dtype=torch.float64,
+        )
+        kept = saved_elements(
+            block, torch.ones(1, tokens, HIDDEN, dtype=torch.float64, requires_grad=True), sharding
+        )
     if name == "ulysses" and comm.size > 1:  # out stays with its heads, and arrives with its tokens
         kept -= tokens * HIDDEN
     assert kept == tokens * (8 * HIDDEN + 2 * FFN + HEADS + 4)
@@ -56,7 +65,20 @@ def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> 
     """Forward and backward, in units of one rank's tokens of one of q, k, v: never more than 25, for any number of ranks."""
     tokens, size = 64, comm.size
     problem = AttentionProblem(
-        *(1, tokens * size, tokens * size, 4, 1, 8, "float64", "contiguous", "contiguous", sp.Mask(), None, 1.0),
+        *(
+            1,
+            tokens * size,
+            tokens * size,
+            4,
+            1,
+            8,
+            "float64",
+            "contiguous",
+            "contiguous",
+            sp.Mask(),
+            None,
+            1.0,
+        ),
         *("normal", "normal", (True, True, True), "plain", 7),
     )
     with sp.Mesh(comm, sp=size) as mesh:

@@ -17,18 +17,40 @@ from sp_core.counters import Count, Counters
 from sp_core.mesh import _resolved
 from sp_core.testing import given, run_threads, spmd
 
-SHAPES = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 5: (5, 1, 1), 6: (3, 1, 2), 7: (1, 1, 7), 8: (2, 2, 2)}
+SHAPES = {
+    1: (1, 1, 1),
+    2: (2, 1, 1),
+    3: (1, 3, 1),
+    4: (2, 1, 2),
+    5: (5, 1, 1),
+    6: (3, 1, 2),
+    7: (1, 1, 7),
+    8: (2, 2, 2),
+}
 
 
-@given(names=st.permutations(["a", "b", "c"]), product=st.permutations(["a", "b", "c"]), axes=st.integers(1, 3))
-def test_ranks_are_numbered_with_the_last_axis_fastest(comm: Any, names: list[str], product: list[str], axes: int) -> None:
+@given(
+    names=st.permutations(["a", "b", "c"]),
+    product=st.permutations(["a", "b", "c"]),
+    axes=st.integers(1, 3),
+)
+def test_ranks_are_numbered_with_the_last_axis_fastest(
+    comm: Any, names: list[str], product: list[str], axes: int
+) -> None:
     lengths = dict(zip(names, SHAPES[comm.size], strict=True))
-    places = [dict(zip(names, place, strict=True)) for place in itertools.product(*map(range, lengths.values()))]
+    places = [
+        dict(zip(names, place, strict=True))
+        for place in itertools.product(*map(range, lengths.values()))
+    ]
     mine = places[comm.rank]
     chosen = tuple(product[:axes])
     with sp.Mesh(comm, **lengths) as mesh:
         group = mesh[chosen]
-        members = [rank for rank, place in enumerate(places) if all(place[n] == mine[n] for n in names if n not in chosen)]
+        members = [
+            rank
+            for rank, place in enumerate(places)
+            if all(place[n] == mine[n] for n in names if n not in chosen)
+        ]
         members.sort(key=lambda rank: [places[rank][name] for name in chosen])
         assert group.size == len(members)
         assert members[group.rank] == comm.rank
@@ -53,9 +75,16 @@ def test_the_product_of_no_axes_is_a_rank_alone(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cuda:2", "there are 2 CUDA devices, cuda:0 to cuda:1")]
+    ("asked", "found"),
+    [
+        ("cuda", "cuda:1"),
+        ("cuda:0", "cuda:0"),
+        ("cuda:2", "there are 2 CUDA devices, cuda:0 to cuda:1"),
+    ],
 )
-def test_a_gpu_is_the_current_one_unless_it_is_numbered(asked: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_the_current_one_unless_it_is_numbered(
+    asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"is_available": True, "device_count": 2, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     device, error = _resolved(asked)
@@ -106,7 +135,9 @@ def test_a_communicator_of_reordered_ranks(comm: Any, ranks: tuple[int, ...]) ->
     with sp.Mesh(reordered, sp=comm.size) as mesh:
         gathered = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["sp"]).tolist()
         assert gathered[:3] == list(ranks)
-        root = sp.broadcast(torch.tensor([float(comm.rank)], requires_grad=True), comm=mesh["sp"], root=2)
+        root = sp.broadcast(
+            torch.tensor([float(comm.rank)], requires_grad=True), comm=mesh["sp"], root=2
+        )
         assert root.item() == ranks[2]
     reordered.Free()
 
@@ -146,9 +177,14 @@ def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way() -> No
 
 @spmd(2)
 def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) -> None:
-    with contextlib.suppress(KeyError), sp.Mesh(comm, transport="window", check="off", sp=2) as mesh:
+    with (
+        contextlib.suppress(KeyError),
+        sp.Mesh(comm, transport="window", check="off", sp=2) as mesh,
+    ):
         assert mesh["sp"].window is not None
-        mesh["sp"].window._announce = lambda what: None  # or the kit would tell rank 0 that it is alone
+        mesh["sp"].window._announce = lambda what: (
+            None
+        )  # or the kit would tell rank 0 that it is alone
         pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"]) if comm.rank == 0 else None
         raise KeyError("lost")
     if pending is not None:
@@ -157,7 +193,9 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
 
 
 @given(layout=st.integers(0, 12), names=st.permutations(["a", "b", "c"]))
-def test_every_communicator_knows_the_node_of_each_of_its_ranks(comm: Any, layout: int, names: list[str]) -> None:
+def test_every_communicator_knows_the_node_of_each_of_its_ranks(
+    comm: Any, layout: int, names: list[str]
+) -> None:
     lengths = dict(zip("abc", SHAPES[comm.size], strict=True))
     nodes = nodes_of(comm.size, layout)
     with sp.Mesh(comm, nodes=nodes, **lengths) as mesh:
@@ -194,4 +232,6 @@ def test_the_environment_says_where_the_nodes_are(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_operation_that_was_never_called_has_counted_nothing() -> None:
-    assert Counters()["all_reduce"] == Count(calls=0, messages=0, bytes_sent=0, seconds=0.0, scratch=0)
+    assert Counters()["all_reduce"] == Count(
+        calls=0, messages=0, bytes_sent=0, seconds=0.0, scratch=0
+    )

@@ -37,7 +37,10 @@ def written(out: Path, plain: dict[str, str], checked: dict[str, str], number: i
     for kind, words in zip(KINDS, (plain, checked), strict=True):
         folder = command.place(out, 2, kind, "messages")
         folder.mkdir(parents=True)
-        lines = [["An MPI 1.0", "4.1", number], *([name, word, "a reason"] for name, word in words.items())]
+        lines = [
+            ["An MPI 1.0", "4.1", number],
+            *([name, word, "a reason"] for name, word in words.items()),
+        ]
         for rank in range(2):
             (folder / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
         (folder / command.DONE).touch()
@@ -61,7 +64,9 @@ PASSED = {"test_a": "passed", "test_b": "skipped"}
         ({}, {}, 1),
     ],
 )
-def test_what_ends_otherwise_or_not_at_all_is_red(tmp_path: Path, plain: Any, checked: Any, code: int) -> None:
+def test_what_ends_otherwise_or_not_at_all_is_red(
+    tmp_path: Path, plain: Any, checked: Any, code: int
+) -> None:
     assert written(tmp_path, plain, checked) == code
     (row,) = json.loads((tmp_path / "REPORT.json").read_text())
     assert sum(row["checked"].values()) == 2
@@ -69,7 +74,10 @@ def test_what_ends_otherwise_or_not_at_all_is_red(tmp_path: Path, plain: Any, ch
 
 
 def test_the_report_has_both_mpis_and_names_what_is_not_checked() -> None:
-    rows, text = json.loads((FOLDER / "REPORT.json").read_text()), (FOLDER / "REPORT.md").read_text()
+    rows, text = (
+        json.loads((FOLDER / "REPORT.json").read_text()),
+        (FOLDER / "REPORT.md").read_text(),
+    )
     assert {row["mpi"].split()[0] for row in rows} == {"Open", "MPICH"}
     assert [row["unexplained"] for row in rows] == [[]] * len(rows)
     assert all(row["checked"]["passed"] > 500 for row in rows)

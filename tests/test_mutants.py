@@ -15,9 +15,22 @@ from mutants.trial import Ending, Outcome, judged
 
 CATALOGUE = catalogue.mutants()
 EXCLUDED = catalogue.exclusions()
-SMALL = Mutant("LSE-0/x", "a title", "a source", "a symptom", "sp_core/errors.py", "abc", "d", ("test_errors.py",), "LSE")
+SMALL = Mutant(
+    "LSE-0/x",
+    "a title",
+    "a source",
+    "a symptom",
+    "sp_core/errors.py",
+    "abc",
+    "d",
+    ("test_errors.py",),
+    "LSE",
+)
 TOLD = {"law": "tests/test_mask.py::test_x", "examples": 3, "seconds": 1.0, "words": "it is wrong"}
-TEXTS = {path.relative_to(catalogue.ROOT).as_posix(): path.read_text() for path in (catalogue.ROOT / "sp_core").rglob("*.py")}
+TEXTS = {
+    path.relative_to(catalogue.ROOT).as_posix(): path.read_text()
+    for path in (catalogue.ROOT / "sp_core").rglob("*.py")
+}
 
 
 @pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.id)
@@ -39,7 +52,12 @@ def test_every_known_bug_is_planted_or_excluded() -> None:
 @pytest.mark.parametrize("exclusion", EXCLUDED, ids=lambda exclusion: exclusion.id)
 def test_what_is_excluded_is_not_there(exclusion: Exclusion) -> None:
     assert exclusion.absent
-    assert {path for path, text in TEXTS.items() for x in exclusion.absent if re.search(x, text, re.IGNORECASE)} == set()
+    assert {
+        path
+        for path, text in TEXTS.items()
+        for x in exclusion.absent
+        if re.search(x, text, re.IGNORECASE)
+    } == set()
 
 
 def test_a_text_that_is_not_there_once_is_stale() -> None:
@@ -56,14 +74,21 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
         ("ranks", Ending(None, TOLD, trial.TIME_IS_UP), "killed", "tests/test_mask.py::test_x"),
         ("chosen", Ending(None, {}, ""), "hung", ""),
         ("ranks", Ending(1, {}, f"{trial.ENDED}{trial.TIME_IS_UP} after 9 s ====\n"), "hung", ""),
-        ("ranks", Ending(1, {}, f"==== {trial.ENDED}a rank has reached its time limit ====\n"), "killed", "the launcher"),
+        (
+            "ranks",
+            Ending(1, {}, f"==== {trial.ENDED}a rank has reached its time limit ====\n"),
+            "killed",
+            "the launcher",
+        ),
         ("threads", Ending(-8, {}, ""), "killed", "the process died"),
         ("threads", Ending(1, {}, "worst error over bound: 0.7"), "killed", "the session"),
         ("threads", Ending(2, {}, "ERROR collecting"), "broken", ""),
         ("threads", Ending(4, {}, "usage"), "broken", ""),
     ],
 )
-def test_the_end_of_a_stage_says_what_became_of_the_mutant(stage: str, ending: Ending, verdict: str, law: str) -> None:
+def test_the_end_of_a_stage_says_what_became_of_the_mutant(
+    stage: str, ending: Ending, verdict: str, law: str
+) -> None:
     outcome = judged(stage, ending)
     assert outcome is not None
     assert (outcome.verdict, outcome.stage, outcome.law) == (verdict, stage, law)
@@ -76,11 +101,15 @@ def test_a_green_stage_leaves_it_to_the_next(code: int) -> None:
 
 def test_all_of_the_librarys_tests_run_once() -> None:
     chosen = ("test_schemes.py", "test_cost.py")
-    first, second, third = ([*trial.test_files(catalogue.ROOT, stage, chosen)] for stage in trial.STAGES)
+    first, second, third = (
+        [*trial.test_files(catalogue.ROOT, stage, chosen)] for stage in trial.STAGES
+    )
     assert first == ["tests/test_schemes.py", "tests/test_cost.py"]
     assert not set(first) & set(second)
     assert third == first + second
-    left_out = {path.name for path in (catalogue.ROOT / "tests").glob("test_*.py")} - {Path(name).name for name in third}
+    left_out = {path.name for path in (catalogue.ROOT / "tests").glob("test_*.py")} - {
+        Path(name).name for name in third
+    }
     assert {"test_mutants.py", "test_layout.py"} < left_out
     assert not {name for mutant in CATALOGUE for name in mutant.tests} & left_out
 
@@ -90,7 +119,12 @@ def test_a_command_that_does_not_end_is_shot(tmp_path: Path) -> None:
     with (tmp_path / "output").open("w") as output:
         arguments = [sys.executable, "-c", "import time; time.sleep(60)"]
         assert trial.run(arguments, tmp_path, output.fileno(), {}, 0.3) is None
-        assert trial.run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, output.fileno(), {}, 30) == 3
+        assert (
+            trial.run(
+                [sys.executable, "-c", "raise SystemExit(3)"], tmp_path, output.fileno(), {}, 30
+            )
+            == 3
+        )
     assert time.monotonic() - begin < 30
 
 
@@ -105,7 +139,10 @@ def test_mutants_are_chosen_by_class_bug_id_and_file() -> None:
 
 def test_a_report_counts_by_class_and_names_survivors(tmp_path: Path) -> None:
     killed = Outcome("killed", "chosen", TOLD["law"], 3, 7.0, "wrong")
-    results = [(SMALL, killed), (Mutant(**{**vars(SMALL), "id": "LSE-9"}), Outcome("survived", "ranks", seconds=99.0))]
+    results = [
+        (SMALL, killed),
+        (Mutant(**{**vars(SMALL), "id": "LSE-9"}), Outcome("survived", "ranks", seconds=99.0)),
+    ]
     report.write(tmp_path, results, EXCLUDED, 2)
     text = (tmp_path / "mutants.md").read_text()
     assert "| LSE | 1 of 2 |" in text

@@ -72,7 +72,11 @@ def made(operator: str, text: str) -> list[str]:
         ("logic", "not (a and b)", ["(a and b)", "not ((a or b))"]),
         ("conditions", "if a: b()", ["if True: b()", "if False: b()"]),
         ("conditions", "while a: b()", ["while False: b()"]),
-        ("conditions", "x = [b for b in c if a]", ["x = [b for b in c if True]", "x = [b for b in c if False]"]),
+        (
+            "conditions",
+            "x = [b for b in c if a]",
+            ["x = [b for b in c if True]", "x = [b for b in c if False]"],
+        ),
         ("conditions", "x = b if a else c", ["x = b if True else c", "x = b if False else c"]),
         ("statements", "f(x)", ["pass"]),
         ("statements", "a.b[c] = d", ["pass"]),
@@ -96,12 +100,19 @@ def test_every_operator_finds_something_in_the_library(found: list[Edit]) -> Non
     assert len({edit.id for edit in found}) == len(found)
 
 
-def test_every_file_of_the_package_is_in_the_library_or_in_the_kit(found: list[Edit], of_kit: list[Edit]) -> None:
-    paths = {path.relative_to(sample.ROOT).as_posix(): path for path in (sample.ROOT / "sp_core").rglob("*.py")}
+def test_every_file_of_the_package_is_in_the_library_or_in_the_kit(
+    found: list[Edit], of_kit: list[Edit]
+) -> None:
+    paths = {
+        path.relative_to(sample.ROOT).as_posix(): path
+        for path in (sample.ROOT / "sp_core").rglob("*.py")
+    }
     with_edits = {name for name, path in paths.items() if edits(name, path.read_text())}
     library, kit = ({edit.file for edit in part} for part in (found, of_kit))
     assert library | kit == with_edits
-    assert kit == {name for name in with_edits if name.startswith(("sp_core/launch/", "sp_core/testing/"))}
+    assert kit == {
+        name for name in with_edits if name.startswith(("sp_core/launch/", "sp_core/testing/"))
+    }
     folders = {"/".join(Path(name).parts[1:-1]) or "sp_core" for name in with_edits}
     assert {sample.room_of(name) for name in library | kit} == folders
 
@@ -138,7 +149,9 @@ def test_the_name_of_an_edit_moves_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 50, 500])
-def test_every_room_file_and_operator_has_its_share_of_the_sample(found: list[Edit], number: int) -> None:
+def test_every_room_file_and_operator_has_its_share_of_the_sample(
+    found: list[Edit], number: int
+) -> None:
     some = sample.drawn(found, number, 3)
     assert [edit.id for edit in some] == [edit.id for edit in sample.drawn(found, number, 3)]
     assert len({edit.id for edit in some}) == number
@@ -152,25 +165,39 @@ def test_every_room_file_and_operator_has_its_share_of_the_sample(found: list[Ed
 
 
 def test_a_small_room_gets_the_least_number_and_a_large_one_its_proportion() -> None:
-    assert sample.shares({"a": 900, "b": 300, "c": 30, "d": 5}, 225) == {"a": 150, "b": 50, "c": 20, "d": 5}
+    assert sample.shares({"a": 900, "b": 300, "c": 30, "d": 5}, 225) == {
+        "a": 150,
+        "b": 50,
+        "c": 20,
+        "d": 5,
+    }
     assert sample.shares({"a": 3, "b": 4}, 10**6) == {"a": 3, "b": 4}
     assert sum(sample.shares({"a": 900, "b": 300, "c": 30}, 7).values()) == 7
 
 
 def test_every_edit_can_be_drawn(found: list[Edit]) -> None:
     few = [edit for edit in found if sample.room_of(edit.file) == "mask"][::4]
-    drawn = Counter(edit.id for seed in range(300) for edit in sample.drawn(few, len(few) // 3, seed))
+    drawn = Counter(
+        edit.id for seed in range(300) for edit in sample.drawn(few, len(few) // 3, seed)
+    )
     assert drawn.keys() == {edit.id for edit in few}
     assert max(drawn.values()) < 2 * min(drawn.values())
-    assert Counter(edit.id for edit in sample.drawn(few, 10**6, 0)) == Counter(edit.id for edit in few)
+    assert Counter(edit.id for edit in sample.drawn(few, 10**6, 0)) == Counter(
+        edit.id for edit in few
+    )
 
 
 def test_a_change_elsewhere_leaves_the_sample_as_it_is(found: list[Edit]) -> None:
     number, file = 300, found[0].file
     gone = {edit.id for place, edit in enumerate(found) if edit.file == file and not place % 2}
-    before, after = (sample.drawn(part, number, 3) for part in (found, [edit for edit in found if edit.id not in gone]))
+    before, after = (
+        sample.drawn(part, number, 3)
+        for part in (found, [edit for edit in found if edit.id not in gone])
+    )
     kept = {edit.id for edit in after}
-    assert len([edit for edit in before if edit.file != file and edit.id not in kept]) < number // 50
+    assert (
+        len([edit for edit in before if edit.file != file and edit.id not in kept]) < number // 50
+    )
 
 
 def test_what_is_said_to_change_nothing_is_there(found: list[Edit], of_kit: list[Edit]) -> None:
@@ -196,25 +223,42 @@ def small(*lines: int, file: str = FILE, inside: bool = True) -> Edit:
 
 def reached(seconds: dict[str, float], lines: dict[int, list[str]]) -> Reached:
     found = Reached()
-    found.add({"seconds": seconds, "lines": {FILE: {str(line): tests for line, tests in lines.items()}}})
+    found.add(
+        {"seconds": seconds, "lines": {FILE: {str(line): tests for line, tests in lines.items()}}}
+    )
     return found
 
 
 def test_narrow_and_quick_tests_come_first() -> None:
     seconds = {"wide": 1.0, "narrow": 1.0, "slow": 9.0, "p[1]": 0.9, "p[2]": 0.9, "other": 0.1}
-    found = reached(seconds, {1: [*seconds], 2: ["wide", "slow"], 3: ["wide"], 4: ["narrow", "wide", "slow", "p[1]", "p[2]"]})
+    found = reached(
+        seconds,
+        {
+            1: [*seconds],
+            2: ["wide", "slow"],
+            3: ["wide"],
+            4: ["narrow", "wide", "slow", "p[1]", "p[2]"],
+        },
+    )
     assert found.tests(small(4)) == ["p[1]", "narrow", "p[2]", "wide", "slow"]
     assert found.tests(small(2, 3)) == ["wide", "slow"]
 
 
 def test_what_runs_at_import_has_all_tests_of_files_that_reach_its_own() -> None:
     """A signature can be asked for its defaults by a test that calls nothing, and a module imported by any test."""
-    found = reached({"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0}, {1: ["", "v::d"], 2: ["t::a"]})
+    found = reached(
+        {"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0}, {1: ["", "v::d"], 2: ["t::a"]}
+    )
     assert found.tests(small(1, inside=False)) == ["t::b", "t::a", "v::d"]
     assert found.tests(small(1)) == ["v::d"]
     text = "A = 1\ndef f(a=2):\n    def g(b=3):\n        return 4\nclass B:\n    c = 5\n    d = lambda: 6\n"
-    inside = {edit.before: edit.inside for edit in edits("a.py", text) if edit.operator == "constants"}
-    assert [before for before, is_inside in inside.items() if is_inside] == ["def g(b=3):", "return 4"]
+    inside = {
+        edit.before: edit.inside for edit in edits("a.py", text) if edit.operator == "constants"
+    }
+    assert [before for before, is_inside in inside.items() if is_inside] == [
+        "def g(b=3):",
+        "return 4",
+    ]
     assert found.tests(small(9)) == []
     assert found.tests(small(1, file="sp_core/sharding.py")) == []
 
@@ -257,32 +301,52 @@ def test_the_first_tests_take_no_longer_than_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("killed", "all_of_them", "low", "high"), [(10, 10, 0.7225, 1.0), (95, 100, 0.8882, 0.9785), (0, 0, 0.0, 1.0)]
+    ("killed", "all_of_them", "low", "high"),
+    [(10, 10, 0.7225, 1.0), (95, 100, 0.8882, 0.9785), (0, 0, 0.0, 1.0)],
 )
 def test_wilsons_interval(killed: int, all_of_them: int, low: float, high: float) -> None:
     assert Score(killed, all_of_them).interval == pytest.approx((low, high), abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("survivors", "suffice"), [((0, 0), True), ((3, 0), True), ((4, 0), False), ((0, 1), True), ((0, 2), False)]
+    ("survivors", "suffice"),
+    [((0, 0), True), ((3, 0), True), ((4, 0), False), ((0, 1), True), ((0, 2), False)],
 )
-def test_enough_are_killed_in_each_room_and_in_all(survivors: tuple[int, int], suffice: bool) -> None:
+def test_enough_are_killed_in_each_room_and_in_all(
+    survivors: tuple[int, int], suffice: bool
+) -> None:
     """Of 80 and 20: at least 95 % in each room, and 97 % in all."""
     results = []
     for file, count, alive in zip((FILE, "sp_core/mesh.py"), (80, 20), survivors, strict=True):
         verdicts = ["survived"] * alive + ["killed"] * (count - alive)
-        results += [Result(small(line, file=file), Outcome(verdict)) for line, verdict in enumerate(verdicts)]
+        results += [
+            Result(small(line, file=file), Outcome(verdict))
+            for line, verdict in enumerate(verdicts)
+        ]
     assert tally.suffices(results) == suffice
 
 
 def test_a_report_leaves_out_what_goes_unnoticed_and_names_survivors(tmp_path: Path) -> None:
-    entry, place = Equivalent(FILE, "f", "x = 1", "x = 2", "it is only slower"), sample.Unreachable(FILE, "f", "it needs a GPU")
-    killed, survived = Outcome("killed", "near", "test_mask.py::test_x", seconds=4.0), Outcome("survived", "ranks")
+    entry, place = (
+        Equivalent(FILE, "f", "x = 1", "x = 2", "it is only slower"),
+        sample.Unreachable(FILE, "f", "it needs a GPU"),
+    )
+    killed, survived = (
+        Outcome("killed", "near", "test_mask.py::test_x", seconds=4.0),
+        Outcome("survived", "ranks"),
+    )
     other = small(5, file="sp_core/sharding.py")
-    results = [Result(small(1), killed), Result(other, survived), Result(other, survived, entry), Result(other, survived, place)]
+    results = [
+        Result(small(1), killed),
+        Result(other, survived),
+        Result(other, survived, entry),
+        Result(other, survived, place),
+    ]
     assert (tally.score(results).killed, tally.score(results).all) == (1, 2)
     assert tally.score([*results, Result(other, tally.OPEN)]) == tally.score(results)
-    assert tally.wrong([*results, Result(small(1), killed, entry)]) == [Result(small(1), killed, entry)]
+    assert tally.wrong([*results, Result(small(1), killed, entry)]) == [
+        Result(small(1), killed, entry)
+    ]
     tally.write(tmp_path, "generic", results, "Seed 1")
     text = (tmp_path / "generic.md").read_text()
     assert "Seed 1: 1 of 2, 50.0%" in text
@@ -308,19 +372,28 @@ def test_what_was_done_is_kept_but_what_is_asked_for_again(tmp_path: Path) -> No
     lines = [{"id": "a", **Outcome("survived").as_dict()}, {"id": "b", **Outcome("hung").as_dict()}]
     lines.append({"id": "a", **Outcome("killed", "near").as_dict()})
     (tmp_path / "kept.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert generic.kept(tmp_path / "kept.jsonl", []) == {"a": Outcome("killed", "near"), "b": Outcome("hung")}
+    assert generic.kept(tmp_path / "kept.jsonl", []) == {
+        "a": Outcome("killed", "near"),
+        "b": Outcome("hung"),
+    }
     assert generic.kept(tmp_path / "kept.jsonl", ["hung"]) == {"a": Outcome("killed", "near")}
     assert generic.kept(tmp_path / "none.jsonl", []) == {}
 
 
 def test_a_survivor_of_an_early_stage_is_tried_by_the_later_ones() -> None:
-    assert [generic.is_final(Outcome("survived", stage), "far") for stage in ("near", "far", "ranks", "reach")] == [
+    assert [
+        generic.is_final(Outcome("survived", stage), "far")
+        for stage in ("near", "far", "ranks", "reach")
+    ] == [
         False,
         True,
         True,
         True,
     ]
-    assert all(generic.is_final(Outcome(verdict, "near"), "ranks") for verdict in ("killed", "hung", "broken"))
+    assert all(
+        generic.is_final(Outcome(verdict, "near"), "ranks")
+        for verdict in ("killed", "hung", "broken")
+    )
 
 
 def test_edits_are_chosen_by_room_operator_file_and_id() -> None:
@@ -331,10 +404,17 @@ def test_edits_are_chosen_by_room_operator_file_and_id() -> None:
     assert generic.selected(some, ["constants", "mask"]) == some
 
 
-def test_a_child_ends_green_red_dead_or_shot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_ends_green_red_dead_or_shot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nursery, "READY", ["pytest"])
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    bodies = {"green": "pass", "red": "assert False", "dead": "import os; os.abort()", "stuck": "import time; time.sleep(99)"}
+    bodies = {
+        "green": "pass",
+        "red": "assert False",
+        "dead": "import os; os.abort()",
+        "stuck": "import time; time.sleep(99)",
+    }
     lonely = "import os\n    assert len([*filter(str.isdigit, os.listdir('/proc'))]) == 2"
     bodies["lonely"] = f"{lonely}  # itself and the first of its namespace"
     for name, body in bodies.items():
@@ -342,7 +422,9 @@ def test_a_child_ends_green_red_dead_or_shot(tmp_path: Path, monkeypatch: pytest
 
     def code(name: str) -> int | None:
         arguments = ["-q", "-p", "no:cacheprovider", f"test_{name}.py"]
-        return nursery.run(arguments, tmp_path, tmp_path / f"{name}.txt", {}, 2.0 if name == "stuck" else 60.0)
+        return nursery.run(
+            arguments, tmp_path, tmp_path / f"{name}.txt", {}, 2.0 if name == "stuck" else 60.0
+        )
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(code, bodies)) == [0, 1, -6, None, 0]

@@ -33,7 +33,9 @@ def test_what_hosts_check_is_what_they_have(library: bool) -> None:
             return check_all(mesh["hosts", "ranks"], library=library)
 
     absent = ("window",) if library else ("window", "auto", "mpi")
-    assert set(run_threads(2, body)) == {sum(name not in absent for names in ALGORITHMS.values() for name in names)}
+    assert set(run_threads(2, body)) == {
+        sum(name not in absent for names in ALGORITHMS.values() for name in names)
+    }
 
 
 @pytest.fixture
@@ -44,7 +46,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
     def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         found.append(command)
-        return subprocess.CompletedProcess(command, 0, there if command == ("ip", "netns", "list") else "", "")
+        return subprocess.CompletedProcess(
+            command, 0, there if command == ("ip", "netns", "list") else "", ""
+        )
 
     monkeypatch.setattr(hosts, "_ran", run)
     return found
@@ -52,14 +56,33 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 @pytest.mark.parametrize(
     ("text", "link"),
-    [("1gbit", Link(1e9)), ("100mbit,1ms", Link(1e8, 1e-3)), ("2.5gbit,50us", Link(2.5e9, 5e-5)), ("64kbit,1s", Link(6.4e4, 1.0))],
+    [
+        ("1gbit", Link(1e9)),
+        ("100mbit,1ms", Link(1e8, 1e-3)),
+        ("2.5gbit,50us", Link(2.5e9, 5e-5)),
+        ("64kbit,1s", Link(6.4e4, 1.0)),
+    ],
 )
 def test_a_link_is_read(text: str, link: Link) -> None:
     found = Link.parse(text)
     assert (found.rate, found.delay) == pytest.approx((link.rate, link.delay))
 
 
-@pytest.mark.parametrize("text", ["", "1", "gbit", "1gbit,", "1gbit,1", "1 gbit", "-1gbit", "1gbit,1ms,2ms", "0gbit", "1..2gbit"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1",
+        "gbit",
+        "1gbit,",
+        "1gbit,1",
+        "1 gbit",
+        "-1gbit",
+        "1gbit,1ms,2ms",
+        "0gbit",
+        "1..2gbit",
+    ],
+)
 def test_a_link_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="pass a"):
         Link.parse(text)
@@ -100,7 +123,9 @@ def test_only_namespaces_of_that_very_run_are_removed(ran: Commands) -> None:
     assert [command[3] for command in ran if command[2] == "del"] == ["spnl1h0", "spnl1sw"]
 
 
-def test_what_a_killed_run_has_left_goes_and_a_living_one_stays(tmp_path: Path, ran: Commands) -> None:
+def test_what_a_killed_run_has_left_goes_and_a_living_one_stays(
+    tmp_path: Path, ran: Commands
+) -> None:
     """The lock of a folder tells whether its maker lives."""
     for name in ("spnl1", "spnl12", "unrelated"):
         (tmp_path / name).mkdir()
@@ -109,21 +134,33 @@ def test_what_a_killed_run_has_left_goes_and_a_living_one_stays(tmp_path: Path, 
         assert hosts.remove_stale(tmp_path) == ["spnl1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spnl12", "unrelated"]
     assert hosts.remove_stale(tmp_path) == ["spnl12"]
-    assert [command[3] for command in ran if command[2] == "del"] == ["spnl1h0", "spnl1sw", "spnl12h0", "spnl12h1"]
+    assert [command[3] for command in ran if command[2] == "del"] == [
+        "spnl1h0",
+        "spnl1sw",
+        "spnl12h0",
+        "spnl12h1",
+    ]
 
 
-def test_hosts_are_taken_down_when_bringing_them_up_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_taken_down_when_bringing_them_up_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: Commands = []
 
     def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         done.append(command)
         fails = "tbf" in command
         prefix = next((c[3][:-2] for c in done if c[:3] == ("ip", "netns", "add")), "")
-        return subprocess.CompletedProcess(command, int(fails), f"{prefix}sw\n" if command[-1] == "list" else "", "no such qdisc")
+        return subprocess.CompletedProcess(
+            command, int(fails), f"{prefix}sw\n" if command[-1] == "list" else "", "no such qdisc"
+        )
 
     monkeypatch.setattr(hosts, "_ran", run)
     monkeypatch.setattr(hosts, "check_system", lambda: None)
-    with pytest.raises(hosts.NetlabError, match=r"tc -n .* tbf .*: no such qdisc"), hosts.cluster(2, Link(1e9), tmp_path):
+    with (
+        pytest.raises(hosts.NetlabError, match=r"tc -n .* tbf .*: no such qdisc"),
+        hosts.cluster(2, Link(1e9), tmp_path),
+    ):
         raise AssertionError("the block must not begin")
     assert done[-1][:3] == ("ip", "netns", "del")
     assert list(tmp_path.iterdir()) == []
@@ -136,7 +173,9 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch: pytest.MonkeyP
         hosts.check_system()
 
 
-def test_root_without_namespaces_is_red(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_root_without_namespaces_is_red(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It does not fall back to the model; somebody else than root gets the model and is told."""
 
     def refuse() -> None:
@@ -156,14 +195,22 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
 
     def run(entry: starting.Hosted) -> dict[str, object]:
         launched.append(entry.setting)
-        return {"status": "failed", "reason": "exit code 3", "output": "demux engine error" if len(launched) == 1 else "wrong"}
+        return {
+            "status": "failed",
+            "reason": "exit code 3",
+            "output": "demux engine error" if len(launched) == 1 else "wrong",
+        }
 
     monkeypatch.setattr(netlab.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(starting.Hosted, "once", run)
     monkeypatch.setattr(starting, "installed", lambda: "mpich")
-    assert netlab.netlab(["--only", "P = 3", "--out", str(tmp_path / "out.json")]) == 1  # a failed launch is red
+    assert (
+        netlab.netlab(["--only", "P = 3", "--out", str(tmp_path / "out.json")]) == 1
+    )  # a failed launch is red
     assert "link model inside the transport" in capsys.readouterr().out
-    assert [setting.name for setting in launched] == ["16 MiB, P = 3"] * 2  # the launcher's own failure is tried again, once
+    assert [setting.name for setting in launched] == [
+        "16 MiB, P = 3"
+    ] * 2  # the launcher's own failure is tried again, once
     assert all(setting.modelled for setting in launched)
     assert "link model" in (tmp_path / "out.json").read_text()
 
@@ -183,7 +230,9 @@ def test_a_host_has_one_wire_for_all_the_others(sizes: list[int], one_sender: bo
     """Packets to different hosts leave one after the other; those of different hosts come in one after the other."""
     wires = Wires(1e8, 1e-3)
     ends = [(0, k + 1) if one_sender else (k + 1, 0) for k in range(len(sizes))]
-    arrivals = [wires.arrival(5.0, source, dest, n) for (source, dest), n in zip(ends, sizes, strict=True)]
+    arrivals = [
+        wires.arrival(5.0, source, dest, n) for (source, dest), n in zip(ends, sizes, strict=True)
+    ]
     assert max(arrivals) == pytest.approx(5 + 1e-3 + sum(sizes) / 1e8, abs=1e-9)
 
 
@@ -201,7 +250,11 @@ def marks(launches: dict[str, dict[str, object]]) -> dict[str, str]:
 @pytest.mark.parametrize(("ours", "mark"), [(0.104, "reached"), (0.106, "not reached")])
 def test_a_row_is_judged_by_the_stream_of_its_own_round(ours: float, mark: str) -> None:
     """With P = 2 the vector goes through the link once: as long as the stream takes, which differs from round to round."""
-    seconds = {"stream": [0.1 * k for k in range(1, 9)], "segmented_ring": [ours * k for k in range(1, 9)], "library": [1.0] * 8}
+    seconds = {
+        "stream": [0.1 * k for k in range(1, 9)],
+        "segmented_ring": [ours * k for k in range(1, 9)],
+        "library": [1.0] * 8,
+    }
     found = marks({"16 MiB, P = 2": {"seconds": seconds}})
     assert found.pop("all_reduce 16 MiB, P = 2: time / (2(P-1)/P n/B)") == mark
     assert set(found.values()) == {"not measured"}
@@ -210,12 +263,22 @@ def test_a_row_is_judged_by_the_stream_of_its_own_round(ours: float, mark: str) 
 def test_rows_of_all_launches() -> None:
     stream = [0.1] * 8
     launches = {
-        "16 MiB, P = 3": {"seconds": {"stream": stream, "segmented_ring": [0.15] * 8, "library": [0.30] * 8}},
-        "64 KiB, 1 ms, P = 4": {"seconds": {"stream": stream, "recursive_doubling": [0.1] * 8, "library": [0.3] * 8}},
-        "16 MiB, 2 x 2": {"seconds": {"stream": stream, "by axes": [0.2] * 8, "hierarchical": [0.105] * 8}},
-        "ring attention, P = 2": {"seconds": {"both": [1.1] * 8, "compute": [1.0] * 8, "communication": [0.5] * 8}},
+        "16 MiB, P = 3": {
+            "seconds": {"stream": stream, "segmented_ring": [0.15] * 8, "library": [0.30] * 8}
+        },
+        "64 KiB, 1 ms, P = 4": {
+            "seconds": {"stream": stream, "recursive_doubling": [0.1] * 8, "library": [0.3] * 8}
+        },
+        "16 MiB, 2 x 2": {
+            "seconds": {"stream": stream, "by axes": [0.2] * 8, "hierarchical": [0.105] * 8}
+        },
+        "ring attention, P = 2": {
+            "seconds": {"both": [1.1] * 8, "compute": [1.0] * 8, "communication": [0.5] * 8}
+        },
     }
-    found = {row.text: (row.mark, row.found and round(row.found.median, 3)) for row in rows(launches)}
+    found = {
+        row.text: (row.mark, row.found and round(row.found.median, 3)) for row in rows(launches)
+    }
     assert found == {
         "all_reduce 16 MiB, P = 2: time / (2(P-1)/P n/B)": ("not measured", None),
         "all_reduce 16 MiB, P = 3: time / (2(P-1)/P n/B)": ("not reached", 1.125),

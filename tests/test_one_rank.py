@@ -20,7 +20,9 @@ Call = Callable[[sp.Mesh, bool], object]
 def attention(mesh: sp.Mesh, scheme: Any = sp.hybrid_attention, **changes: Any) -> object:
     where = {"mesh": mesh} if scheme is sp.hybrid_attention else {"comm": mesh["ring", "ulysses"]}
     q = torch.ones(1, 2, 2, 4)
-    return scheme(q, q, q, sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size), **(where | changes))
+    return scheme(
+        q, q, q, sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size), **(where | changes)
+    )
 
 
 def hybrid(**changes: Any) -> Call:
@@ -48,15 +50,27 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Call]] = {
     "no axes": (sp.ShapeError, "axes=None", hybrid(axes=None)),
     "an axis that is no name": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", ["ulysses"]))),
     "three axes": (sp.ShapeError, "Name two axes", hybrid(axes=("ring", "ulysses", 1))),
-    "axes in another order": (sp.CollectiveMismatch, "mesh['ulysses', 'ring']", hybrid(axes=("ulysses", "ring"))),
-    "another axis of the exchange": (sp.CollectiveMismatch, "'ulysses'), ring]", hybrid(ulysses="ring")),
+    "axes in another order": (
+        sp.CollectiveMismatch,
+        "mesh['ulysses', 'ring']",
+        hybrid(axes=("ulysses", "ring")),
+    ),
+    "another axis of the exchange": (
+        sp.CollectiveMismatch,
+        "'ulysses'), ring]",
+        hybrid(ulysses="ring"),
+    ),
     "another communicator of a hybrid": (
         sp.ShapeError,
         "comm is mesh",
         lambda mesh, here: attention(mesh, comm=mesh["ring"] if here else mesh["ring", "ulysses"]),
     ),
     "an unknown axis of the exchange": (sp.ShapeError, "ulysses='tp'", hybrid(ulysses="tp")),
-    "the log-sum-exp of a hybrid": (sp.CollectiveMismatch, "return_lse=True", hybrid(return_lse=True)),
+    "the log-sum-exp of a hybrid": (
+        sp.CollectiveMismatch,
+        "return_lse=True",
+        hybrid(return_lse=True),
+    ),
     **{
         f"the log-sum-exp of {scheme.__name__}": (
             sp.CollectiveMismatch,
@@ -68,9 +82,15 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Call]] = {
     "a product in another order": (
         sp.CollectiveMismatch,
         "mesh['ulysses', 'ring']",
-        lambda mesh, here: sp.all_reduce(torch.ones(2), comm=mesh["ulysses", "ring"] if here else mesh["ring", "ulysses"]),
+        lambda mesh, here: sp.all_reduce(
+            torch.ones(2), comm=mesh["ulysses", "ring"] if here else mesh["ring", "ulysses"]
+        ),
     ),
-    "a missing placement": (sp.ShapeError, "no placement", lambda mesh, here: reduced(mesh, without=here)),
+    "a missing placement": (
+        sp.ShapeError,
+        "no placement",
+        lambda mesh, here: reduced(mesh, without=here),
+    ),
     "a placement of another shape": (
         sp.ShapeError,
         "does not hold that shape",
@@ -106,7 +126,9 @@ def test_what_one_rank_does_differently_is_an_error_on_all(comm: Any, case: str)
         with pytest.raises(kind) as caught:
             call(mesh, here)
         assert text in str(caught.value)
-        assert set(comm.allgather(f"{type(caught.value)} {caught.value}")) == {f"{kind} {caught.value}"}
+        assert set(comm.allgather(f"{type(caught.value)} {caught.value}")) == {
+            f"{kind} {caught.value}"
+        }
         assert sp.all_reduce(torch.ones(1), comm=mesh["ring", "ulysses"]).item() == comm.size
 
 
@@ -126,14 +148,20 @@ def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: 
     with pytest.raises(KeyError if here else sp.PeerFailed) as caught:
         work()
     assert here or f"rank {comm.size - 1} has left" in str(caught.value)
-    assert here or f"rank 0: {'all_reduce(tensor' if others == 'call' else 'free() of mesh'}" in str(caught.value)
+    assert (
+        here
+        or f"rank 0: {'all_reduce(tensor' if others == 'call' else 'free() of mesh'}"
+        in str(caught.value)
+    )
     with sp.Mesh(comm, ring=comm.size) as mesh:
         assert sp.all_reduce(torch.ones(1), comm=mesh["ring"]).item() == comm.size
 
 
 @pytest.mark.parametrize("wrong", [("ring", "tp"), ("ring", "missing"), ("ring",), None])
 @spmd(4)
-def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(comm: Any, wrong: Any) -> None:
+def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
+    comm: Any, wrong: Any
+) -> None:
     """On one rank, whose error its partners hear of; then on all, after which the mesh still works."""
     lengths = {"tp": 1, "ring": 2, "ulysses": 2}
     with pytest.raises((sp.ShapeError, sp.PeerFailed)) as caught, sp.Mesh(comm, **lengths) as mesh:

@@ -17,7 +17,12 @@ def operations(sizes: tuple[int, ...]) -> list[Operation]:
     return [
         *(operation("all_gather", rank, len(sizes), sizes) for rank in ranks),
         *(operation("reduce_scatter", rank, len(sizes), sizes) for rank in ranks),
-        *(Operation(Op.ALL_TO_ALL, rank, len(sizes), square[rank], tuple(row[rank] for row in square), 6) for rank in ranks),
+        *(
+            Operation(
+                Op.ALL_TO_ALL, rank, len(sizes), square[rank], tuple(row[rank] for row in square), 6
+            )
+            for rank in ranks
+        ),
         *(operation("broadcast", rank, len(sizes), sizes[:1], len(sizes) - 1) for rank in ranks),
         *(operation("reduce", rank, len(sizes), sizes[:1]) for rank in ranks),
         operation("all_reduce", 0, len(sizes), sizes[:1]),
@@ -47,7 +52,9 @@ def test_all_ranks_make_the_same_number_of_chunks(sizes: tuple[int, ...], length
 @given(counts, st.integers(1, 12))
 def test_the_chunks_of_all_ranks_fit_together(sizes: tuple[int, ...], length: int) -> None:
     ranks = range(len(sizes))
-    gathers = [list(operation("all_gather", rank, len(sizes), sizes).chunks(length)) for rank in ranks]
+    gathers = [
+        list(operation("all_gather", rank, len(sizes), sizes).chunks(length)) for rank in ranks
+    ]
     for step in range(len(gathers[0])):
         sent = tuple(gathers[rank][step][1].send[0] for rank in ranks)
         assert all(gathers[rank][step][1].recv == sent for rank in ranks)

@@ -34,7 +34,9 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
     order=st.integers(0, 99),
 )
-def test_each_rank_waits_in_an_order_of_its_own(comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int) -> None:
+def test_each_rank_waits_in_an_order_of_its_own(
+    comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int
+) -> None:
     """Also where it waits without gradients; some inputs need no gradient."""
     with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
         leaves = [
@@ -45,7 +47,10 @@ def test_each_rank_waits_in_an_order_of_its_own(comm: Any, check: Any, drawn: li
         def called(suffix: str) -> list[Any]:
             """The collectives on the squares of the leaves."""
             pairs = zip([case for case, _ in drawn], leaves, strict=True)
-            return [getattr(sp, case.op + suffix)(x * x, comm=mesh["sp"], **case.arguments(comm.size)) for case, x in pairs]
+            return [
+                getattr(sp, case.op + suffix)(x * x, comm=mesh["sp"], **case.arguments(comm.size))
+                for case, x in pairs
+            ]
 
         wanted, pending = called(""), called("_start")
         for place in Random(order * 31 + comm.rank).sample(range(len(pending)), len(pending)):
@@ -56,7 +61,9 @@ def test_each_rank_waits_in_an_order_of_its_own(comm: Any, check: Any, drawn: li
         assert all(torch.equal(*both) for both in zip(results, wanted, strict=True))
         needed = [leaf for leaf in leaves if leaf.requires_grad]
         found = gradients(results, needed)
-        assert all(torch.equal(*both) for both in zip(found, gradients(wanted, needed), strict=True))
+        assert all(
+            torch.equal(*both) for both in zip(found, gradients(wanted, needed), strict=True)
+        )
 
 
 @spmd(2, 3)
@@ -73,20 +80,38 @@ def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) ->
 @pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"][1:], ids="by {}".format)
 @pytest.mark.usefixtures("short_slots")
 @spmd(2, 4)
-def test_ranks_wait_on_two_communicators_in_different_orders(comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_on_two_communicators_in_different_orders(
+    comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one mesh, then of two; for calls and for runs of plans. The tensor fills several segments and slots."""
     monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
     options: Any = {"transport": "window", "nodes": [rank // 2 for rank in range(comm.size)]}
-    with sp.Mesh(comm, one=comm.size, two=1, **options) as mesh, sp.Mesh(comm, sp=comm.size, **options) as other:
+    with (
+        sp.Mesh(comm, one=comm.size, two=1, **options) as mesh,
+        sp.Mesh(comm, sp=comm.size, **options) as other,
+    ):
         for groups in ((mesh["one"], mesh["one", "two"]), (mesh["one"], other["sp"])):
             inputs = [torch.arange(2000.0), -torch.arange(1000.0)]
-            calls = [sp.all_reduce_start(x, comm=group, algorithm=algorithm) for x, group in zip(inputs, groups, strict=True)]
-            plans = [sp.plan("all_reduce", x, comm=group, algorithm=algorithm) for x, group in zip(inputs, groups, strict=True)]
+            calls = [
+                sp.all_reduce_start(x, comm=group, algorithm=algorithm)
+                for x, group in zip(inputs, groups, strict=True)
+            ]
+            plans = [
+                sp.plan("all_reduce", x, comm=group, algorithm=algorithm)
+                for x, group in zip(inputs, groups, strict=True)
+            ]
             handles = [plan.start() for plan in plans]
             finish = [call.wait for call in calls]
-            finish += [lambda plan=p, handle=h: plan.finish(handle) for p, h in zip(plans, handles, strict=True)]
-            results = [end() for end in finish[:: 1 if comm.rank else -1]][:: 1 if comm.rank else -1]
-            assert all(torch.equal(y, x * comm.size) for y, x in zip(results, inputs * 2, strict=True))
+            finish += [
+                lambda plan=p, handle=h: plan.finish(handle)
+                for p, h in zip(plans, handles, strict=True)
+            ]
+            results = [end() for end in finish[:: 1 if comm.rank else -1]][
+                :: 1 if comm.rank else -1
+            ]
+            assert all(
+                torch.equal(y, x * comm.size) for y, x in zip(results, inputs * 2, strict=True)
+            )
 
 
 def first_mesh(comm: Any) -> None:
@@ -101,7 +126,9 @@ MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[
     "the end": lambda comm, one, two: lambda: two.free(),
     "a fence": lambda comm, one, two: lambda: sp.fence(comm=two),
     "a plan": lambda comm, one, two: sp.plan("all_gather", torch.ones(2), comm=two).run,
-    "a backward": lambda comm, one, two: sp.all_reduce(torch.ones(2, requires_grad=True), comm=two).sum().backward,
+    "a backward": lambda comm, one, two: (
+        sp.all_reduce(torch.ones(2, requires_grad=True), comm=two).sum().backward
+    ),
     "a weight": lambda comm, one, two: (
         sp.ColumnParallelLinear.from_linear(
             torch.nn.Linear(4, 4), comm=two, sharding=sp.Sharding.contiguous(comm.size, comm.size)
@@ -131,7 +158,9 @@ def attention(scheme: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
 def parallel(kind: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
     sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
     layer = kind.from_linear(torch.nn.Linear(4, 4), comm=comm, sharding=sharding)
-    tokens, features = (2, 4) if kind is sp.ColumnParallelLinear else (2 * comm.size, layer.weight.shape[1])
+    tokens, features = (
+        (2, 4) if kind is sp.ColumnParallelLinear else (2 * comm.size, layer.weight.shape[1])
+    )
     out: Tensor = layer(x[:1].expand(1, tokens, 4)[..., :features])
     return out
 
@@ -144,7 +173,10 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
     "a norm": lambda x, comm: sp.RMSNorm(4, comm=comm)(x),
     "column parallel": lambda x, comm: parallel(sp.ColumnParallelLinear, x, comm),
     "row parallel": lambda x, comm: parallel(sp.RowParallelLinear, x, comm),
-    **{name: lambda x, comm, scheme=scheme: attention(scheme, x, comm) for name, scheme in SCHEMES.items()},
+    **{
+        name: lambda x, comm, scheme=scheme: attention(scheme, x, comm)
+        for name, scheme in SCHEMES.items()
+    },
 }
 
 
@@ -155,7 +187,9 @@ def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, n
     with sp.Mesh(comm, sp=comm.size) as mesh:
         x = torch.ones(2, 4, requires_grad=True)
         first, second = (DIFFERENTIABLE[name](x, mesh["sp"]) for _ in range(2))
-        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"):
+        with pytest.raises(
+            sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
+        ):
             (first if comm.rank else second).sum().backward()
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
 
@@ -164,7 +198,9 @@ def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, n
 def test_a_backward_on_one_rank_alone_is_an_error_on_all(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         result = sp.all_reduce(torch.ones(2, requires_grad=True), comm=mesh["sp"]).sum()
-        with pytest.raises(sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("):
+        with pytest.raises(
+            sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("
+        ):
             result.backward() if comm.rank == 0 else sp.all_reduce(torch.ones(2), comm=mesh["sp"])
 
 

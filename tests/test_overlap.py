@@ -131,7 +131,9 @@ CASES = {"ring": (ring, SIZE, GROUPS, 0), "allgather_kv": (allgather_kv, GROUPS,
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_the_next_piece_travels_while_this_one_is_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_piece_travels_while_this_one_is_computed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, *expected = CASES[name]
     log = Log()
     monkeypatch.setattr(module, "attend", log.computing(module.attend))
@@ -139,13 +141,17 @@ def test_the_next_piece_travels_while_this_one_is_computed(name: str, monkeypatc
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
             log.listen(mesh["sp"])
-            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(functools.partial(SCHEMES[name], comm=mesh["sp"]))
+            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(
+                functools.partial(SCHEMES[name], comm=mesh["sp"])
+            )
             check_order(log.mine, *expected)
 
     run_threads(SIZE, body)
 
 
-def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log = Log()
     monkeypatch.setattr(tp_sp.F, "linear", log.computing(tp_sp.F.linear))
 
@@ -161,7 +167,9 @@ def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(monkeypatch: 
     run_threads(SIZE, body)
 
 
-def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tiles, "POLLED_ROWS", 2)  # of the 4 queries of a rank
 
     def body(comm: Any) -> None:
@@ -176,8 +184,12 @@ def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(monk
                 poll()
 
             mesh["sp"].poll = counted  # type: ignore[method-assign]
-            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(functools.partial(sp.ring_attention, comm=mesh["sp"]))
-            assert asked.count(1) >= 3 * GROUPS  # in the first step, twice in each piece and once after it
+            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(
+                functools.partial(sp.ring_attention, comm=mesh["sp"])
+            )
+            assert (
+                asked.count(1) >= 3 * GROUPS
+            )  # in the first step, twice in each piece and once after it
             assert asked.count(2) >= 3 * GROUPS
 
     run_threads(SIZE, body)

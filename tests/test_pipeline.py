@@ -34,8 +34,12 @@ Shapes = list[tuple[int, int]]
 def pipelined(comm: Any, number: int, stages: int) -> sp.Mesh:
     """A mesh with several stages where that many ranks allow it, the axes of one rank left out, in either order."""
     shapes = [axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages] or [{"tp": comm.size}]
-    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1} or {"tp": 1}
-    return sp.Mesh(comm, device=device(), **dict(reversed(axes.items()) if number % 2 else axes.items()))
+    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1} or {
+        "tp": 1
+    }
+    return sp.Mesh(
+        comm, device=device(), **dict(reversed(axes.items()) if number % 2 else axes.items())
+    )
 
 
 def expected(case: Case, texts: list[Tensor]) -> Expected:
@@ -45,7 +49,10 @@ def expected(case: Case, texts: list[Tensor]) -> Expected:
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             losses = [
-                reference.next_token_loss(reference.llama(x, leaves, rounding=rounding, **case.options()), x, []) * count
+                reference.next_token_loss(
+                    reference.llama(x, leaves, rounding=rounding, **case.options()), x, []
+                )
+                * count
                 for x, count in zip(texts, counts, strict=True)
                 if count
             ]
@@ -83,7 +90,9 @@ def test_unequal_micro_batches_pass_stages_that_are_rings(comm: Any, ordering: A
         check_step(mesh, CASE, [(1, 3), (2, 6), (1, 4)], "zigzag", ordering, tp_sp=False)
 
 
-def check_step(mesh: sp.Mesh, case: Case, shapes: Shapes, layout: str, ordering: Any, *, tp_sp: bool) -> None:
+def check_step(
+    mesh: sp.Mesh, case: Case, shapes: Shapes, layout: str, ordering: Any, *, tp_sp: bool
+) -> None:
     """Compare the loss, the gradients and their norm with those of one device."""
     texts = [case.tokens(2 * b, s) for b, s in shapes]
     wanted = expected(case, texts)
@@ -96,7 +105,9 @@ def check_step(mesh: sp.Mesh, case: Case, shapes: Shapes, layout: str, ordering:
 
     wanted.check("loss", loss.reshape(1))
     wanted.check_gradients(model)
-    wanted.check_norm(clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages))
+    wanted.check_norm(
+        clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
+    )
 
 
 def micro_batch(text: Tensor, layout: str, grid: Grid) -> MicroBatch:
@@ -104,7 +115,9 @@ def micro_batch(text: Tensor, layout: str, grid: Grid) -> MicroBatch:
     sharding = LAYOUTS[layout](text.shape[1], grid.sequence.size)
     rows = text[grid.replicas.rank :: grid.replicas.size]
     mine = sharding.shard(rows, grid.sequence.rank, 1).to(grid.everyone.device)
-    return MicroBatch(mine, next_token_labels(mine, comm=grid.sequence, sharding=sharding), sharding)
+    return MicroBatch(
+        mine, next_token_labels(mine, comm=grid.sequence, sharding=sharding), sharding
+    )
 
 
 PROMPTS = [[5, 1, 4], [2], [7, 7, 0, 3, 9, 30, 8], [1, 1], [12]]
@@ -114,7 +127,10 @@ PROMPTS = [[5, 1, 4], [2], [7, 7, 0, 3, 9, 30, 8], [1, 1], [12]]
 @spmd(2, 4)
 def test_tokens_do_not_depend_on_the_number_of_stages(comm: Any, micro_batches: int) -> None:
     """Logits in float64, after a prefill of unequal prompts and after steps in which some wait."""
-    with sp.Mesh(comm, pp=comm.size) as mesh, sp.Mesh(comm.Split(comm.rank, 0), tp=1, check="off") as alone:
+    with (
+        sp.Mesh(comm, pp=comm.size) as mesh,
+        sp.Mesh(comm.Split(comm.rank, 0), tp=1, check="off") as alone,
+    ):
         model, whole = CASE.model(mesh), CASE.model(alone)
         room = [len(prompt) + 2 for prompt in PROMPTS]
         decoders = [Decoder(model, room, micro_batches=micro_batches), Decoder(whole, room)]
@@ -125,7 +141,9 @@ def test_tokens_do_not_depend_on_the_number_of_stages(comm: Any, micro_batches: 
 
 
 @spmd(1, 2, 4)
-def test_each_stage_holds_and_reads_its_own_layers_only(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_each_stage_holds_and_reads_its_own_layers_only(
+    comm: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = str(tmp_path_factory.mktemp("model")) if comm.rank == 0 else ""
     folder = comm.bcast(folder)
     case = Case((4, 2), layers=4, tied=True, dtype="float64")
@@ -152,20 +170,29 @@ def save(case: Case, folder: Path) -> None:
     from safetensors.torch import save_file
 
     (folder / "config.json").write_text(json.dumps(case.config.to_dict()))
-    save_file({name: x.contiguous() for name, x in case.weights().items()}, folder / "model.safetensors")
+    save_file(
+        {name: x.contiguous() for name, x in case.weights().items()}, folder / "model.safetensors"
+    )
 
 
 def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((6, 2), layers=3, head_dim=4, hidden=10, ffn=7, vocab=13)
-    monkeypatch.setattr(llama_model, "split_stages", lambda costs, stages, last: (costs, stages, last))
+    monkeypatch.setattr(
+        llama_model, "split_stages", lambda costs, stages, last: (costs, stages, last)
+    )
     sizes = {name: x.numel() for name, x in case.weights().items() if x.dim() == 2}
-    layers = [sum(size for name, size in sizes.items() if f"layers.{number}." in name) for number in range(3)]
+    layers = [
+        sum(size for name, size in sizes.items() if f"layers.{number}." in name)
+        for number in range(3)
+    ]
     assert llama_model.stage_layers(case.config, 2) == (layers, 2, sizes["lm_head.weight"])
 
 
 @pytest.mark.parametrize("without", ["neither", "first", "last"])
 @spmd(2, 3)
-def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(comm: Any, without: str) -> None:
+def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
+    comm: Any, without: str
+) -> None:
     with sp.Mesh(comm, pp=comm.size) as mesh:
         model = Case((4, 2), layers=4, tied=True).model(mesh)
         place = "first" if model.is_first else "last"
@@ -175,7 +202,9 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(com
         sum_tied_gradients(model)
         if model.is_first or model.is_last:
             wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
-            assert torch.equal(model.embed_tokens.weight.grad, torch.full_like(model.embed_tokens.weight, wanted))
+            assert torch.equal(
+                model.embed_tokens.weight.grad, torch.full_like(model.embed_tokens.weight, wanted)
+            )
 
 
 @spmd(2, 4)
@@ -193,9 +222,17 @@ def test_what_stages_cannot_do_is_refused_on_every_rank(comm: Any) -> None:
             ([], sp.ShapeError, "no micro-batch"),
             ([bad], ValueError, "token .* vocabulary has 0..30"),
             ([replace(good, labels=good.labels[:, 1:])], sp.ShapeError, "needed as many"),
-            ([replace(good, labels=good.labels.double())], sp.ShapeError, "needed as many, of int64"),
+            (
+                [replace(good, labels=good.labels.double())],
+                sp.ShapeError,
+                "needed as many, of int64",
+            ),
             ([replace(good, labels=good.labels + 31)], ValueError, "label .* vocabulary has 0..30"),
-            ([replace(good, mask=sp.Mask(causal=True, documents=(0, 3)))], sp.ShapeError, "documents"),
+            (
+                [replace(good, mask=sp.Mask(causal=True, documents=(0, 3)))],
+                sp.ShapeError,
+                "documents",
+            ),
         ):
             for ranks in (range(comm.size), (comm.size - 1,)):
                 with pytest.raises(kind, match=words):

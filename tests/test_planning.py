@@ -17,13 +17,17 @@ SMALL = Problem(240, 2, 12, 4, 8, 2, 4, 2, FAST, FAST, 1e9)
 
 
 def of(problem: Problem, scheme: str, ulysses: int = 1) -> Projection:
-    return next(found for found in project(problem) if (found.scheme, found.ulysses) == (scheme, ulysses))
+    return next(
+        found for found in project(problem) if (found.scheme, found.ulysses) == (scheme, ulysses)
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("kv_heads", [12, 4, 2])
 @pytest.mark.parametrize("itemsize", [2, 8])
-def test_every_projection_sends_what_its_formula_says(ranks: int, kv_heads: int, itemsize: int) -> None:
+def test_every_projection_sends_what_its_formula_says(
+    ranks: int, kv_heads: int, itemsize: int
+) -> None:
     """Over the rank that sends most; even splits, all gradients wanted."""
     problem = replace(SMALL, ranks=ranks, num_kv_heads=kv_heads, itemsize=itemsize)
     sharding = sp.Sharding.zigzag(problem.seq_len, ranks)
@@ -36,7 +40,10 @@ def test_every_projection_sends_what_its_formula_says(ranks: int, kv_heads: int,
         sent = [cost.hybrid(sizes, 0, place, groups) for place in range(found.ulysses)]
         assert found.forward.bytes_sent == max(forward.bytes_sent for forward, _ in sent), found
         assert found.backward.bytes_sent == max(backward.bytes_sent for _, backward in sent), found
-        assert (found.forward.messages, found.backward.messages) == (sent[0][0].messages, sent[0][1].messages)
+        assert (found.forward.messages, found.backward.messages) == (
+            sent[0][0].messages,
+            sent[0][1].messages,
+        )
 
 
 def test_without_communication_all_take_the_time_of_attention_alone() -> None:
@@ -59,13 +66,19 @@ def test_an_exchange_pays_the_latency_of_every_message_where_it_goes(per_node: i
     inside = min(per_node, 12)
     (alone,) = [one for one in found if one.ulysses == 12]
     assert alone.exposed == pytest.approx(2 * 3 * ((inside - 1) + 100 * (12 - inside)))
-    names = {(one.ring == 1, one.ulysses == 1): one.scheme for one in found if one.scheme != "allgather_kv"}
+    names = {
+        (one.ring == 1, one.ulysses == 1): one.scheme
+        for one in found
+        if one.scheme != "allgather_kv"
+    }
     assert names == {(False, True): "ring", (True, False): "ulysses", (False, False): "hybrid"}
 
 
 def test_the_best_mesh_follows_the_machine() -> None:
     """Attention that takes longer than its messages hides a ring; where the network is what takes time, fewer bytes win."""
-    large = replace(SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8)
+    large = replace(
+        SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8
+    )
     large = replace(large, node=Link(1e-6, 1e-11), network=Link(1e-5, 1e-9))
     slow, quick = project(replace(large, flops=1e9)), project(replace(large, flops=1e16))
     assert slow[0].scheme == "ring"
@@ -75,30 +88,52 @@ def test_the_best_mesh_follows_the_machine() -> None:
 
 
 def test_thousands_of_ranks_take_no_time_to_plan() -> None:
-    found = project(replace(SMALL, seq_len=1 << 22, ranks=4096, num_heads=64, num_kv_heads=8, per_node=8))
+    found = project(
+        replace(SMALL, seq_len=1 << 22, ranks=4096, num_heads=64, num_kv_heads=8, per_node=8)
+    )
     assert {one.ulysses for one in found} == {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_links() -> None:
     assert link_of("25gbit,10us") == Link(pytest.approx(1e-5), pytest.approx(8 / 25e9))
-    assert link_of("400MB/s, 1ms".replace(" ", "")) == Link(pytest.approx(1e-3), pytest.approx(1 / 400e6))
+    assert link_of("400MB/s, 1ms".replace(" ", "")) == Link(
+        pytest.approx(1e-3), pytest.approx(1 / 400e6)
+    )
     for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us"):
         with pytest.raises(ValueError, match="RATE,LATENCY"):
             link_of(wrong)
 
 
-def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = iter([0.0, 4.0, 4.0, 7.0, 7.0, 9.0, 9.0, 9.5])
     monkeypatch.setattr(planning.time, "perf_counter", lambda: next(clock))
     assert planning.timed_flops(head_dim=2, seq_len=8, heads=3) == 2 * 8**2 * 3 * 2 / 0.5
 
 
-ARGUMENTS = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--flops", "1e14", "--link", "25gbit,10us"]
+ARGUMENTS = [
+    "plan",
+    "--seq",
+    "65536",
+    "--ranks",
+    "64",
+    "--heads",
+    "32",
+    "--flops",
+    "1e14",
+    "--link",
+    "25gbit,10us",
+]
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    assert main([*ARGUMENTS, "--ranks-per-node", "8", "--node-link", "200GB,3us", "--show", "3"]) == 0
+    assert (
+        main([*ARGUMENTS, "--ranks-per-node", "8", "--node-link", "200GB,3us", "--show", "3"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 3 + 2
     assert lines[0].split()[0] == "scheme"
@@ -120,7 +155,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     ],
 )
 def test_what_cannot_be_planned(
-    more: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    more: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: object,
 ) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
     with pytest.raises(SystemExit) as stop:

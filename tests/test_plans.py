@@ -37,7 +37,9 @@ Wrong = Any
     split=st.booleans(),
     staged=st.booleans(),
 )
-def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[Any], order: int, split: bool, staged: bool) -> None:
+def test_many_are_under_way_on_several_communicators(
+    comm: Any, problems: list[Any], order: int, split: bool, staged: bool
+) -> None:
     """Started one after the other; each rank polls as often as it likes, and waits in an order of its own."""
     problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
     half = 2 if split and comm.size % 2 == 0 else 1
@@ -45,7 +47,9 @@ def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[A
     with sp.Mesh(comm, one=half, two=comm.size // half) as mesh:
         for axes in ("one", "two", ("one", "two")) if staged else ():
             host = HostTransport(mesh[axes]._comm)
-            mesh[axes].transport = PipelinedTransport(host, DelayedStreams(polls=comm.rank % 3), mesh[axes].size)
+            mesh[axes].transport = PipelinedTransport(
+                host, DelayedStreams(polls=comm.rank % 3), mesh[axes].size
+            )
         under_way = []
         for place, problem in enumerate(problems):
             group = mesh[("two", "one")[place % 2]] if split else mesh["one", "two"]
@@ -59,7 +63,9 @@ def test_many_are_under_way_on_several_communicators(comm: Any, problems: list[A
         assert all(torch.equal(pending.wait(), wanted) for pending, wanted in under_way)
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name != "auto"], ids="by {}".format)
+@pytest.mark.parametrize(
+    "algorithm", [name for name in ALGORITHMS["all_reduce"] if name != "auto"], ids="by {}".format
+)
 @spmd(2, 3)
 def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
@@ -91,7 +97,9 @@ class Stream(threading.local):
         self.name = before
 
 
-def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whoever polls: here both ranks do so on another stream."""
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", stream.current)
@@ -125,12 +133,19 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
     """Whatever constants say of ordinary tensors; if only one rank has it there, all do as with an ordinary one."""
     with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
         group, shape = mesh["sp"], (length * comm.size,)
-        shared, values = sp.shared_empty(shape, comm=group), torch.arange(float(length * comm.size)) + comm.rank
+        shared, values = (
+            sp.shared_empty(shape, comm=group),
+            torch.arange(float(length * comm.size)) + comm.rank,
+        )
         shared.copy_(values)
         mixed = shared if comm.rank == 0 else values
         monkeypatch.setattr(maps.Map, "chosen", lambda *_, **__: "mpi")
         plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
-        assert [made.algorithm for made in plans] == ["window" if length > 16 else "mpi", "mpi", "mpi"]
+        assert [made.algorithm for made in plans] == [
+            "window" if length > 16 else "mpi",
+            "mpi",
+            "mpi",
+        ]
         usual, *others = [made.run().clone() for made in plans]
         assert all(torch.equal(usual, other) for other in others)
 
@@ -153,7 +168,10 @@ def test_what_is_left_out_means_the_same_in_every_form(comm: Any, op: str) -> No
         values = torch.arange(18.0).reshape(6, 3) * (comm.rank + 1)
         whole, start = getattr(sp, op), getattr(sp, f"{op}_start", None)
         wanted = whole(values.clone(), comm=mesh["sp"], **LEFT_OUT[op])
-        results = [whole(values.clone(), comm=mesh["sp"]), sp.plan(op, values.clone(), comm=mesh["sp"]).run()]
+        results = [
+            whole(values.clone(), comm=mesh["sp"]),
+            sp.plan(op, values.clone(), comm=mesh["sp"]).run(),
+        ]
         results += [] if start is None else [start(values.clone(), comm=mesh["sp"]).wait()]
         assert all(torch.equal(result, wanted) for result in results)
 
@@ -166,7 +184,11 @@ def test_sizes_belong_to_the_first_dim_if_none_is_named(comm: Any, op: str) -> N
         x = torch.arange(24.0).reshape(6, 4)[: 6 if op == "reduce_scatter" else sizes[comm.rank]]
         given = {"comm": mesh["sp"], "sizes": sizes}
         wanted = getattr(sp, op)(x, dim=0, **given)
-        found = (getattr(sp, op)(x, **given), sp.plan(op, x, **given).run(), getattr(sp, f"{op}_start")(x, **given).wait())
+        found = (
+            getattr(sp, op)(x, **given),
+            sp.plan(op, x, **given).run(),
+            getattr(sp, f"{op}_start")(x, **given).wait(),
+        )
         assert all(torch.equal(result, wanted) for result in found)
 
 
@@ -180,7 +202,9 @@ def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> N
 
 
 @pytest.mark.parametrize("op", sorted(LEFT_OUT))
-def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one that sends nothing, or receives nothing: by other bytes it would take another algorithm."""
     seen: list[set[int]] = [set() for _ in range(3)]
     real = maps.Map.chosen
@@ -198,7 +222,9 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(op: str, monkeypatc
     assert [sizes - {0} for sizes in seen] == [{72 * (3 if op == "all_gather" else 1)}] * 3
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY])
+@pytest.mark.parametrize(
+    "algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY]
+)
 def test_a_plan_makes_no_tensor(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
 
@@ -237,7 +263,10 @@ def test_the_environment_says_what_auto_is(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SP_ALGORITHM", "recursive_doubling")
 
     def body(comm: Any) -> tuple[str, str]:
-        with sp.Mesh(comm, sp=comm.size) as mesh, sp.Mesh(comm, algorithm="ring", sp=comm.size) as other:
+        with (
+            sp.Mesh(comm, sp=comm.size) as mesh,
+            sp.Mesh(comm, algorithm="ring", sp=comm.size) as other,
+        ):
             return mesh["sp"].algorithms["all_reduce"], other["sp"].algorithms["all_reduce"]
 
     assert run_threads(2, body) == [("recursive_doubling", "ring")] * 2
@@ -254,12 +283,20 @@ def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default() -> N
             return seen[0], seen[1]
 
     piece = 3 * 4
-    assert run_threads(4, body) == [(2 * piece, 3 * piece)] * 4  # the ring needs two pieces of scratch, pairwise P - 1
+    assert (
+        run_threads(4, body) == [(2 * piece, 3 * piece)] * 4
+    )  # the ring needs two pieces of scratch, pairwise P - 1
 
 
 WRONG: dict[str, tuple[str, Wrong]] = {
-    "an unknown algorithm": ("bruck", lambda c: sp.all_gather(torch.ones(2), comm=c, algorithm="rabenseifner")),
-    "no algorithm for a shift": ("there are", lambda c: sp.shift(torch.ones(2), comm=c, algorithm="ring")),
+    "an unknown algorithm": (
+        "bruck",
+        lambda c: sp.all_gather(torch.ones(2), comm=c, algorithm="rabenseifner"),
+    ),
+    "no algorithm for a shift": (
+        "there are",
+        lambda c: sp.shift(torch.ones(2), comm=c, algorithm="ring"),
+    ),
     "an order that is not of the ranks": (
         "deterministic",
         lambda c: sp.all_reduce(torch.ones(2), comm=c, algorithm="ring", deterministic=True),
@@ -268,13 +305,24 @@ WRONG: dict[str, tuple[str, Wrong]] = {
         "deterministic",
         lambda c: sp.reduce_scatter(torch.ones(2), comm=c, algorithm="mpi", deterministic=True),
     ),
-    "a gradient in place": ("gradient", lambda c: sp.all_reduce_(torch.ones(2, requires_grad=True), comm=c)),
-    "shared elements in place": ("share memory", lambda c: sp.all_reduce_(torch.ones(1).expand(3), comm=c)),
-    "overlapping rows in place": ("share memory", lambda c: sp.all_reduce_(torch.ones(4).unfold(0, 2, 1), comm=c)),
+    "a gradient in place": (
+        "gradient",
+        lambda c: sp.all_reduce_(torch.ones(2, requires_grad=True), comm=c),
+    ),
+    "shared elements in place": (
+        "share memory",
+        lambda c: sp.all_reduce_(torch.ones(1).expand(3), comm=c),
+    ),
+    "overlapping rows in place": (
+        "share memory",
+        lambda c: sp.all_reduce_(torch.ones(4).unfold(0, 2, 1), comm=c),
+    ),
     "no such plan": ("all_swap", lambda c: sp.plan("all_swap", torch.ones(1), comm=c)),
     "only here": (
         "disagree",
-        lambda c: sp.all_reduce(torch.ones(2), comm=c, algorithm="ring" if c.rank else "rabenseifner"),
+        lambda c: sp.all_reduce(
+            torch.ones(2), comm=c, algorithm="ring" if c.rank else "rabenseifner"
+        ),
     ),
 }
 

@@ -16,17 +16,30 @@ class Server:
     """A bare repository with `main` and pull request 7, a stranger's clone that writes both, and a maintainer's that promotes."""
 
     def __init__(self, folder: Path) -> None:
-        self.bare, self.stranger, self.maintainer = folder / "bare", folder / "stranger", folder / "maintainer"
+        self.bare, self.stranger, self.maintainer = (
+            folder / "bare",
+            folder / "stranger",
+            folder / "maintainer",
+        )
         self.git("init", "--quiet", "--bare", "--initial-branch=main", str(self.bare), at=folder)
         self.git("clone", "--quiet", str(self.bare), str(self.stranger), at=folder)
         self.git("checkout", "--quiet", "-b", "main")
-        self.commit("Start", **{"sp_core/a.py": "1", "ci/constraints.txt": "torch==1", ".github/workflows/ci.yml": "on: push"})
+        self.commit(
+            "Start",
+            **{
+                "sp_core/a.py": "1",
+                "ci/constraints.txt": "torch==1",
+                ".github/workflows/ci.yml": "on: push",
+            },
+        )
         self.git("push", "--quiet", "origin", "main")
         self.git("clone", "--quiet", str(self.bare), str(self.maintainer), at=folder)
 
     def git(self, *arguments: str, at: Path | None = None) -> str:
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.run(command, cwd=at or self.stranger, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=at or self.stranger, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def commit(self, title: str, **files: str) -> str:
         for name, text in files.items():
@@ -75,7 +88,9 @@ def test_a_dry_run_pushes_nothing(server: Server, capsys: pytest.CaptureFixture[
     assert server.promoted() == ""
 
 
-def test_a_pull_request_that_moved_is_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pull_request_that_moved_is_refused(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     reviewed = server.propose(**{"sp_core/a.py": "2"})
     moved = server.propose(**{"sp_core/a.py": "evil"})
     assert promote_pr.main(["7", reviewed]) == 1
@@ -83,7 +98,9 @@ def test_a_pull_request_that_moved_is_refused(server: Server, capsys: pytest.Cap
     assert server.promoted() == ""
 
 
-def test_a_second_promotion_replaces_the_first_also_after_a_rebase(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_promotion_replaces_the_first_also_after_a_rebase(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = server.propose(**{"sp_core/a.py": "2"})
     assert promote_pr.main(["7", first]) == 0
     server.git("reset", "--quiet", "--hard", "origin/main")
@@ -115,7 +132,9 @@ def test_what_ci_runs_is_guarded_and_nothing_else() -> None:
     assert list(promote_pr.guarded([*GUARDED, *FREE])) == GUARDED
 
 
-def test_changes_of_what_ci_runs_are_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_of_what_ci_runs_are_refused(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.propose(**{"ci/\x1b[2J": "evil"})
     head = server.propose(**{"sp_core/a.py": "2"})
     assert promote_pr.main(["7", head]) == 1
@@ -127,7 +146,9 @@ def test_changes_of_what_ci_runs_are_refused(server: Server, capsys: pytest.Capt
     assert server.promoted() == head
 
 
-@pytest.mark.parametrize("disguise", [["mv", "ci/constraints.txt", "sp_core/b.txt"], ["rm", ".github/workflows/ci.yml"]])
+@pytest.mark.parametrize(
+    "disguise", [["mv", "ci/constraints.txt", "sp_core/b.txt"], ["rm", ".github/workflows/ci.yml"]]
+)
 def test_moving_and_deleting_are_changes(server: Server, disguise: list[str]) -> None:
     server.git(*disguise)
     assert promote_pr.main(["7", server.propose()]) == 1
@@ -140,7 +161,9 @@ def test_a_folder_that_became_a_link_is_a_change(server: Server) -> None:
     assert promote_pr.main(["7", server.propose()]) == 1
 
 
-def test_a_setting_of_the_maintainer_hides_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_the_maintainer_hides_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.git("config", "diff.relative", "true", at=server.maintainer)
     head = server.propose(**{"ci/constraints.txt": "evil"})
     monkeypatch.chdir(server.maintainer / "sp_core")
@@ -187,7 +210,9 @@ def test_what_git_cannot_do_is_said(server: Server, capsys: pytest.CaptureFixtur
     assert server.promoted() == ""
 
 
-def test_a_history_without_a_common_commit_is_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_history_without_a_common_commit_is_refused(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.git("checkout", "--quiet", "--orphan", "fresh")
     assert promote_pr.main(["7", server.propose(**{"sp_core/a.py": "2"})]) != 0
     assert "git merge-base" in capsys.readouterr().err
@@ -205,7 +230,9 @@ def test_a_history_without_a_common_commit_is_refused(server: Server, capsys: py
         (["--dry-run"], "required"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
         promote_pr.main(arguments)
     assert raised.value.code == 2

@@ -18,7 +18,20 @@ def test_the_program_runs_on_two_ranks(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(program.strip().splitlines()) <= 25
     (tmp_path / "program.py").write_text(program)
-    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--timeout", "60", "--", sys.executable, "program.py"]
-    done = subprocess.run(launch, cwd=tmp_path, env=os.environ.copy(), capture_output=True, text=True, timeout=90)
+    launch = [
+        sys.executable,
+        "-m",
+        "sp_core.testing.launch",
+        "-n",
+        "2",
+        "--timeout",
+        "60",
+        "--",
+        sys.executable,
+        "program.py",
+    ]
+    done = subprocess.run(
+        launch, cwd=tmp_path, env=os.environ.copy(), capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest difference from one device" in done.stdout

@@ -41,7 +41,15 @@ GOOD: dict[str, Any] = {
         "algorithm": None,
         "transport": "host",
     },
-    "device": {"kind": "cpu", "name": "a CPU", "count": 2, "clocks": None, "temperature": None, "power_cap": None, "driver": None},
+    "device": {
+        "kind": "cpu",
+        "name": "a CPU",
+        "count": 2,
+        "clocks": None,
+        "temperature": None,
+        "power_cap": None,
+        "driver": None,
+    },
     "transport": {
         "mpi": {"vendor": "Open MPI", "version": "5.0.11", "library": "Open MPI v5.0.11"},
         "mode": "host",
@@ -71,13 +79,23 @@ GOOD: dict[str, Any] = {
         "skew_limited": False,
     },
     "phases": {"total": {"max_s": 0.5, "mean_s": 0.5}},
-    "comm": {"exchange": {"calls": 1, "messages": 2, "bytes_sent": 64, "bytes_formula": 64, "seconds": 0.1}},
+    "comm": {
+        "exchange": {
+            "calls": 1,
+            "messages": 2,
+            "bytes_sent": 64,
+            "bytes_formula": 64,
+            "seconds": 0.1,
+        }
+    },
     "memory": {"peak_bytes": 1024, "method": "counted"},
     "work": {"flops": None, "tokens": 2048},
     "status": "ok",
     "reason": None,
 }
-FAILED = GOOD | dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+FAILED = GOOD | dict.fromkeys(
+    ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+)
 FAILED |= {"status": "failed", "reason": "a rank died\nof signal 9"}
 
 
@@ -171,14 +189,19 @@ def test_nothing_may_be_missing(name: str) -> None:
         (line(GOOD).replace(b'"launch": 0', b'"launch": -Infinity'), "no JSON"),
         (line(GOOD).replace(b'"median_s": 0.5', b'"median_s": 1e999'), "out of range"),
         (line(GOOD).replace(b'"launch": 0', b'"launch": ' + b"9" * 9000), "$.launch"),
-        (line(GOOD).replace(b'"launch": 0', b'"launch": 0, "launch": 0'), "'launch' is there twice"),
+        (
+            line(GOOD).replace(b'"launch": 0', b'"launch": 0, "launch": 0'),
+            "'launch' is there twice",
+        ),
         (line(GOOD).replace(b'"ranks": 2', b'"ranks": 2, "ranks": 4'), "'ranks' is there twice"),
         (b"[" * 100_000, "Expected `object`"),
         (b'{"x":' * 100_000, "unknown field `x`"),
         (b'{"schema":1,"x":"' + b"x" * check.MAX_LINE + b'"}', f"{check.MAX_LINE} are allowed"),
     ],
 )
-def test_a_bad_line_is_named_and_the_rest_is_usable(raw: bytes, complaint: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_and_the_rest_is_usable(
+    raw: bytes, complaint: str, tmp_path: Path
+) -> None:
     path = tmp_path / "records.jsonl"
     path.write_bytes(b"\n".join([line(GOOD), raw, b"", line(FAILED)]) + b"\n")
     found = records.read(path)
@@ -207,7 +230,9 @@ def test_a_foreign_file_is_told_once_and_not_line_by_line(tmp_path: Path) -> Non
     assert found.problems[-1].endswith(f"{1000 - check.MAX_PROBLEMS} more lines cannot be used.")
 
 
-def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(line(GOOD) * 3)
     monkeypatch.setattr(check, "MAX_FILE", 100)
@@ -219,7 +244,9 @@ def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: py
     ):
         found = records.read(tmp_path / name)
         assert found.records == []
-        assert [complaint in problem and str(tmp_path) in problem for problem in found.problems] == [True]
+        assert [
+            complaint in problem and str(tmp_path) in problem for problem in found.problems
+        ] == [True]
 
 
 def test_a_line_that_was_cut_by_a_crash_costs_only_itself(tmp_path: Path) -> None:
@@ -263,14 +290,19 @@ def test_a_record_survives_the_death_of_its_writer(tmp_path: Path) -> None:
         ("transport", "mpi", {"vendor": "MPICH", "version": "5.0.2", "library": "MPICH"}, False),
     ],
 )
-def test_the_fingerprint_holds_stable_fields_only(part: str, name: str, value: Any, same: bool) -> None:
+def test_the_fingerprint_holds_stable_fields_only(
+    part: str, name: str, value: Any, same: bool
+) -> None:
     def of(record: dict[str, Any]) -> str:
         return records.fingerprint(record["env"], record["device"], record["transport"])
 
     assert (of(changed(f"{part}.{name}", value)) == of(GOOD)) is same
 
 
-@pytest.mark.parametrize("told", ["", "\x1b[31mred\x1b[0m\x00\x07", "\ud800", "x" * 9000, "tab\there\nline", "\u2028\x85"])
+@pytest.mark.parametrize(
+    "told",
+    ["", "\x1b[31mred\x1b[0m\x00\x07", "\ud800", "x" * 9000, "tab\there\nline", "\u2028\x85"],
+)
 def test_any_text_can_be_a_reason(told: str) -> None:
     records.parse(line(changed("status", "failed") | {"reason": records.reason(told)}))
 

@@ -27,7 +27,13 @@ def seeded() -> None:
 
 def tensors(sq: int, sk: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
     """q, k, v, grad_out, grad_lse."""
-    shapes = [(2, sq, heads, dim), (2, sk, kv_heads, dim), (2, sk, kv_heads, dim), (2, sq, heads, dim), (2, heads, sq)]
+    shapes = [
+        (2, sq, heads, dim),
+        (2, sk, kv_heads, dim),
+        (2, sk, kv_heads, dim),
+        (2, sq, heads, dim),
+        (2, heads, sq),
+    ]
     return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
 
 
@@ -42,7 +48,10 @@ def sees(q: int, k: int, mask: Sizes) -> bool:
         return True
     kv_documents = mask.get("kv_documents") or documents
     return any(
-        a <= q < b and c <= k < d for a, b, c, d in zip(documents, documents[1:], kv_documents, kv_documents[1:], strict=False)
+        a <= q < b and c <= k < d
+        for a, b, c, d in zip(
+            documents, documents[1:], kv_documents, kv_documents[1:], strict=False
+        )
     )
 
 
@@ -71,10 +80,13 @@ def test_attention_is_the_sum_written_out(mask: Sizes) -> None:
         weights = [math.exp(0.7 * float(q[b, i, h] @ k[b, j, h // 2])) for j in keys]
         total = sum(weights)
         expected = sum(
-            (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)), torch.zeros(3, dtype=torch.float64)
+            (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)),
+            torch.zeros(3, dtype=torch.float64),
         )
         torch.testing.assert_close(result.out[b, i, h], expected, rtol=1e-13, atol=1e-13)
-        assert float(result.lse[b, h, i]) == pytest.approx(math.log(total) if keys else -math.inf, rel=1e-13)
+        assert float(result.lse[b, h, i]) == pytest.approx(
+            math.log(total) if keys else -math.inf, rel=1e-13
+        )
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -86,7 +98,9 @@ def test_gradients_by_formula_are_those_of_autograd(mask: Sizes) -> None:
     logits = torch.einsum("bqkgd,bskd->bkgqs", q.unflatten(2, (2, 2)), k).flatten(1, 2) * 3**-0.5
     blind = ~seen.any(1)
     logits = logits.masked_fill(~seen & ~blind[:, None], -math.inf)
-    out = torch.einsum("bkgqs,bskd->bqkgd", (logits.softmax(-1) * seen).unflatten(1, (2, 2)), v).flatten(2, 3)
+    out = torch.einsum(
+        "bkgqs,bskd->bqkgd", (logits.softmax(-1) * seen).unflatten(1, (2, 2)), v
+    ).flatten(2, 3)
     lse = logits.logsumexp(-1)[:, :, ~blind]
     want = torch.autograd.grad([out, lse], leaves, [do, dlse[:, :, ~blind]])
     for a, b in zip(got[:3], want, strict=True):
@@ -117,21 +131,33 @@ def test_scales_are_sizes_of_the_values(seed: int, size: float) -> None:
     assert result.growth == reference.attention(-q * size, k, v, causal=True).growth >= 5
 
 
-def weights(hidden: int, heads: int, kv_heads: int, dim: int, ffn: int, norm: str, gated: bool, bias: bool) -> dict[str, Tensor]:
+def weights(
+    hidden: int, heads: int, kv_heads: int, dim: int, ffn: int, norm: str, gated: bool, bias: bool
+) -> dict[str, Tensor]:
     """Weights of a block by the names of its modules."""
-    shapes = {"q_proj": (heads * dim, hidden), "k_proj": (kv_heads * dim, hidden), "v_proj": (kv_heads * dim, hidden)}
+    shapes = {
+        "q_proj": (heads * dim, hidden),
+        "k_proj": (kv_heads * dim, hidden),
+        "v_proj": (kv_heads * dim, hidden),
+    }
     shapes = {f"attention.{n}": s for n, s in {**shapes, "o_proj": (hidden, heads * dim)}.items()}
     shapes |= {"feed_forward.up": (ffn, hidden), "feed_forward.down": (hidden, ffn)}
     shapes |= {"feed_forward.gate": (ffn, hidden)} if gated else {}
-    made = {f"{n}.weight": torch.randn(s, dtype=torch.float64) / s[1] ** 0.5 for n, s in shapes.items()}
+    made = {
+        f"{n}.weight": torch.randn(s, dtype=torch.float64) / s[1] ** 0.5 for n, s in shapes.items()
+    }
     made |= {f"{n}.bias": torch.randn(s[0], dtype=torch.float64) for n, s in shapes.items() if bias}
     for name in ("norm1", "norm2"):
         made[f"{name}.weight"] = torch.rand(hidden, dtype=torch.float64) + 0.5
-        made |= {f"{name}.bias": torch.randn(hidden, dtype=torch.float64)} if norm == "layer" else {}
+        made |= (
+            {f"{name}.bias": torch.randn(hidden, dtype=torch.float64)} if norm == "layer" else {}
+        )
     return made
 
 
-def torch_block(x: Tensor, w: dict[str, Tensor], heads: int, norm: str, gated: bool, causal: bool) -> Tensor:
+def torch_block(
+    x: Tensor, w: dict[str, Tensor], heads: int, norm: str, gated: bool, causal: bool
+) -> Tensor:
     """The same block from torch's own functions."""
 
     def normed(x: Tensor, name: str) -> Tensor:
@@ -144,25 +170,38 @@ def torch_block(x: Tensor, w: dict[str, Tensor], heads: int, norm: str, gated: b
 
     dim = w["attention.q_proj.weight"].shape[0] // heads
     y = normed(x, "norm1")
-    q, k, v = (linear(y, f"attention.{n}").unflatten(2, (-1, dim)).transpose(1, 2) for n in ("q_proj", "k_proj", "v_proj"))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
+    q, k, v = (
+        linear(y, f"attention.{n}").unflatten(2, (-1, dim)).transpose(1, 2)
+        for n in ("q_proj", "k_proj", "v_proj")
+    )
+    attended = (
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        .transpose(1, 2)
+        .flatten(2)
+    )
     x = x + linear(attended, "attention.o_proj")
     y = normed(x, "norm2")
     up = linear(y, "feed_forward.up")
-    return x + linear(F.silu(linear(y, "feed_forward.gate")) * up if gated else F.gelu(up), "feed_forward.down")
+    return x + linear(
+        F.silu(linear(y, "feed_forward.gate")) * up if gated else F.gelu(up), "feed_forward.down"
+    )
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_block_and_its_gradients_are_torchs_within_the_bound(norm: str, gated: bool, dtype: torch.dtype) -> None:
+def test_the_block_and_its_gradients_are_torchs_within_the_bound(
+    norm: str, gated: bool, dtype: torch.dtype
+) -> None:
     w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, norm, gated, bias=True).items()}
     x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
     expected = reference.transformer_block_grads(x, w, do, num_heads=4, norm=norm, causal=True)
     leaves = [t.requires_grad_() for t in (x, *w.values())]
     out = torch_block(*leaves[:1], w, 4, norm, gated, causal=True)
     assert expected.values.keys() == {"out", "x", *w}
-    for name, got in zip(("out", "x", *w), (out, *torch.autograd.grad(out, leaves, do)), strict=True):
+    for name, got in zip(
+        ("out", "x", *w), (out, *torch.autograd.grad(out, leaves, do)), strict=True
+    ):
         check_close(name, got, expected.values[name], bound(expected.scales[name], dtype))
 
 
@@ -175,7 +214,10 @@ def test_the_comparison_of_blocks_fails_on_another_block(dtype: torch.dtype) -> 
     expected = reference.transformer_block_grads(x, w, do, **right)
     for change in ({"causal": False}, {"window": 5}, {"rope_base": None}, {"eps": 2.0}):
         wrong = reference.transformer_block_grads(x, w, do, **{**right, **change}, samples=0)
-        ratios = {n: error_ratio(wrong.values[n], expected.values[n], bound(s, dtype)) for n, s in expected.scales.items()}
+        ratios = {
+            n: error_ratio(wrong.values[n], expected.values[n], bound(s, dtype))
+            for n, s in expected.scales.items()
+        }
         assert max(ratios.values()) > 1, change
 
 
@@ -185,8 +227,12 @@ def test_rotary_positions_are_global() -> None:
     options: Sizes = {"num_heads": 2, "norm": "rms", "causal": True, "rope_base": 100.0}
     whole = reference.transformer_block(x, w, **options)
     order = [4, 0, 5, 2, 1, 3]
-    torch.testing.assert_close(reference.transformer_block(x[:, order], w, positions=order, **options), whole[:, order])
-    assert not torch.allclose(reference.transformer_block(x[:, order], w, **options), whole[:, order])
+    torch.testing.assert_close(
+        reference.transformer_block(x[:, order], w, positions=order, **options), whole[:, order]
+    )
+    assert not torch.allclose(
+        reference.transformer_block(x[:, order], w, **options), whole[:, order]
+    )
 
 
 def test_sensitivity_of_a_cancelling_sum_is_that_of_its_terms() -> None:
@@ -203,8 +249,12 @@ def test_the_bound_counts_what_it_says() -> None:
     assert float(bound(scale, torch.float32, growth=9.0)) == pytest.approx(tolerance.C * 10 * u * 2)
     half = unit_roundoff(torch.bfloat16)
     assert half == 2.0**-8
-    assert float(bound(scale, torch.bfloat16, growth=9.0)) == pytest.approx(tolerance.C * (half + 9 * u) * 2)
-    more = bound(scale, torch.bfloat16, 9.0, extra_roundings=3, single_device_error=torch.tensor([0.25]))
+    assert float(bound(scale, torch.bfloat16, growth=9.0)) == pytest.approx(
+        tolerance.C * (half + 9 * u) * 2
+    )
+    more = bound(
+        scale, torch.bfloat16, 9.0, extra_roundings=3, single_device_error=torch.tensor([0.25])
+    )
     assert float(more - bound(scale, torch.bfloat16, 9.0)) == pytest.approx(3 * half * 2 + 0.5)
 
 
@@ -217,13 +267,20 @@ def test_error_ratio_of_what_is_not_a_number() -> None:
     assert error_ratio(-inf, inf, one) == math.inf
     assert error_ratio(inf, one, one) == math.inf
     assert error_ratio(one, inf, one) == math.inf
-    assert error_ratio(nan, one, one) == error_ratio(one, nan, one) == error_ratio(nan, nan, one) == math.inf
+    assert (
+        error_ratio(nan, one, one)
+        == error_ratio(one, nan, one)
+        == error_ratio(nan, nan, one)
+        == math.inf
+    )
     assert error_ratio(one * 2, one, torch.full((2,), math.inf)) == math.inf
     assert error_ratio(one * 2, one, nan) == math.inf
     assert error_ratio(one[:1], one, one) == math.inf
     assert error_ratio(torch.ones(1, 2), one, one) == math.inf
     assert error_ratio(one[:0], one[:0], one[:0]) == 0
-    assert error_ratio(torch.tensor([1.5, 1.1]), one, torch.tensor([2.0, 0.05])) == pytest.approx(2.0)
+    assert error_ratio(torch.tensor([1.5, 1.1]), one, torch.tensor([2.0, 0.05])) == pytest.approx(
+        2.0
+    )
 
 
 def test_check_close_names_the_worst_element() -> None:
@@ -231,7 +288,10 @@ def test_check_close_names_the_worst_element() -> None:
     actual = expected.clone()
     assert check_close("out", actual + 0.25, expected, torch.ones(2, 3)) == 0.25
     actual[1, 2], actual[0, 1] = 3.0, 2.0
-    with pytest.raises(AssertionError, match=r"out\[1, 2\] = 3\.0, expected 0\.0, error 3 is 3 times the bound 1 \(2 of 6"):
+    with pytest.raises(
+        AssertionError,
+        match=r"out\[1, 2\] = 3\.0, expected 0\.0, error 3 is 3 times the bound 1 \(2 of 6",
+    ):
         check_close("out", actual, expected, torch.ones(2, 3))
     with pytest.raises(AssertionError, match=r"shape \(2, 3\) given, expected \(3, 2\)"):
         check_close("out", actual, expected.T, torch.ones(3, 2))

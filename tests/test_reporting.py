@@ -90,15 +90,28 @@ def test_rows_are_recomputed_from_the_records() -> None:
     rows = {row.ranks: row for row in derive.rows(reversed(records))}
     for ranks, found in times.items():
         row, median = rows[ranks], statistics.median(found)
-        assert (row.seconds, row.speedup, row.efficiency) == (median, 0.8 / median, 0.8 / median / ranks)
+        assert (row.seconds, row.speedup, row.efficiency) == (
+            median,
+            0.8 / median,
+            0.8 / median / ranks,
+        )
         assert row.tokens_per_s == 2048 / median
         assert row.share == pytest.approx(0.1 * (ranks - 1))
-        assert (row.sent, row.algbw, row.flags) == ((ranks - 1) << 20, None, ("oversubscribed",) * (ranks > 2))
+        assert (row.sent, row.algbw, row.flags) == (
+            (ranks - 1) << 20,
+            None,
+            ("oversubscribed",) * (ranks > 2),
+        )
 
 
-@pytest.mark.parametrize(("scheme", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("all_to_all", 0.75), ("shift", 1.0)])
+@pytest.mark.parametrize(
+    ("scheme", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("all_to_all", 0.75), ("shift", 1.0)],
+)
 def test_bandwidths_follow_their_definition(scheme: str, factor: float) -> None:
-    (row,) = derive.rows([made.record(made.case("collectives", scheme, "mpi", 4), 0.002, bytes_result=6_000_000)])
+    (row,) = derive.rows(
+        [made.record(made.case("collectives", scheme, "mpi", 4), 0.002, bytes_result=6_000_000)]
+    )
     assert (row.algbw, row.busbw) == (pytest.approx(3e9), pytest.approx(factor * 3e9))
     (alone,) = derive.rows([made.record(made.case("collectives", scheme, "mpi", 1), 0.002)])
     assert (alone.algbw, alone.busbw) == (None, None)
@@ -106,12 +119,18 @@ def test_bandwidths_follow_their_definition(scheme: str, factor: float) -> None:
 
 def test_the_table_shows_the_numbers_of_the_rows() -> None:
     rows = derive.rows(made.run())
-    shown = {(t.title, line[0]): dict(zip(t.columns, line, strict=True)) for t in tables.per_ranks(rows) for line in t.rows}
+    shown = {
+        (t.title, line[0]): dict(zip(t.columns, line, strict=True))
+        for t in tables.per_ranks(rows)
+        for line in t.rows
+    }
     assert len(shown) == len(rows)
     for row in rows:
         line = shown[f"{row.case.layer}, P = {row.ranks}", row.id]
         assert float(line["time (ms)"]) == pytest.approx(row.seconds * 1e3, rel=0.005)
-        assert float(line["tokens/s"].replace(",", "")) == pytest.approx(2048 / row.seconds, rel=0.005)
+        assert float(line["tokens/s"].replace(",", "")) == pytest.approx(
+            2048 / row.seconds, rel=0.005
+        )
         if row.case.layer == "schemes":
             assert float(line["speed-up"]) == pytest.approx(row.speedup, abs=0.005)
         elif row.algbw is not None and row.busbw is not None:
@@ -137,8 +156,17 @@ def test_the_newest_commit_and_the_head_are_shown_in_full() -> None:
     pair = {"index": 0, "stage": "screen", "slot": 0, "coin": 0, "seed": 1}
     what = made.case("schemes", "ring", "zigzag", 1)
     records = [made.record(what, 0.1, pair={**pair, "side": side}) for side in ("head", "base")]
-    older = made.record(what, 0.2, run_id="20250101T000000Z-a", commit={**made.dicts(records[0])["commit"], "sha": "b" * 40})
-    assert [(s.commit[:2], s.side) for s in derive.by_setting([*records, older])] == [("bb", ""), ("aa", "base"), ("aa", "head")]
+    older = made.record(
+        what,
+        0.2,
+        run_id="20250101T000000Z-a",
+        commit={**made.dicts(records[0])["commit"], "sha": "b" * 40},
+    )
+    assert [(s.commit[:2], s.side) for s in derive.by_setting([*records, older])] == [
+        ("bb", ""),
+        ("aa", "base"),
+        ("aa", "head"),
+    ]
 
 
 @given(st.text() | st.sampled_from(HOSTILE))
@@ -146,7 +174,21 @@ def test_foreign_text_is_one_piece_of_code_in_markdown(hostile: str) -> None:
     table = tables.make("t", ("case", "P"), [(hostile, "1"), ("next", "2")])
     page = markdown(Page("title", (hostile,), (Section("s", "", (table,)),)), None)
     shown = Seen(MarkdownIt("commonmark").enable("table").render(page))
-    allowed = {"h1", "h2", "h3", "p", "ul", "li", "table", "thead", "tbody", "tr", "th", "td", "code"}
+    allowed = {
+        "h1",
+        "h2",
+        "h3",
+        "p",
+        "ul",
+        "li",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "code",
+    }
     assert set(shown.tags) <= allowed
     assert shown.rows == [2, 2, 2]
     assert len(shown.tags["code"]) == 2 + 2 * bool(code(hostile))
@@ -163,30 +205,57 @@ def test_foreign_text_stays_text_in_html(hostile: str) -> None:
     hostile = text.plain(hostile)
     assume(hostile)
     shown, harmless = elements(hostile), elements("harmless")
-    assert {tag: len(found) for tag, found in shown.tags.items() if tag != "wbr"} == {t: len(f) for t, f in harmless.tags.items()}
-    assert not [name for tags in shown.tags.values() for attributes in tags for name in attributes if name.startswith("on")]
+    assert {tag: len(found) for tag, found in shown.tags.items() if tag != "wbr"} == {
+        t: len(f) for t, f in harmless.tags.items()
+    }
+    assert not [
+        name
+        for tags in shown.tags.values()
+        for attributes in tags
+        for name in attributes
+        if name.startswith("on")
+    ]
     assert "".join(shown.words).count(hostile) >= 3
 
 
 def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Path) -> None:
     """Everything that a record may say freely says something evil; ids may not."""
     evil = "\u4e2d<script>alert(1)</script>|`@x`$\\frac{1}{0}$"
-    what = [made.case("schemes", "ring", variant, ranks) for variant in ("a.b", "-_=+") for ranks in (1, 2)]
+    what = [
+        made.case("schemes", "ring", variant, ranks)
+        for variant in ("a.b", "-_=+")
+        for ranks in (1, 2)
+    ]
     records = [made.record(case, 0.1, bytes_result=1 << 20) for case in what]
     for record in records:
         record.device.name = record.env.platform = record.transport.mpi.vendor = evil
     records.append(made.failed(what[0], "failed", reason("\n".join(HOSTILE))))
     compared = tmp_path / "result.json"
     compared.write_text(
-        json.dumps(made.result(made.verdict("regressed", reason=evil, flags=[evil], case=evil * 3, explanation=evil)))
+        json.dumps(
+            made.result(
+                made.verdict(
+                    "regressed", reason=evil, flags=[evil], case=evil * 3, explanation=evil
+                )
+            )
+        )
     )
     shown = report(tmp_path, save(tmp_path / "r.jsonl", records), "--compare", compared)
     page = Seen(shown["html"])
     assert not {"script", "img", "iframe", "object", "link", "form"} & set(page.tags)
     assert "alert(1)" in "".join(page.words)
-    addresses = [v for tags in page.tags.values() for found in tags for n, v in found.items() if n in ("href", "src", "xlink:href")]
+    addresses = [
+        v
+        for tags in page.tags.values()
+        for found in tags
+        for n, v in found.items()
+        if n in ("href", "src", "xlink:href")
+    ]
     assert [address for address in addresses if not (address or "").startswith("#")] == []
-    assert not set(Seen(MarkdownIt("commonmark").enable("table").render(shown["md"])).tags) & {"script", "a"}
+    assert not set(Seen(MarkdownIt("commonmark").enable("table").render(shown["md"])).tags) & {
+        "script",
+        "a",
+    }
 
 
 def keeps(record: Record) -> bool:
@@ -195,17 +264,33 @@ def keeps(record: Record) -> bool:
 
 
 def test_a_report_is_the_same_each_time(tmp_path: Path) -> None:
-    path = save(tmp_path / "r.jsonl", [record for number in (0, 1) for record in made.run(number, few=True) if keeps(record)])
-    command = [sys.executable, "-m", "benchmarks.reporting", str(path), "--out", str(tmp_path / "other")]
+    path = save(
+        tmp_path / "r.jsonl",
+        [record for number in (0, 1) for record in made.run(number, few=True) if keeps(record)],
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.reporting",
+        str(path),
+        "--out",
+        str(tmp_path / "other"),
+    ]
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {"PYTHONPATH": paths, "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
     report(tmp_path, path)
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120
+    )
     for name in ("report.md", "report.html", "report.png"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), (
+            name
+        )
 
 
-def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_used_is_named_and_the_rest_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = tmp_path / "good.jsonl"
     append(good, made.record(made.case("schemes", "ring", "zigzag", 1), 0.1))
     with good.open("ab") as file:
@@ -220,7 +305,15 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(tmp_path: Path, capsy
         (tmp_path / name).write_bytes(content)
     (tmp_path / "result.json").write_text('{"rows": NaN}')
     names = [tmp_path / name for name in (*foreign_files, "missing.jsonl", "good.jsonl")]
-    shown = report(tmp_path, *names, tmp_path, "--compare", tmp_path / "result.json", "--trace", tmp_path / "other.jsonl")
+    shown = report(
+        tmp_path,
+        *names,
+        tmp_path,
+        "--compare",
+        tmp_path / "result.json",
+        "--trace",
+        tmp_path / "other.jsonl",
+    )
     told = capsys.readouterr().err
     for name in (*foreign_files, "missing.jsonl", "result.json", "good.jsonl, line 2"):
         assert name in told, name
@@ -251,10 +344,16 @@ def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path)
     ]
     (tmp_path / "result.json").write_text(json.dumps(made.result(*rows)))
     section = comparison.read(tmp_path / "result.json")
-    lines = [dict(zip(section.tables[0].columns, line, strict=True)) for line in section.tables[0].rows]
+    lines = [
+        dict(zip(section.tables[0].columns, line, strict=True)) for line in section.tables[0].rows
+    ]
     places = [comparison.ORDER.index(line["verdict"]) for line in lines]
     assert places == sorted(places)
-    assert (lines[0]["case"], lines[0]["change"], lines[0]["interval"]) == ("schemes/worst", "+40%", "+36% to +43%")
+    assert (lines[0]["case"], lines[0]["change"], lines[0]["interval"]) == (
+        "schemes/worst",
+        "+40%",
+        "+36% to +43%",
+    )
     assert {line["change"] for line in lines if line["verdict"] == "missing"} == {"+10%", "-"}
 
 
@@ -298,11 +397,15 @@ def test_numbers_and_words_are_written_for_people(shown: str, expected: str) -> 
 
 def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole() -> None:
     """Phases overlap or are medians of their own: their sum may be more than the step."""
-    what = [made.case("schemes", "ring", f"{place}/zigzag/causal/forward", 2) for place in range(30)]
+    what = [
+        made.case("schemes", "ring", f"{place}/zigzag/causal/forward", 2) for place in range(30)
+    ]
     phases = {"total": {"max_s": 0.1, "mean_s": 0.1}, "attention": {"max_s": 0.09, "mean_s": 0.09}}
     phases["communication"] = {"max_s": 0.05, "mean_s": 0.05}
     with styled():
-        pictures = numbered(plots.shares(derive.rows([made.record(case, 0.1, phases=phases) for case in what])))
+        pictures = numbered(
+            plots.shares(derive.rows([made.record(case, 0.1, phases=phases) for case in what]))
+        )
     titles = [picture.title for picture in pictures]
     assert (len(titles), len(set(titles))) == (3, 3)
     assert titles[0].endswith("(1 of 3)")
@@ -321,7 +424,11 @@ def test_a_page_shows_little_until_somebody_asks(tmp_path: Path) -> None:
 
 def test_a_terminal_of_80_columns_shows_every_column() -> None:
     out = io.StringIO()
-    table = next(table for table in tables.per_ranks(derive.rows(made.run())) if table.title == "schemes, P = 2")
+    table = next(
+        table
+        for table in tables.per_ranks(derive.rows(made.run()))
+        if table.title == "schemes, P = 2"
+    )
     terminal.show(Console(file=out, width=80), table)
     shown = out.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
@@ -329,7 +436,9 @@ def test_a_terminal_of_80_columns_shows_every_column() -> None:
     assert all(cell in shown for row in table.rows for cell in row)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     path = save(tmp_path / "r.jsonl", [made.record(made.case("schemes", "ring", "zigzag", 1), 0.1)])
     assert main([str(path), "--out", str(tmp_path / "file" / "folder")]) == 2

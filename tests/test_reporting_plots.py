@@ -23,8 +23,13 @@ def pictures() -> list[Picture]:
     """One of every kind, over all records of several runs, some with odd names."""
     several = [record for number in range(3) for record in made.run(number, few=number < 2)]
     rows = derive.rows(made.run(2))
-    compared = [{**made.verdict(v), "case": f"schemes/ring/zigzag/causal/backward-{v}"} for v in comparison.ORDER]
-    compared.append(made.verdict("regressed", case="schemes/$\\frac{1}$"))  # no formula, or drawing it would fail
+    compared = [
+        {**made.verdict(v), "case": f"schemes/ring/zigzag/causal/backward-{v}"}
+        for v in comparison.ORDER
+    ]
+    compared.append(
+        made.verdict("regressed", case="schemes/$\\frac{1}$")
+    )  # no formula, or drawing it would fail
     with styled():
         return [
             *plots.scaling(rows),
@@ -46,12 +51,20 @@ def texts(figure: Figure) -> list[Text]:
     axes = figure.axes[0]
     legends = [entry for legend in figure.legends for entry in legend.get_texts()]
     axis_labels = [axes.xaxis.label, axes.yaxis.label]
-    return [t for t in [*drawn(axes.xaxis), *drawn(axes.yaxis), *axis_labels, *legends] if t.get_text()]
+    return [
+        t for t in [*drawn(axes.xaxis), *drawn(axes.yaxis), *axis_labels, *legends] if t.get_text()
+    ]
 
 
 def test_every_plot_has_units_and_no_text_covers_another_or_is_cut() -> None:
     every = pictures()
-    assert {picture.kind for picture in every} == {"Scaling", "Bandwidth", "Communication", "History", "Comparison"}
+    assert {picture.kind for picture in every} == {
+        "Scaling",
+        "Bandwidth",
+        "Communication",
+        "History",
+        "Comparison",
+    }
     for picture in every:
         axes = picture.figure.axes[0]
         assert UNIT.search(axes.get_xlabel()), picture.title
@@ -68,17 +81,29 @@ def test_every_plot_has_units_and_no_text_covers_another_or_is_cut() -> None:
             assert box.y0 >= -1, shown
             assert box.x1 <= picture.figure.bbox.x1 + 1, shown
             assert box.y1 <= picture.figure.bbox.y1 + 1, shown
-            hit = [words[other].get_text() for other in range(place) if box.shrunk(0.9, 0.8).overlaps(boxes[other])]
+            hit = [
+                words[other].get_text()
+                for other in range(place)
+                if box.shrunk(0.9, 0.8).overlaps(boxes[other])
+            ]
             assert hit == [], shown
 
 
 def test_scaling_plots_hold_the_measured_points_and_the_ideal() -> None:
-    rows = derive.rows([made.record(made.case("schemes", "ring", "zigzag", p), 0.8 / p**0.5) for p in (1, 2, 4)])
+    rows = derive.rows(
+        [made.record(made.case("schemes", "ring", "zigzag", p), 0.8 / p**0.5) for p in (1, 2, 4)]
+    )
     time, efficiency = plots.scaling(rows)
-    lines = [[tuple(map(float, point)) for point in line.get_xydata()] for line in time.figure.axes[0].get_lines()]
+    lines = [
+        [tuple(map(float, point)) for point in line.get_xydata()]
+        for line in time.figure.axes[0].get_lines()
+    ]
     assert [(1.0, 800.0), (2.0, 400.0), (4.0, 200.0)] in lines
     assert [(float(row.ranks), row.seconds * 1e3) for row in rows] in lines
-    lines = [[tuple(map(float, point)) for point in line.get_xydata()] for line in efficiency.figure.axes[0].get_lines()]
+    lines = [
+        [tuple(map(float, point)) for point in line.get_xydata()]
+        for line in efficiency.figure.axes[0].get_lines()
+    ]
     assert [(float(row.ranks), row.efficiency * 100) for row in rows] in lines
 
 

@@ -49,14 +49,25 @@ def test_sharding_and_rotating_commute(
     for part in (order[:cut], order[cut:]):
         positions = [start + i for i in part]
         assert torch.equal(rope.apply(x[:, part], positions), whole[:, part])
-        assert torch.equal(rope.apply(x[:, part], torch.tensor(positions, dtype=torch.int64)), whole[:, part])
+        assert torch.equal(
+            rope.apply(x[:, part], torch.tensor(positions, dtype=torch.int64)), whole[:, part]
+        )
 
 
 @settings(deadline=None)
-@given(a=st.integers(0, 5000), b=st.integers(0, 5000), shift=st.integers(0, 5000), scaling=st.sampled_from(SCALINGS))
-def test_scores_depend_on_the_difference_of_positions(a: int, b: int, shift: int, scaling: dict[str, Any] | None) -> None:
+@given(
+    a=st.integers(0, 5000),
+    b=st.integers(0, 5000),
+    shift=st.integers(0, 5000),
+    scaling=st.sampled_from(SCALINGS),
+)
+def test_scores_depend_on_the_difference_of_positions(
+    a: int, b: int, shift: int, scaling: dict[str, Any] | None
+) -> None:
     rope = Rope(8, scaling=scaling)
-    q, k = torch.randn((2, 1, 1, 1, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k = torch.randn(
+        (2, 1, 1, 1, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     here = (rope.apply(q, [a]) * rope.apply(k, [b])).sum()
     there = (rope.apply(q, [a + shift]) * rope.apply(k, [b + shift])).sum()
     torch.testing.assert_close(here, there, rtol=0, atol=1e-10)
@@ -68,7 +79,14 @@ def test_rope_is_the_reference(base: float, dtype: torch.dtype) -> None:
     """All sizes differ, so that no dim is taken for another; positions far out, where a float32 angle would be off by 0.06."""
     x = torch.randn(2, 5, 3, 14).to(dtype)
     positions = [0, 1, 4097, 999_999, 7]
-    error = (Rope(14, base).apply(x, positions).double() - reference.rotate(x.double(), positions, base)).abs().max()
+    error = (
+        (
+            Rope(14, base).apply(x, positions).double()
+            - reference.rotate(x.double(), positions, base)
+        )
+        .abs()
+        .max()
+    )
     assert error < 20 * torch.finfo(dtype).eps if dtype == torch.float32 else error < 1e-9
 
 
@@ -84,7 +102,9 @@ def test_linear_scaling_divides_positions() -> None:
     x = torch.randn(1, 3, 1, 8, dtype=torch.float64)
     scaled = Rope(8, scaling={"type": "linear", "factor": 4.0}).apply(x, [0, 4, 400])
     torch.testing.assert_close(scaled, Rope(8).apply(x, [0, 1, 100]), rtol=0, atol=1e-12)
-    assert torch.equal(Rope(8, scaling={"rope_type": "default"}).apply(x, [1, 2, 3]), Rope(8).apply(x, [1, 2, 3]))
+    assert torch.equal(
+        Rope(8, scaling={"rope_type": "default"}).apply(x, [1, 2, 3]), Rope(8).apply(x, [1, 2, 3])
+    )
 
 
 def test_llama3_scaling_is_the_published_case_analysis() -> None:
@@ -95,8 +115,14 @@ def test_llama3_scaling_is_the_published_case_analysis() -> None:
         plain = 500000.0 ** (-2 * i / 128)
         wave_length = 2 * math.pi / plain
         smooth = (8192 / wave_length - 1.0) / (4.0 - 1.0)
-        kind = "short" if wave_length < 8192 / 4 else "long" if wave_length > 8192 / 1 else "between"
-        expected = {"short": plain, "long": plain / 8, "between": (1 - smooth) * plain / 8 + smooth * plain}[kind]
+        kind = (
+            "short" if wave_length < 8192 / 4 else "long" if wave_length > 8192 / 1 else "between"
+        )
+        expected = {
+            "short": plain,
+            "long": plain / 8,
+            "between": (1 - smooth) * plain / 8 + smooth * plain,
+        }[kind]
         assert got == pytest.approx(expected, rel=1e-13)
         kinds.add(kind)
     assert kinds == {"short", "long", "between"}
@@ -119,7 +145,9 @@ def test_an_odd_head_dim_is_refused(head_dim: int, error: type[Exception]) -> No
         Rope(head_dim)
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "yarn", "factor": 2.0}, {"rope_type": "linear"}, {"factor": 2.0}])
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "yarn", "factor": 2.0}, {"rope_type": "linear"}, {"factor": 2.0}]
+)
 def test_a_scaling_that_is_not_understood_is_refused(scaling: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="rope_type"):
         Rope(4, scaling=scaling)

@@ -38,16 +38,27 @@ TINY_OPTIONS = (
 
 def mpi_environment() -> dict[str, str]:
     """What ci/ sets for either MPI."""
-    lines = [line for name in ("openmpi", "mpich") for line in (ROOT / "ci" / f"env.{name}").read_text().splitlines()]
+    lines = [
+        line
+        for name in ("openmpi", "mpich")
+        for line in (ROOT / "ci" / f"env.{name}").read_text().splitlines()
+    ]
     settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    return {**settings, **os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    return {
+        **settings,
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+    }
 
 
 def found(ranks: int, seconds: float, **changes: Any) -> dict[str, Any]:
     """The end of a launch that came out well."""
     shape = {"batch": 2, "seq": 100}
     made = dicts(record(case("layers", "allgather_kv", "block", ranks, shape=shape), seconds))
-    parts = {name: made[name] for name in ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")}
+    parts = {
+        name: made[name]
+        for name in ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+    }
     parts["work"]["tokens"] = 200
     gather = {"ms": 2.0, "gb_per_s": 1.5} if ranks > 1 else None
     return {"status": "ok", "parts": parts, "check": CHECK, "all_gather": gather, **changes}
@@ -76,10 +87,24 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> None:
 def test_rows_derive_speedup_and_efficiency() -> None:
     settings = scaling.settings(scaling.parse([*TINY_OPTIONS, "--ranks", "1,2,4"]))[0]
     seconds = {1: 0.8, 2: 0.5, 4: 0.25}
-    outcomes = [scaling.outcome_of(one, found(one.case.ranks, seconds[one.case.ranks])) for one in settings]
+    outcomes = [
+        scaling.outcome_of(one, found(one.case.ranks, seconds[one.case.ranks])) for one in settings
+    ]
     table = scaling.table(outcomes, "cpu")
     one, two, four = table.rows
-    assert two == ("2", "500", "1.60", "80%", "400", "10%", "2.000", "1.50", "3.00 MiB", "1.0e-06", "")
+    assert two == (
+        "2",
+        "500",
+        "1.60",
+        "80%",
+        "400",
+        "10%",
+        "2.000",
+        "1.50",
+        "3.00 MiB",
+        "1.0e-06",
+        "",
+    )
     assert one[6:8] == ("-", "-")
     assert (four[0], four[-1]) == ("4", "oversubscribed")
 
@@ -103,7 +128,11 @@ def test_rows_derive_speedup_and_efficiency() -> None:
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
-    options: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    options: str,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(scaling.launching, "run", lambda *_, **__: pytest.fail("a case was run"))
@@ -117,7 +146,15 @@ def test_presets_are_completed_by_what_follows() -> None:
         return scaling.settings(scaling.parse(options))[0][0]
 
     paper = first("--preset", "paper")
-    sizes = {"hidden": 5120, "heads": 40, "kv_heads": 40, "head_dim": 128, "ffn": 20480, "seq": 4096, "batch": 4}
+    sizes = {
+        "hidden": 5120,
+        "heads": 40,
+        "kv_heads": 40,
+        "head_dim": 128,
+        "ffn": 20480,
+        "seq": 4096,
+        "batch": 4,
+    }
     assert paper.case.shape == sizes
     assert (paper.case.mask, paper.iterations, paper.case.dtype) == ("full", 10, "float32")
     assert first("--head-dim", "32").case.shape["hidden"] == 256
@@ -131,13 +168,19 @@ def test_a_case_that_fails_is_a_row_and_does_not_lose_the_others(
     assert scaling.main(["--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "P = 2, float32: OOM: out of memory, while warming up\nthe last words" in shown
-    assert [line.split()[:1] + line.split()[-1:] for line in shown.splitlines() if line[:3] in ("  1", "  2", "  4")] == [
+    assert [
+        line.split()[:1] + line.split()[-1:]
+        for line in shown.splitlines()
+        if line[:3] in ("  1", "  2", "  4")
+    ] == [
         ["1", "1.0e-06"],
         ["2", "oom"],
         ["4", "oversubscribed"],
     ]
     assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
-    kept = [json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 2, 4)]
+    kept = [
+        json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 2, 4)
+    ]
     assert [one["record"]["status"] for one in kept] == ["ok", "oom", "ok"]
 
 
@@ -159,10 +202,15 @@ def test_an_interruption_keeps_what_is_complete(
     (tmp_path / "strong_scaling_sp_cpu_p2.json").write_text("an older result")
     assert scaling.main(["--out", str(tmp_path)]) == 130
     assert "\n  1 " in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["strong_scaling_sp_cpu.png", "strong_scaling_sp_cpu_p1.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "strong_scaling_sp_cpu.png",
+        "strong_scaling_sp_cpu_p1.json",
+    ]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     assert scaling.main(["--out", str(tmp_path / "file")]) == 2
     assert "cannot be written" in capsys.readouterr().err
@@ -171,8 +219,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_no_traceback(capsys: py
 @pytest.mark.parametrize(
     ("program", "status", "reason"),
     [
-        ("raise SystemExit('SomeError: it broke')", "failed", "exit code 1 while starting: SomeError: it broke"),
-        ('raise SystemExit("DefaultCPUAllocator: can\'t allocate memory")', "oom", "out of memory, while starting"),
+        (
+            "raise SystemExit('SomeError: it broke')",
+            "failed",
+            "exit code 1 while starting: SomeError: it broke",
+        ),
+        (
+            'raise SystemExit("DefaultCPUAllocator: can\'t allocate memory")',
+            "oom",
+            "out of memory, while starting",
+        ),
         ("import time; time.sleep(60)", "timeout", "not finished after 0.2 s, while starting"),
         ("", "failed", "exit code 0 while starting: nothing was printed"),
     ],
@@ -183,7 +239,8 @@ def test_a_launch_that_fails_says_how(
     monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
     (tmp_path / "launcher.py").write_text(program)
     launch = launching.Launch(
-        f"{sys.executable} {tmp_path / 'launcher.py'} {{ranks}}", timeout=0.2 if status == "timeout" else 30.0
+        f"{sys.executable} {tmp_path / 'launcher.py'} {{ranks}}",
+        timeout=0.2 if status == "timeout" else 30.0,
     )
     told = launching.run(2, "nowhere:measure", {}, launch)
     assert (told["status"], told["reason"]) == (status, reason)
@@ -192,7 +249,17 @@ def test_a_launch_that_fails_says_how(
 @pytest.mark.starts_mpi
 def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
     """Two launches of the real thing: everything that a run leaves behind is there and in order."""
-    command = [sys.executable, "-m", "benchmarks.scaling", *TINY_OPTIONS, "--ranks", "1,3", "--causal", "--layout", "zigzag"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.scaling",
+        *TINY_OPTIONS,
+        "--ranks",
+        "1,3",
+        "--causal",
+        "--layout",
+        "zigzag",
+    ]
     answer = subprocess.run(
         [*command, "--out", str(tmp_path)],
         cwd=ROOT,
@@ -205,9 +272,13 @@ def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert answer.stdout.count("correct. max |ranks - single device|") == 2
     assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
-    one, three = (json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 3))
+    one, three = (
+        json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 3)
+    )
     assert set(one) == set(three) == {"record", "check", "all_gather"}
-    first, second = (records.parse(json.dumps(document["record"]).encode()) for document in (one, three))
+    first, second = (
+        records.parse(json.dumps(document["record"]).encode()) for document in (one, three)
+    )
     assert second.timing
     assert second.work
     assert second.transport

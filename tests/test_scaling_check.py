@@ -14,7 +14,10 @@ from benchmarks.records import Case, make_case
 from benchmarks.sample import Samples
 
 SHAPE = {"batch": 2, "seq": 48, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 256}
-TINY, CAUSAL = (make_case("layers", "allgather_kv", {"sp": 2}, SHAPE, "auto", mask=mask) for mask in ("full", "causal"))
+TINY, CAUSAL = (
+    make_case("layers", "allgather_kv", {"sp": 2}, SHAPE, "auto", mask=mask)
+    for mask in ("full", "causal")
+)
 
 
 @pytest.fixture
@@ -23,8 +26,12 @@ def weights() -> dict[str, Tensor]:
     widths = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
     block = torch.nn.Module()
     block.norm1, block.norm2 = torch.nn.LayerNorm(64), torch.nn.LayerNorm(64)
-    block.attention = torch.nn.ModuleDict({name: torch.nn.Linear(64, width) for name, width in widths.items()})
-    block.feed_forward = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 256), "down": torch.nn.Linear(256, 64)})
+    block.attention = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(64, width) for name, width in widths.items()}
+    )
+    block.feed_forward = torch.nn.ModuleDict(
+        {"up": torch.nn.Linear(64, 256), "down": torch.nn.Linear(256, 64)}
+    )
     corpus.fill(block, 0)
     return {name: weight.detach() for name, weight in block.state_dict().items()}
 
@@ -39,8 +46,12 @@ def outputs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", ["one token", "shards swapped", "zeros", "not finite", "own keys only"])
-def test_a_wrong_output_is_found(weights: dict[str, Tensor], dtype: torch.dtype, fault: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["one token", "shards swapped", "zeros", "not finite", "own keys only"]
+)
+def test_a_wrong_output_is_found(
+    weights: dict[str, Tensor], dtype: torch.dtype, fault: str
+) -> None:
     x, alone, truth = outputs(weights, dtype)
     wrong = alone.clone()
     if fault == "one token":
@@ -59,7 +70,9 @@ def test_a_wrong_output_is_found(weights: dict[str, Tensor], dtype: torch.dtype,
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_single_device_passes_its_own_check(weights: dict[str, Tensor], dtype: torch.dtype, causal: bool) -> None:
+def test_the_single_device_passes_its_own_check(
+    weights: dict[str, Tensor], dtype: torch.dtype, causal: bool
+) -> None:
     _, alone, truth = outputs(weights, dtype, CAUSAL if causal else TINY)
     verdict = single.judge(alone, alone, truth, TINY)
     assert verdict.passed
@@ -101,7 +114,9 @@ def test_a_sample_of_tokens_has_the_values_of_the_whole(
     torch.testing.assert_close(sample, whole[rows][:, positions])
 
 
-def test_an_error_beside_the_sample_is_found(weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_beside_the_sample_is_found(
+    weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(single.EXACT_FLOPS, "cpu", 0.0)
     _, alone, truth = outputs(weights, torch.float32)
     wrong = alone.clone()

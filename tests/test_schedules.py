@@ -33,7 +33,14 @@ def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Sc
     size = draw(st.integers(1, max_size))
     counts = pieces(size, draw(st.integers(0, 30)))
     nodes = nodes_of(size, draw(st.integers(0, 12))) if algorithm == "hierarchical" else ()
-    return schedule(op, algorithm, counts, draw(st.integers(0, size - 1)), draw(st.none() | st.integers(1, 4)), nodes)
+    return schedule(
+        op,
+        algorithm,
+        counts,
+        draw(st.integers(0, size - 1)),
+        draw(st.none() | st.integers(1, 4)),
+        nodes,
+    )
 
 
 def replayed(made: Schedule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,19 +69,32 @@ def test_no_more_scratch_is_asked_for_than_is_used(op: str, algorithm: str) -> N
     """Of even vectors; where pieces or segments differ, room is for the longest."""
     for size, nodes, segment in product(range(1, 9), (0, 1, 3, 9), (None, 60)):
         made = schedule(op, algorithm, (840,) * size, 0, segment, nodes_of(size, nodes))
-        assert [program.scratch for program in made.programs] == list(map(scratch_used, made.programs))
+        assert [program.scratch for program in made.programs] == list(
+            map(scratch_used, made.programs)
+        )
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_many_ranks(op: str, algorithm: str) -> None:
     for size in (13, 16, 31):
-        verify(schedule(op, algorithm, tuple(rank % 3 for rank in range(size)), size // 2, 1, nodes_of(size, size)))
+        verify(
+            schedule(
+                op,
+                algorithm,
+                tuple(rank % 3 for rank in range(size)),
+                size // 2,
+                1,
+                nodes_of(size, size),
+            )
+        )
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: str, data: st.DataObject) -> None:
+def test_a_replay_equals_the_definition_exactly_on_integers(
+    op: str, algorithm: str, data: st.DataObject
+) -> None:
     made = data.draw(schedules(op, algorithm, 5))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     inputs = [torch.randint(-9, 9, (sum(send),), generator=random) for send in made.send]
@@ -83,7 +103,9 @@ def test_a_replay_equals_the_definition_exactly_on_integers(op: str, algorithm: 
 
 
 @given(data=st.data(), case=st.sampled_from(NAMES), in_place=st.booleans())
-def test_no_step_writes_to_what_is_still_being_sent(data: st.DataObject, case: tuple[str, str], in_place: bool) -> None:
+def test_no_step_writes_to_what_is_still_being_sent(
+    data: st.DataObject, case: tuple[str, str], in_place: bool
+) -> None:
     """And sends are waited for no earlier than needed, but after a few steps in any case."""
 
     def places(region: Region) -> set[tuple[str, int]]:
@@ -94,7 +116,10 @@ def test_no_step_writes_to_what_is_still_being_sent(data: st.DataObject, case: t
         return set().union(*map(places, regions))
 
     for made in data.draw(schedules(*case, 5)).programs:
-        written = [union([m.region for m in step.receives] + [c.into for c in step.then]) for step in made.steps]
+        written = [
+            union([m.region for m in step.receives] + [c.into for c in step.then])
+            for step in made.steps
+        ]
         firsts = made.rewritten_in_place if in_place else made.rewritten
         assert len(firsts) == len(made.steps)
         assert firsts[-1:] in ((), (len(firsts) - 1,))  # nothing comes after the last one
@@ -123,13 +148,17 @@ def test_pairwise_sums_are_those_of_a_loop_over_the_ranks(data: st.DataObject, d
     for op in ("all_reduce", "reduce_scatter"):
         made = data.draw(schedules(op, "pairwise"))
         random = torch.Generator().manual_seed(1)
-        inputs = [torch.randn(sum(send), generator=random).to(getattr(torch, dtype)) for send in made.send]
+        inputs = [
+            torch.randn(sum(send), generator=random).to(getattr(torch, dtype)) for send in made.send
+        ]
         total = inputs[0].float()
         for x in inputs[1:]:
             total = total + x.float()
         for rank, result in enumerate(replayed(made, inputs)):
             wanted = total.to(result.dtype)
-            assert torch.equal(result, wanted if op == "all_reduce" else wanted.split(list(made.send[rank]))[rank])
+            assert torch.equal(
+                result, wanted if op == "all_reduce" else wanted.split(list(made.send[rank]))[rank]
+            )
 
 
 @pytest.mark.parametrize("algorithm", [name for op, name in NAMES if op == "all_reduce"])
@@ -164,7 +193,11 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
         ("all_reduce", "ring"): (2 * (size - 1), 2 * gathered, 2 * (size - 1)),
         ("all_reduce", "segmented_ring"): (6 * (size - 1), 2 * gathered, 6 * (size - 1)),
         ("all_reduce", "pairwise"): (6 * (size - 1), 2 * gathered, 6 * (size - 1)),
-        ("all_reduce", "recursive_doubling"): (floor + folds, (floor + folds) * n, floor + 2 * folds),
+        ("all_reduce", "recursive_doubling"): (
+            floor + folds,
+            (floor + folds) * n,
+            floor + 2 * folds,
+        ),
         ("all_reduce", "hierarchical"): (2 * (size - 1), 2 * gathered, size),
         ("all_reduce", "rabenseifner"): (2 * floor + folds, -1, 2 * floor + 2 * folds),
         ("all_to_all", "pairwise"): (size - 1, -1, size - 1),
@@ -173,12 +206,18 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
     }
     assert set(expected) == set(NAMES)
     for (op, algorithm), (messages, sent, steps) in expected.items():
-        costs = [cost(program, torch.float32) for program in schedule(op, algorithm, (m,) * size, segment=4).programs]
+        costs = [
+            cost(program, torch.float32)
+            for program in schedule(op, algorithm, (m,) * size, segment=4).programs
+        ]
         assert max(c.messages for c in costs) == messages, (op, algorithm)
         assert sent in (-1, max(c.bytes_sent for c in costs)), (op, algorithm)
         assert max(c.steps for c in costs) == steps, (op, algorithm)
     if not folds:
-        costs = [cost(program, torch.float32) for program in schedule("all_reduce", "rabenseifner", (m,) * size).programs]
+        costs = [
+            cost(program, torch.float32)
+            for program in schedule("all_reduce", "rabenseifner", (m,) * size).programs
+        ]
         assert {c.bytes_sent for c in costs} == {2 * gathered}
         assert {c.scratch for c in costs} == {n // 2}
 
@@ -216,9 +255,17 @@ def test_scratch_is_small_where_there_are_segments(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "size", "itemsize", "length"),
-    [(64, 2, 4, 1 << 16), (1 << 26, 2, 4, 1 << 19), (1 << 24, 2, 2, 1 << 18), (1 << 30, 4, 4, 1 << 19), (0, 3, 8, 1 << 15)],
+    [
+        (64, 2, 4, 1 << 16),
+        (1 << 26, 2, 4, 1 << 19),
+        (1 << 24, 2, 2, 1 << 18),
+        (1 << 30, 4, 4, 1 << 19),
+        (0, 3, 8, 1 << 15),
+    ],
 )
-def test_segments_are_a_sixteenth_of_a_piece_within_limits(nbytes: int, size: int, itemsize: int, length: int) -> None:
+def test_segments_are_a_sixteenth_of_a_piece_within_limits(
+    nbytes: int, size: int, itemsize: int, length: int
+) -> None:
     assert segment_length(nbytes // itemsize, size, itemsize) == length
 
 

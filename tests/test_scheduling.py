@@ -36,25 +36,40 @@ WORKS = st.builds(Work, st.integers(1, 100), st.integers(0, 10))
 @example(lengths=[7] * 8, size=4, work=Work(1, 1), tolerance=0.02)
 @example(lengths=[100_000, *[10] * 30], size=4, work=Work(100, 1), tolerance=0.02)
 @given(lengths=LENGTHS, size=SIZES, work=WORKS, tolerance=st.sampled_from([0.01, 0.02, 0.2]))
-def test_a_balanced_plan_keeps_its_promise(lengths: list[int], size: int, work: Work, tolerance: float) -> None:
+def test_a_balanced_plan_keeps_its_promise(
+    lengths: list[int], size: int, work: Work, tolerance: float
+) -> None:
     """No load is above the mean by more than the tolerance, unless sharding every sequence is not better either."""
     plan = balanced(lengths, size, work, tolerance)
     loads = plan.loads(work)
     mean = sum(loads) / size
 
     def shared(numbers: Iterable[int]) -> list[int]:
-        return [sum(shares) for shares in zip([0] * size, *(work.shares(lengths[number], size) for number in numbers), strict=True)]
+        return [
+            sum(shares)
+            for shares in zip(
+                [0] * size, *(work.shares(lengths[number], size) for number in numbers), strict=True
+            )
+        ]
 
     assert max(loads) <= max((1 + tolerance) * mean, max(shared(range(len(lengths))))) * (1 + 1e-12)
     sharded = shared(plan.sharded)
-    longest = max((work.of(lengths[number]) for numbers in plan.packed for number in numbers), default=0)
+    longest = max(
+        (work.of(lengths[number]) for numbers in plan.packed for number in numbers), default=0
+    )
     assert max(loads) <= max(mean + (1 - 1 / size) * longest, max(sharded)) * (1 + 1e-12)
     whole = [lengths[number] for numbers in plan.packed for number in numbers]
-    assert not plan.sharded or not whole or min(lengths[number] for number in plan.sharded) >= max(whole)
+    assert (
+        not plan.sharded
+        or not whole
+        or min(lengths[number] for number in plan.sharded) >= max(whole)
+    )
 
 
 @given(lengths=LENGTHS, size=SIZES, work=WORKS, tolerance=st.sampled_from([0.02, 0.5]))
-def test_no_sequence_is_shared_where_balance_needs_none(lengths: list[int], size: int, work: Work, tolerance: float) -> None:
+def test_no_sequence_is_shared_where_balance_needs_none(
+    lengths: list[int], size: int, work: Work, tolerance: float
+) -> None:
     """Where longest first alone keeps the promise, as with equal work for every rank."""
     whole = balanced(lengths, size, work, 2.0 * size)
     assert not whole.sharded
@@ -68,9 +83,14 @@ def test_no_sequence_is_shared_where_balance_needs_none(lengths: list[int], size
 
 
 @given(lengths=LENGTHS, size=SIZES, work=WORKS, order=st.randoms(use_true_random=False))
-def test_the_order_of_the_caller_changes_nothing(lengths: list[int], size: int, work: Work, order: Random) -> None:
+def test_the_order_of_the_caller_changes_nothing(
+    lengths: list[int], size: int, work: Work, order: Random
+) -> None:
     def kinds(plan: Plan) -> list[list[int]]:
-        return [[plan.lengths[n] for n in numbers] for numbers in (plan.sharded, plan.waiting, *plan.packed)]
+        return [
+            [plan.lengths[n] for n in numbers]
+            for numbers in (plan.sharded, plan.waiting, *plan.packed)
+        ]
 
     shuffled = order.sample(lengths, len(lengths))
     for policy in (balanced, dynamic):
@@ -104,9 +124,13 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
 
 
 @given(
-    costs=st.lists(st.integers(1, 9), min_size=1, max_size=7), stages=st.integers(1, 5), ends=st.tuples(*[st.integers(0, 20)] * 2)
+    costs=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    stages=st.integers(1, 5),
+    ends=st.tuples(*[st.integers(0, 20)] * 2),
 )
-def test_layers_are_split_as_evenly_as_can_be(costs: list[int], stages: int, ends: tuple[int, int]) -> None:
+def test_layers_are_split_as_evenly_as_can_be(
+    costs: list[int], stages: int, ends: tuple[int, int]
+) -> None:
     """Against every other split."""
     if stages > len(costs):
         with pytest.raises(sp.ShapeError, match="Use pp"):
@@ -140,7 +164,9 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 def test_a_schedule_can_be_seen() -> None:
     orders = one_forward_one_backward(2, 3)
     for seconds in (1.0, 0.5, 4.0):
-        assert picture(timeline(orders, lambda stage, slot, each=seconds: each), unit=seconds).splitlines() == [
+        assert picture(
+            timeline(orders, lambda stage, slot, each=seconds: each), unit=seconds
+        ).splitlines() == [
             "stage 0 |  0  1 .. 0'  2 1' .. 2'",
             "stage 1 | ..  0 0'  1 1'  2 2' ..",
             "bubble: 25.0% of the stages' time",

@@ -23,7 +23,9 @@ from sp_core.testing.tolerance import check_close
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
-IN_RANK_ORDER = {"reduce_scatter": "pairwise"}  # as in a window; the MPI library may add in any order
+IN_RANK_ORDER = {
+    "reduce_scatter": "pairwise"
+}  # as in a window; the MPI library may add in any order
 
 
 def on(mesh: sp.Mesh, name: str, axis: str = "sp") -> Callable[..., Any]:
@@ -49,7 +51,12 @@ def test_all_schemes_agree_on_any_number_of_ranks(comm: Any, problem: AttentionP
         allowed = bounds_of(shards)
         for (first, a), (second, b) in combinations(found.items(), 2):
             for what in a:
-                check_close(f"{what}: {first} - {second}", a[what], b[what].cpu().double(), 2 * allowed[what])
+                check_close(
+                    f"{what}: {first} - {second}",
+                    a[what],
+                    b[what].cpu().double(),
+                    2 * allowed[what],
+                )
 
 
 def alone_in_order(shards: Shards, what: str, x: Tensor) -> Tensor:
@@ -69,7 +76,9 @@ def packed(draw: st.DrawFn) -> AttentionProblem:
 
 @EVERY_SCHEME
 @given(max_examples=8, problem=packed())
-def test_a_permutation_of_documents_permutes_the_results(comm: Any, name: str, problem: AttentionProblem) -> None:
+def test_a_permutation_of_documents_permutes_the_results(
+    comm: Any, name: str, problem: AttentionProblem
+) -> None:
     documents = [range(a, b) for a, b in pairwise(problem.mask.documents)]
     Random(problem.seed).shuffle(documents)
     order = torch.tensor([token for document in documents for token in document], dtype=torch.int64)
@@ -81,30 +90,41 @@ def test_a_permutation_of_documents_permutes_the_results(comm: Any, name: str, p
         allowed, more = bounds_of(moved), bounds_of(shards)
         for what in before:
             dim = 2 if what == "lse" else 1
-            expected, slack = (whole(comm, shards, x[what], dim).index_select(dim, order) for x in (before, more))
+            expected, slack = (
+                whole(comm, shards, x[what], dim).index_select(dim, order) for x in (before, more)
+            )
             limit = allowed[what] + moved.part(what, slack)
             check_close(f"{name} {what}", after[what], moved.part(what, expected).double(), limit)
 
 
 def whole(comm: Any, shards: Shards, x: Tensor, dim: int) -> Tensor:
     """Every rank's part of a result, put together."""
-    return shards.sharding.unshard([torch.from_numpy(x) for x in comm.allgather(x.detach().double().cpu().numpy())], dim)
+    return shards.sharding.unshard(
+        [torch.from_numpy(x) for x in comm.allgather(x.detach().double().cpu().numpy())], dim
+    )
 
 
 @EVERY_SCHEME
-@given(max_examples=8, problem=attention_problems(), again=st.sampled_from(["auto", "window", "window"]))
+@given(
+    max_examples=8,
+    problem=attention_problems(),
+    again=st.sampled_from(["auto", "window", "window"]),
+)
 def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
     comm: Any, name: str, problem: AttentionProblem, again: str
 ) -> None:
     """Also where the ranks read in shared memory what came in messages before; sums of collectives are made in rank order.
 
-    But what AllGather-KV reads there has other strides than what messages bring, over which a matrix product may round differently.
+    But what AllGather-KV reads there has other strides than what messages bring, over which a
+    matrix product may round differently.
     """
     copies = 2 - comm.size % 2
     runs, again = [], again if device().type == "cpu" else "auto"
     for transport in (again if name == "allgather_kv" else "auto", again):
         axes = {"copies": copies, "sp": comm.size // copies}
-        with sp.Mesh(comm, device=device(), transport=transport, algorithm=IN_RANK_ORDER, **axes) as mesh:
+        with sp.Mesh(
+            comm, device=device(), transport=transport, algorithm=IN_RANK_ORDER, **axes
+        ) as mesh:
             place = mesh["sp"].rank
             shards = Shards(problem, place, mesh["sp"].size, mesh.device)
             runs.append(shards.results(on(mesh, name)))
@@ -116,7 +136,9 @@ def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
 
 @EVERY_SCHEME
 @given(max_examples=20, problem=attention_problems(), token=st.integers(0, 32))
-def test_no_token_sees_the_future(comm: Any, name: str, problem: AttentionProblem, token: int) -> None:
+def test_no_token_sees_the_future(
+    comm: Any, name: str, problem: AttentionProblem, token: int
+) -> None:
     """Changing a token leaves every output before it bitwise unchanged."""
     mask = sp.Mask(causal=True, window=problem.mask.window)
     problem = replace(problem, kv_len=problem.seq_len, kv_layout=problem.layout, mask=mask)
@@ -135,10 +157,15 @@ def test_no_token_sees_the_future(comm: Any, name: str, problem: AttentionProble
 
 @EVERY_SCHEME
 @given(max_examples=8, one=attention_problems(17), two=attention_problems(17))
-def test_meshes_do_not_disturb_each_other(comm: Any, name: str, one: AttentionProblem, two: AttentionProblem) -> None:
+def test_meshes_do_not_disturb_each_other(
+    comm: Any, name: str, one: AttentionProblem, two: AttentionProblem
+) -> None:
     """Forward A, forward B, backward A, backward B, where the mesh of B has the same ranks in the opposite order."""
     backwards = comm.Split(0, -comm.rank)
-    with sp.Mesh(comm, device=device(), sp=comm.size) as a, sp.Mesh(backwards, device=device(), sp=comm.size) as b:
+    with (
+        sp.Mesh(comm, device=device(), sp=comm.size) as a,
+        sp.Mesh(backwards, device=device(), sp=comm.size) as b,
+    ):
         under_way = []
         for mesh, problem in ((a, one), (b, two)):
             shards = Shards(problem, mesh["sp"].rank, mesh["sp"].size, mesh.device)

@@ -53,7 +53,9 @@ def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
 @pytest.mark.explore
 @EVERY_SCHEME
 @given(problem=attention_problems(), way=ways())
-def test_a_scheme_gives_what_one_device_gives(comm: Any, name: str, problem: AttentionProblem, way: Way) -> None:
+def test_a_scheme_gives_what_one_device_gives(
+    comm: Any, name: str, problem: AttentionProblem, way: Way
+) -> None:
     features({}, taken(name, way))
     with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
@@ -69,7 +71,9 @@ def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
 @pytest.mark.explore
 @EVERY_SCHEME
 @given(nprocs=st.deferred(some_ranks), max_examples=10, problem=attention_problems(17), way=ways())
-def test_ranks_have_no_other_names_than_their_places(comm: Any, name: str, problem: AttentionProblem, way: Way) -> None:
+def test_ranks_have_no_other_names_than_their_places(
+    comm: Any, name: str, problem: AttentionProblem, way: Way
+) -> None:
     """Communicators in any order of the world's ranks, with and without its rank 0."""
     with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
@@ -87,7 +91,12 @@ def grids(draw: st.DrawFn) -> tuple[tuple[str, ...], int]:
 def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, int]:
     """The axes of a mesh over all ranks; one copy in every second grid."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
-    pairs = [(r, u) for r in divisors for u in divisors if size % (r * u) == 0 and (r * u == size or grid[1] % 2)]
+    pairs = [
+        (r, u)
+        for r in divisors
+        for u in divisors
+        if size % (r * u) == 0 and (r * u == size or grid[1] % 2)
+    ]
     ring, ulysses = pairs[grid[1] // 2 % len(pairs)]
     lengths = {"copies": size // (ring * ulysses), "ring": ring, "ulysses": ulysses}
     return {axis: lengths[axis] for axis in grid[0]}
@@ -103,15 +112,21 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
     features({}, ["grid " + " x ".join(str(lengths[axis]) for axis in AXES), *taken("hybrid", way)])
     axes = tuple(axis for axis in grid[0] if axis != "copies")
     with sp.Mesh(comm, device=device(), **way, **lengths) as mesh:
-        problem = replace(problem, seed=problem.seed + 3 * mesh["copies"].rank)  # as before, with or without a gradient of lse
+        problem = replace(
+            problem, seed=problem.seed + 3 * mesh["copies"].rank
+        )  # as before, with or without a gradient of lse
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         tokens = mesh[axes]
         check_attention("hybrid", scheme, problem, tokens.rank, tokens.size, mesh.device)
 
 
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["q", "k", "v"])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True)], ids=["q", "k", "v"]
+)
 @spmd(4)
-def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(comm: Any, needs: tuple[bool, ...]) -> None:
+def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(
+    comm: Any, needs: tuple[bool, ...]
+) -> None:
     """Two queries and three keys over a grid of 2 x 2: one pair of ranks has as many queries as keys, the other has not."""
     layouts, plain = ("contiguous", "contiguous"), (sp.Mask(), None, 1.0, "normal", "normal")
     problem = AttentionProblem(1, 2, 3, 1, 1, 1, "float64", *layouts, *plain, needs, "plain", 0)
@@ -140,7 +155,9 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
         assert torch.equal(kept, out)
         assert torch.equal(bare, out)
         assert not bare.requires_grad
-        found = torch.autograd.grad(kept, inputs, shards.queries(PLAIN.upstream_gradient())[0].to(kept.device))
+        found = torch.autograd.grad(
+            kept, inputs, shards.queries(PLAIN.upstream_gradient())[0].to(kept.device)
+        )
         assert all(torch.equal(a, b) for a, b in zip(found, grads.values(), strict=True))
 
 
@@ -148,7 +165,9 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
 def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
     """Contiguous and causal: rank r's keys go to the ranks behind it and no further; documents of one shard go nowhere."""
     size = comm.size
-    problem = replace(PLAIN, seq_len=4 * size, kv_len=4 * size, layout="contiguous", kv_layout="contiguous")
+    problem = replace(
+        PLAIN, seq_len=4 * size, kv_len=4 * size, layout="contiguous", kv_layout="contiguous"
+    )
     with sp.Mesh(comm, device=device(), sp=size) as mesh:
         for mask, messages in (
             (sp.Mask(causal=True), [rank + 1 if rank < size - 1 else 0 for rank in range(size)]),
@@ -156,7 +175,9 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
             (sp.Mask(causal=True, window=2), [1 if rank < size - 1 else 0 for rank in range(size)]),
         ):
             mesh["sp"].counters.reset()
-            Shards(replace(problem, mask=mask), comm.rank, size, mesh["sp"].device).run(on(mesh, "ring"))
+            Shards(replace(problem, mask=mask), comm.rank, size, mesh["sp"].device).run(
+                on(mesh, "ring")
+            )
             count = mesh["sp"].counters["ring"]
             assert count.messages == messages[comm.rank]
             assert count.bytes_sent == messages[comm.rank] * 2 * 2 * 4 * 2 * 4 * 8
@@ -167,7 +188,8 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
 def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
     """What is summed over blocks and ranks is summed in float32: the errors of four ranks are about those of one.
 
-    A kernel rounds each block's part of out once more, and of dk and dv each part instead of the whole, which is better.
+    A kernel rounds each block's part of out once more, and of dk and dv each part instead of the
+    whole, which is better.
     """
     layout = {"layout": "contiguous", "kv_layout": "contiguous", "mask": sp.Mask()}
     problem = replace(PLAIN, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16", **layout)
@@ -176,11 +198,16 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
         shards = Shards(problem, group.rank, group.size, group.device)
         out, lse = shards.run(functools.partial(SCHEMES[name], comm=group))
         grads, want = shards.gradients(out, lse), shards.reference_gradients()
-        pairs = [(out, *shards.queries(shards.reference().out)), (grads["dq"], *shards.queries(want.dq))]
+        pairs = [
+            (out, *shards.queries(shards.reference().out)),
+            (grads["dq"], *shards.queries(want.dq)),
+        ]
         pairs += [(grads["dk"], *shards.keys(want.dk)), (grads["dv"], *shards.keys(want.dv))]
         squares = torch.stack([(a.detach().cpu().double() - b).square().mean() for a, b in pairs])
         return sp.all_reduce(squares, comm=group).div(group.size).sqrt()
 
     with sp.Mesh(comm, device=device(), one=1, four=4) as mesh:
         ratios = errors(mesh["four"]) / errors(mesh["one"])
-        assert (ratios <= torch.tensor([1.3, 1.3, 0.9, 0.9], dtype=ratios.dtype)).all(), ratios.tolist()
+        assert (ratios <= torch.tensor([1.3, 1.3, 0.9, 0.9], dtype=ratios.dtype)).all(), (
+            ratios.tolist()
+        )

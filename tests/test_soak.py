@@ -19,7 +19,9 @@ CASE = "tests/kit/case_soak.py"
 BAD = Failure("ranks", "tests/test_x.py::test_y", "it is wrong", "a command")
 
 
-def test_the_seed_that_fails_is_told_with_the_test_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_that_fails_is_told_with_the_test_and_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real session."""
     monkeypatch.setenv("CASE_SEED", "7")
     ended = carried_out(Run("idle", 0, 7), [CASE], ["threads"], tmp_path)
@@ -27,7 +29,10 @@ def test_the_seed_that_fails_is_told_with_the_test_and_the_command(tmp_path: Pat
     assert not ended.passed
     assert failure.test == f"{CASE}::test_likes_its_seed"
     assert "not this seed" in failure.words
-    assert failure.command == f'SP_PROFILE=soak python -m pytest --hypothesis-seed=7 "{CASE}::test_likes_its_seed"'
+    assert (
+        failure.command
+        == f'SP_PROFILE=soak python -m pytest --hypothesis-seed=7 "{CASE}::test_likes_its_seed"'
+    )
     assert (tmp_path / "idle-0-threads.txt").exists()
 
 
@@ -41,7 +46,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         if len(asked) == 5:
             raise KeyboardInterrupt
         failures = (BAD,) if wanted.key == ("idle", 2) else ()
-        return Ended(wanted, {"threads": 30.0, "ranks": 31.0}, {"threads": 10, "ranks": 9}, failures)
+        return Ended(
+            wanted, {"threads": 30.0, "ranks": 31.0}, {"threads": 10, "ranks": 9}, failures
+        )
 
     monkeypatch.setattr(command, "carried_out", run)
     return asked
@@ -56,7 +63,12 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
     with (tmp_path / LINES).open("a") as file:
         file.write('{"soak": 11, "ki')  # a line that was cut short
     assert command.main([*arguments[:4], *arguments[6:]]) == 1  # the seed is that of the folder
-    assert [run.key for run in made_up] == [*(("idle", n) for n in range(4)), ("loaded", 0), ("loaded", 0), ("loaded", 1)]
+    assert [run.key for run in made_up] == [
+        *(("idle", n) for n in range(4)),
+        ("loaded", 0),
+        ("loaded", 0),
+        ("loaded", 1),
+    ]
     assert len({run.seed for run in made_up}) == 6
     text = (tmp_path / REPORT).read_text()
     assert "3 of 4 runs passed with nothing of their own beside them; median 61 s" in text
@@ -75,9 +87,16 @@ def test_the_runs_of_another_seed_are_not_gone_on_with(tmp_path: Path) -> None:
         Soak(tmp_path, 4)
 
 
-@pytest.mark.parametrize(("code", "xml"), [(5, ""), (0, ""), (139, ""), (None, ""), (1, "<testsuite><testcase/></testsuite>")])
-def test_a_stage_without_a_result_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, xml: str) -> None:
-    def ends(arguments: list[str], folder: Path, output: int, variables: Any, seconds: float) -> int | None:
+@pytest.mark.parametrize(
+    ("code", "xml"),
+    [(5, ""), (0, ""), (139, ""), (None, ""), (1, "<testsuite><testcase/></testsuite>")],
+)
+def test_a_stage_without_a_result_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, xml: str
+) -> None:
+    def ends(
+        arguments: list[str], folder: Path, output: int, variables: Any, seconds: float
+    ) -> int | None:
         if xml:
             (tmp_path / "idle-0-ranks.xml").write_text(xml)
         return code
@@ -99,16 +118,27 @@ def test_a_run_without_tests_has_not_passed() -> None:
 
 def test_ids_of_tests_are_those_of_the_command_line(tmp_path: Path) -> None:
     xml = tmp_path / "junit.xml"
-    cases = ['classname="tests.test_x" name="test_a[1]"', 'classname="tests.test_x.TestC" name="test_b"']
-    bodies = "".join(f'<testcase file="tests/test_x.py" {case}><failure>no</failure></testcase>' for case in cases)
+    cases = [
+        'classname="tests.test_x" name="test_a[1]"',
+        'classname="tests.test_x.TestC" name="test_b"',
+    ]
+    bodies = "".join(
+        f'<testcase file="tests/test_x.py" {case}><failure>no</failure></testcase>'
+        for case in cases
+    )
     xml.write_text(f"<testsuites><testsuite>{bodies}<testcase/></testsuite></testsuites>")
-    assert read_junit(xml) == (3, [("tests/test_x.py::test_a[1]", "no"), ("tests/test_x.py::TestC::test_b", "no")])
+    assert read_junit(xml) == (
+        3,
+        [("tests/test_x.py::test_a[1]", "no"), ("tests/test_x.py::TestC::test_b", "no")],
+    )
 
 
 def test_load_lasts_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
-    monkeypatch.setattr(runs_module.subprocess, "Popen", lambda *a: started.append(real(*a)) or started[-1])
+    monkeypatch.setattr(
+        runs_module.subprocess, "Popen", lambda *a: started.append(real(*a)) or started[-1]
+    )
     with load(2):
         assert [one.poll() for one in started] == [None, None]
     assert all(one.poll() is not None for one in started)

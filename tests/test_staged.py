@@ -25,12 +25,22 @@ from sp_core.transport.window import Window
 OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast", "reduce"]
 
 
-def pipelined(comm: sp.Communicator, streams: DelayedStreams, chunk_bytes: int) -> PipelinedTransport:
-    return PipelinedTransport(HostTransport(comm._comm), streams, comm.size, chunk_bytes=chunk_bytes)
+def pipelined(
+    comm: sp.Communicator, streams: DelayedStreams, chunk_bytes: int
+) -> PipelinedTransport:
+    return PipelinedTransport(
+        HostTransport(comm._comm), streams, comm.size, chunk_bytes=chunk_bytes
+    )
 
 
-@given(case=cases(["float64", "bfloat16"], OPS), chunk_bytes=st.sampled_from([1, 64, 200, 10**6]), polls=st.integers(0, 4))
-def test_results_are_right_however_late_the_device_is(comm: Any, case: Case, chunk_bytes: int, polls: int) -> None:
+@given(
+    case=cases(["float64", "bfloat16"], OPS),
+    chunk_bytes=st.sampled_from([1, 64, 200, 10**6]),
+    polls=st.integers(0, 4),
+)
+def test_results_are_right_however_late_the_device_is(
+    comm: Any, case: Case, chunk_bytes: int, polls: int
+) -> None:
     """The input is computed late, copies run late, and the results are looked at when the device gets to them."""
     case = replace(case, dim=0, view="plain")
     streams = DelayedStreams(polls=polls, lazy=True)
@@ -50,15 +60,30 @@ def test_results_are_right_however_late_the_device_is(comm: Any, case: Case, chu
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
-@given(max_examples=25, problem=attention_problems(17), way=st.sampled_from(["staged", "pipelined", "device window"]))
-def test_schemes_do_not_know_how_their_bytes_travel(comm: Any, name: str, problem: AttentionProblem, way: str) -> None:
+@given(
+    max_examples=25,
+    problem=attention_problems(17),
+    way=st.sampled_from(["staged", "pipelined", "device window"]),
+)
+def test_schemes_do_not_know_how_their_bytes_travel(
+    comm: Any, name: str, problem: AttentionProblem, way: str
+) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
         host = HostTransport(group._comm)
-        group.transport = StagedTransport(host) if way == "staged" else pipelined(group, DelayedStreams(), 256)
+        group.transport = (
+            StagedTransport(host) if way == "staged" else pipelined(group, DelayedStreams(), 256)
+        )
         if way == "device window":
             group.window = Window(group._comm, 256, DelayedMemory())
-        check_attention(name, functools.partial(SCHEMES[name], comm=group), problem, comm.rank, comm.size, group.device)
+        check_attention(
+            name,
+            functools.partial(SCHEMES[name], comm=group),
+            problem,
+            comm.rank,
+            comm.size,
+            group.device,
+        )
 
 
 class Failing(HostTransport):

@@ -56,7 +56,11 @@ class Pair:
         )
         for parameter in (*up.parameters(), *down.parameters()):
             parameter.data = integers(*parameter.shape)
-        frozen = [up.weight, down.weight, up.bias, down.bias][self.frozen % 4] if self.frozen < 4 else None
+        frozen = (
+            [up.weight, down.weight, up.bias, down.bias][self.frozen % 4]
+            if self.frozen < 4
+            else None
+        )
         if frozen is not None:
             frozen.requires_grad_(False)
         shape = (self.batch, self.seq_len, self.hidden)
@@ -81,9 +85,13 @@ def pairs(draw: st.DrawFn) -> Pair:
 
 @pytest.mark.explore
 @given(pair=pairs(), way=ways())
-def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair: Pair, way: Way) -> None:
+def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(
+    comm: Any, pair: Pair, way: Way
+) -> None:
     rank, size = comm.rank, comm.size
-    kind = token_features("tp_sp", pair.layout or "not split", pair.seq_len, size, pair.dtype, pair.batch)
+    kind = token_features(
+        "tp_sp", pair.layout or "not split", pair.seq_len, size, pair.dtype, pair.batch
+    )
     features(kind, [remainder(pair.seq_len, size), *taken("tp_sp", way)])
     sharding = None if pair.layout is None else LAYOUTS[pair.layout](pair.seq_len, size)
 
@@ -104,8 +112,14 @@ def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair:
         whole = down(whole_inner)
         whole.backward(grad)
 
-        order = torch.arange(pair.seq_len) if sharding is None else sharding.group([range(size)]).positions(0)
-        assert torch.equal(inner.detach().cpu(), whole_inner[:, order].split(list(column.sizes), 2)[rank])
+        order = (
+            torch.arange(pair.seq_len)
+            if sharding is None
+            else sharding.group([range(size)]).positions(0)
+        )
+        assert torch.equal(
+            inner.detach().cpu(), whole_inner[:, order].split(list(column.sizes), 2)[rank]
+        )
         assert torch.equal(out.detach().cpu(), own(whole))
         assert torch.equal(mine.grad.cpu(), own(x.grad))
         for parallel, linear, dim in ((column, up, 0), (row, down, 1)):
@@ -114,10 +128,17 @@ def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(comm: Any, pair:
                 assert (actual.grad is None) == (expected.grad is None)
                 if expected.grad is not None:
                     split = name == "weight" or dim == 0
-                    part = expected.grad.split(list(parallel.sizes), dim)[rank] if split else expected.grad
+                    part = (
+                        expected.grad.split(list(parallel.sizes), dim)[rank]
+                        if split
+                        else expected.grad
+                    )
                     assert torch.equal(actual.grad.cpu(), part)
             again = parallel.to_linear()
-            assert all(torch.equal(a.cpu(), b) for a, b in zip(again.parameters(), linear.parameters(), strict=True))
+            assert all(
+                torch.equal(a.cpu(), b)
+                for a, b in zip(again.parameters(), linear.parameters(), strict=True)
+            )
 
 
 @spmd(2, 3)
@@ -126,11 +147,17 @@ def test_bad_input_is_refused_on_every_rank(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group, sharding = mesh["sp"], sp.Sharding.contiguous(6, comm.size)
         with pytest.raises(sp.ShapeError, match="add up to 6"):
-            sp.ColumnParallelLinear.from_linear(linear, comm=group, sharding=sharding, sizes=[1] * comm.size)
+            sp.ColumnParallelLinear.from_linear(
+                linear, comm=group, sharding=sharding, sizes=[1] * comm.size
+            )
         with pytest.raises(sp.ShapeError, match="ranks"):
-            sp.RowParallelLinear.from_linear(linear, comm=group, sharding=sp.Sharding.contiguous(6, comm.size + 1))
+            sp.RowParallelLinear.from_linear(
+                linear, comm=group, sharding=sp.Sharding.contiguous(6, comm.size + 1)
+            )
         with pytest.raises(sp.CollectiveMismatch, match="from_linear"):
-            sp.ColumnParallelLinear.from_linear(nn.Linear(4, 6 + comm.rank), comm=group, sharding=sharding)
+            sp.ColumnParallelLinear.from_linear(
+                nn.Linear(4, 6 + comm.rank), comm=group, sharding=sharding
+            )
         column = sp.ColumnParallelLinear.from_linear(linear, comm=group, sharding=sharding)
         with pytest.raises(sp.ShapeError, match="is needed on rank"):
             column(torch.ones(1, 6 // comm.size + (comm.rank == 1), 4))

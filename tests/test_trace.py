@@ -22,7 +22,16 @@ RANKS, SEQ, HIDDEN = 2, 96, 32
 
 
 def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 4711, "tid": 4711, "ts": start, "dur": length, **more}
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": name,
+        "pid": 4711,
+        "tid": 4711,
+        "ts": start,
+        "dur": length,
+        **more,
+    }
 
 
 def profile(rank: int, *, base: float, offset: float) -> Profile:
@@ -53,17 +62,30 @@ def profile(rank: int, *, base: float, offset: float) -> Profile:
         {"ph": "i", "name": "no span", "ts": 0, "pid": 4711, "tid": 1},
     ]
     return Profile(
-        rank, "cpu of host", events, calls, [(0.4 + offset, 0.6 + offset), (0.6 - 2e-6 + offset, 0.6 + 2e-6 + offset)], offset
+        rank,
+        "cpu of host",
+        events,
+        calls,
+        [(0.4 + offset, 0.6 + offset), (0.6 - 2e-6 + offset, 0.6 + 2e-6 + offset)],
+        offset,
     )
 
 
 def test_ranks_with_different_clocks_are_laid_over_one_another() -> None:
-    trace = merge([profile(1, base=5e9, offset=-7.0), profile(0, base=123.0, offset=0.0)], {"scheme": "ring"})
+    trace = merge(
+        [profile(1, base=5e9, offset=-7.0), profile(0, base=123.0, offset=0.0)], {"scheme": "ring"}
+    )
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    for name, start, length in (("step", 0.0, 5e5), ("wait ring, 2.00 KiB sent", 2e5, 1e5), ("all_reduce, 10 B sent", 4e5, 1e4)):
+    for name, start, length in (
+        ("step", 0.0, 5e5),
+        ("wait ring, 2.00 KiB sent", 2e5, 1e5),
+        ("all_reduce, 10 B sent", 4e5, 1e4),
+    ):
         found = [event for event in spans if event["name"] == name]
         assert [event["pid"] for event in found] == [0, 1]
-        assert [(event["ts"], event["dur"]) for event in found] == [(pytest.approx(start, abs=1), length)] * 2
+        assert [(event["ts"], event["dur"]) for event in found] == [
+            (pytest.approx(start, abs=1), length)
+        ] * 2
     assert len(spans) == 2 * 5  # without anchors
 
 
@@ -83,20 +105,45 @@ def test_an_offset_within_its_uncertainty_is_none(ahead: float, expected: float)
 
 
 def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--ranks", str(RANKS), "--seq", str(SEQ), "--hidden", str(HIDDEN), "--heads", "2", "--layout", "contiguous")
+    sizes = (
+        "--ranks",
+        str(RANKS),
+        "--seq",
+        str(SEQ),
+        "--hidden",
+        str(HIDDEN),
+        "--heads",
+        "2",
+        "--layout",
+        "contiguous",
+    )
     assert main([*sizes, "--out", str(tmp_path / "trace.json")]) == 0, capfd.readouterr()
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = trace["traceEvents"]
-    rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    rows = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     assert sorted(rows) == list(range(RANKS))
     assert all(name.startswith(f"rank {rank}, cpu of ") for rank, name in rows.items())
     steps = {event["pid"]: event for event in events if event["name"] == "step"}
-    assert max(step["ts"] for step in steps.values()) < min(step["ts"] + step["dur"] for step in steps.values())
-    ring = [event for event in events if event.get("cat") == "communication" and event["args"]["operation"] == "ring"]
+    assert max(step["ts"] for step in steps.values()) < min(
+        step["ts"] + step["dur"] for step in steps.values()
+    )
+    ring = [
+        event
+        for event in events
+        if event.get("cat") == "communication" and event["args"]["operation"] == "ring"
+    ]
     block = 2 * SEQ // RANKS * HIDDEN * 4  # keys and values of a rank, float32
-    assert {event["args"]["bytes_sent"] for event in ring if event["pid"] == 0 and event["args"]["kind"] == "start"} >= {block}
+    assert {
+        event["args"]["bytes_sent"]
+        for event in ring
+        if event["pid"] == 0 and event["args"]["kind"] == "start"
+    } >= {block}
     assert {event["name"] for event in events} >= {"forward", "backward", "attention, ring"}
-    assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M")
+    assert all(
+        event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M"
+    )
     table = timeline.read(tmp_path / "trace.json").tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
 
@@ -108,17 +155,30 @@ def test_a_collective_by_an_algorithm_is_named_and_sized(comm: Any) -> None:
         log = Log(mesh["sp"])
         sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="ring")
         sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="mpi")
-        calls = [(call["kind"], call["bytes_sent"]) for call in log.as_dicts() if call["operation"] == "all_reduce"]
+        calls = [
+            (call["kind"], call["bytes_sent"])
+            for call in log.as_dicts()
+            if call["operation"] == "all_reduce"
+        ]
     assert calls == [("run", 40), ("run", 40)]
 
 
-def test_a_case_that_makes_no_sense_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_makes_no_sense_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--hidden", "10", "--heads", "3"]) == 2
     assert "3 heads do not divide hidden 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X", "name": "step", "pid": -1}]}', "{"]
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"traceEvents": []}',
+        '{"traceEvents": [{"ph": "X", "name": "step", "pid": -1}]}',
+        "{",
+    ],
 )
 def test_a_file_that_is_no_trace_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"

@@ -37,8 +37,13 @@ def expected(case: Case, sequences: list[list[int]]) -> Expected:
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            logits = [reference.llama(row, leaves, rounding=rounding, **case.options()) for row in rows]
-            losses = [reference.next_token_loss(x, row) * (row.shape[1] - 1) for x, row in zip(logits, rows, strict=True)]
+            logits = [
+                reference.llama(row, leaves, rounding=rounding, **case.options()) for row in rows
+            ]
+            losses = [
+                reference.next_token_loss(x, row) * (row.shape[1] - 1)
+                for x, row in zip(logits, rows, strict=True)
+            ]
             loss = torch.stack(losses).sum() / count
             return loss, {"loss": loss.reshape(1)}
 
@@ -46,9 +51,14 @@ def expected(case: Case, sequences: list[list[int]]) -> Expected:
         for step in range(STEPS):
             found = with_gradients(outputs, weights)
             seen[f"loss {step}"] = found["loss"]
-            seen[f"norm {step}"] = norm = rounding(torch.cat([found[name].flatten() for name in weights]).norm()).reshape(1)
+            seen[f"norm {step}"] = norm = rounding(
+                torch.cat([found[name].flatten() for name in weights]).norm()
+            ).reshape(1)
             factor = min(1.0, MAX_NORM / float(norm))
-            weights = {name: rounding(x - RATE * rounding(factor * found[name])) for name, x in weights.items()}
+            weights = {
+                name: rounding(x - RATE * rounding(factor * found[name]))
+                for name, x in weights.items()
+            }
         return {**seen, **weights}
 
     return Expected("training", case, run, repr(sequences), samples=8)
@@ -58,7 +68,9 @@ def expected(case: Case, sequences: list[list[int]]) -> Expected:
     max_ranks=4,
     max_examples=5,
     case=cases(),
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3).filter(lambda lengths: max(lengths) > 1),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3).filter(
+        lambda lengths: max(lengths) > 1
+    ),
     layout=st.sampled_from(sorted(LAYOUTS)),
     mesh=meshes(),
     scheme=schemes(),
@@ -76,7 +88,9 @@ def test_steps_are_those_of_one_device(
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
         for number in range(STEPS):
-            step = train_step(model, optimizer, sequences, max_norm=MAX_NORM, layout=LAYOUTS[layout])
+            step = train_step(
+                model, optimizer, sequences, max_norm=MAX_NORM, layout=LAYOUTS[layout]
+            )
             wanted.check(f"loss {number}", torch.tensor([step.loss], dtype=torch.float64))
             wanted.check(f"norm {number}", torch.tensor([step.norm], dtype=torch.float64))
         wanted.check_weights(model)
@@ -124,13 +138,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one rank has done."""
     folder = tmp_path_factory.mktemp("alone")
     for dtype in ("float64", "float32"):
-        run_threads(1, lambda comm, dtype=dtype: run_alone(comm, dtype, SMALL, folder, lambda *_: None))
+        run_threads(
+            1, lambda comm, dtype=dtype: run_alone(comm, dtype, SMALL, folder, lambda *_: None)
+        )
     return folder
 
 
 def judged(place: Place, dtype: str, alone: Path) -> list[str]:
     """What is wrong with a mesh."""
-    record = run_threads(2, lambda comm: attempt(comm, place, dtype, SMALL, alone, lambda *_: None))[0]
+    record = run_threads(
+        2, lambda comm: attempt(comm, place, dtype, SMALL, alone, lambda *_: None)
+    )[0]
     return complaints(record, json.loads((alone / dtype / CURVE).read_text()))
 
 
@@ -153,7 +171,11 @@ def test_what_is_planted_is_found_and_nothing_else(alone: Path) -> None:
 @pytest.mark.mpi_skip
 def test_a_fault_that_can_no_longer_be_planted_is_an_error() -> None:
     name = "a mean of the ranks' means"
-    with faults.planted(name), pytest.raises(LookupError, match="plant the fault elsewhere"), faults.planted(name):
+    with (
+        faults.planted(name),
+        pytest.raises(LookupError, match="plant the fault elsewhere"),
+        faults.planted(name),
+    ):
         pass
 
 
@@ -161,12 +183,33 @@ def test_a_fault_that_can_no_longer_be_planted_is_an_error() -> None:
 def test_a_curve_may_be_ten_times_as_far_away_as_a_perturbed_one() -> None:
     """Where nothing has diverged yet, by ten units in the last place of the loss."""
     unit = 2.0**-21  # of 5.0 in float32
-    curve = {"dtype": "float32", "losses": [5.0] * 4, "perturbed": [[5.0, 5.0, 5 - 8 * unit, 5.0], [5.0, 5 + 2 * unit, 5.0, 5.0]]}
+    curve = {
+        "dtype": "float32",
+        "losses": [5.0] * 4,
+        "perturbed": [[5.0, 5.0, 5 - 8 * unit, 5.0], [5.0, 5 + 2 * unit, 5.0, 5.0]],
+    }
     assert allowed(curve) == [10 * unit, 20 * unit, 80 * unit, 80 * unit]
     assert divergence([5.0 + 10 * unit] * 4, curve) == 1.0
     assert divergence([5.0, 5.0 - 40 * unit, 5.0, 5.0], curve) == 2.0
-    assert yardstick({**curve, "losses": [5.0, 4.0, 3.0, 2.0], "perturbed": [[5.0, 4.0, 3.0, 2.0]], "worst": 1.0}) == []
-    (text,) = yardstick({**curve, "losses": [5.0, 4.0, 3.0, 2.0], "perturbed": [[5.0, 4.0, 3.0, 2.01]], "worst": 1.0})
+    assert (
+        yardstick(
+            {
+                **curve,
+                "losses": [5.0, 4.0, 3.0, 2.0],
+                "perturbed": [[5.0, 4.0, 3.0, 2.0]],
+                "worst": 1.0,
+            }
+        )
+        == []
+    )
+    (text,) = yardstick(
+        {
+            **curve,
+            "losses": [5.0, 4.0, 3.0, 2.0],
+            "perturbed": [[5.0, 4.0, 3.0, 2.01]],
+            "worst": 1.0,
+        }
+    )
     assert "a lower learning rate" in text
     (text,) = yardstick({**curve, "losses": [5.0, 2.0], "perturbed": [[5.0, 2.0]], "worst": 1.5})
     assert text.startswith("1.5 times the bound")
@@ -178,7 +221,13 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
     for ranks in (2, 3, 4):
         names = [place.name for place in places(ranks)]
         assert len(set(names)) == len(names)
-        assert {f"dp{ranks}", f"ring{ranks}", f"ring{ranks}_allgather_kv", f"ulysses{ranks}", f"tp{ranks}"} <= set(names)
+        assert {
+            f"dp{ranks}",
+            f"ring{ranks}",
+            f"ring{ranks}_allgather_kv",
+            f"ulysses{ranks}",
+            f"tp{ranks}",
+        } <= set(names)
     names = [place.name for place in chosen([2, 4], "ulysses")[4]]
     assert names == ["ulysses4", "dp2_ulysses2", "ring2_ulysses2", "ulysses2_tp2_sp"]
     for wrong in ({"steps": 0}, {"shortest": 1}, {"longest": 3}):
@@ -200,7 +249,9 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.mark.mpi_skip
 @pytest.mark.parametrize("what", sorted(WRONG))
-def test_options_that_cannot_be_run_are_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_cannot_be_run_are_refused(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And what is in the folder stays."""
     text, options = WRONG[what]
     (tmp_path / "notes").write_text("mine")

@@ -23,34 +23,69 @@ from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of, usable
 from sp_core.testing import given, run_threads, spmd
-from sp_core.tuning import Curve, FileError, Tuning, decide, default_path, find, latest, load, modelled, predict, save
+from sp_core.tuning import (
+    Curve,
+    FileError,
+    Tuning,
+    decide,
+    default_path,
+    find,
+    latest,
+    load,
+    modelled,
+    predict,
+    save,
+)
 from sp_core.tuning.constants import straight
 from sp_core.tuning.model import DTYPE, even_operation
 
 ALPHA, BETA, GAMMA = 1e-6, 1e-10, 2e-10
-PLAIN = Tuning({"host": "here"}, (0, 0), {"node": straight(ALPHA, BETA)}, straight(1e-15, GAMMA), straight(1e-15, BETA))
+PLAIN = Tuning(
+    {"host": "here"},
+    (0, 0),
+    {"node": straight(ALPHA, BETA)},
+    straight(1e-15, GAMMA),
+    straight(1e-15, BETA),
+)
 SLOW = replace(PLAIN, links={**PLAIN.links, "network": straight(1e-4, 1e-8)})
 
 
 def timed(times: dict[str, dict[str, float]]) -> Tuning:
     """Constants in which every algorithm takes the same time for any size."""
-    curves = {op: {name: Curve(((1, s), (1 << 40, s))) for name, s in by_name.items()} for op, by_name in times.items()}
+    curves = {
+        op: {name: Curve(((1, s), (1 << 40, s))) for name, s in by_name.items()}
+        for op, by_name in times.items()
+    }
     return replace(PLAIN, times=curves)
 
 
 def drawn(seed: int) -> Tuning:
     """Constants by which anything may be the quickest."""
     random = Random(seed)
-    return timed({op: {name: random.random() for name in ("mpi", *names)} for op, names in SCHEDULED.items() if names})
+    return timed(
+        {
+            op: {name: random.random() for name in ("mpi", *names)}
+            for op, names in SCHEDULED.items()
+            if names
+        }
+    )
 
 
 def test_a_curve_goes_through_its_points_and_grows_between_them() -> None:
     curve = Curve(((64, 1e-6), (1024, 2e-6), (4096, 8e-6)))
-    assert [curve(size) for size in (1, 64, 1024, 4096, 8192)] == pytest.approx([1e-6, 1e-6, 2e-6, 8e-6, 16e-6])
+    assert [curve(size) for size in (1, 64, 1024, 4096, 8192)] == pytest.approx(
+        [1e-6, 1e-6, 2e-6, 8e-6, 16e-6]
+    )
     between = [curve(size) for size in range(64, 4096, 64)]
     assert between == sorted(between)
     assert curve(2048) == pytest.approx(4e-6)
-    for points in ((), ((2, 1.0), (1, 1.0)), ((1, 0.0),), ((1, float("inf")),), ((1, float("nan")),)):
+    for points in (
+        (),
+        ((2, 1.0), (1, 1.0)),
+        ((1, 0.0),),
+        ((1, float("inf")),),
+        ((1, float("nan")),),
+    ):
         with pytest.raises(ValueError, match="curve"):
             Curve(points)
 
@@ -71,14 +106,20 @@ def test_the_model_is_that_of_the_papers(size: int) -> None:
     known = replace(PLAIN, links={kind: straight(ALPHA, BETA) for kind in ("node", "network")})
     for nodes in ((0,) * size, tuple(range(size))):
         for (op, algorithm), seconds in expected.items():
-            assert modelled(known, op, algorithm, nodes, n) == pytest.approx(seconds, rel=0.05), (op, algorithm)
+            assert modelled(known, op, algorithm, nodes, n) == pytest.approx(seconds, rel=0.05), (
+                op,
+                algorithm,
+            )
 
 
 def test_a_pipelined_sum_hides_behind_messages_to_other_nodes_only() -> None:
     """Inside a node the processor that adds also copies the messages."""
     messages, sums = straight(1e-9, 1e-9), straight(1e-9, 2e-9)
     known = replace(PLAIN, links={"node": messages, "network": messages}, add=sums)
-    near, far = (modelled(known, "all_reduce", "segmented_ring", nodes, 1 << 26) for nodes in ((0, 0), (0, 1)))
+    near, far = (
+        modelled(known, "all_reduce", "segmented_ring", nodes, 1 << 26)
+        for nodes in ((0, 0), (0, 1))
+    )
     n = 1 << 26  # two ranks send half of it twice, and add half of it once
     assert near == pytest.approx(n * 1e-9 + n / 2 * 2e-9, rel=0.02)
     assert far == pytest.approx(n * 1e-9, rel=0.02)
@@ -89,7 +130,9 @@ PREDICTED = [(op, name) for op, names in SCHEDULED.items() if op != "shift" for 
 
 @pytest.mark.parametrize(("op", "algorithm"), PREDICTED)
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
-def test_the_figures_predicted_are_those_of_the_rank_that_sends_most(op: str, algorithm: str, size: int) -> None:
+def test_the_figures_predicted_are_those_of_the_rank_that_sends_most(
+    op: str, algorithm: str, size: int
+) -> None:
     nodes = tuple(rank // 2 if size % 2 == 0 else 0 for rank in range(size))
     count = 12 * size
     tasks, pieces = [even_operation(op, rank, nodes, count) for rank in range(size)], (12,) * size
@@ -107,7 +150,9 @@ def test_the_figures_predicted_are_those_of_the_rank_that_sends_most(op: str, al
     costs = [cost(program_of(task, algorithm), DTYPE) for task in tasks]
     found = predict(SLOW, op, algorithm, nodes, 4 * count)
     assert found.bytes_sent == max(figures.bytes_sent for figures in costs)
-    assert (found.messages, found.bytes_sent, found.scratch) in {(c.messages, c.bytes_sent, c.scratch) for c in costs}
+    assert (found.messages, found.bytes_sent, found.scratch) in {
+        (c.messages, c.bytes_sent, c.scratch) for c in costs
+    }
 
 
 def test_nothing_is_predicted_of_what_the_library_sends() -> None:
@@ -116,13 +161,20 @@ def test_nothing_is_predicted_of_what_the_library_sends() -> None:
 
 
 def test_what_was_measured_corrects_the_model() -> None:
-    known = replace(PLAIN, times={"all_reduce": {"ring": straight(3e-6, 3e-10), "mpi": straight(1e-6, 9e-10)}})
+    known = replace(
+        PLAIN, times={"all_reduce": {"ring": straight(3e-6, 3e-10), "mpi": straight(1e-6, 9e-10)}}
+    )
     for nbytes in (64, 4096, 1 << 22):
-        assert predict(known, "all_reduce", "ring", (0, 0), nbytes).seconds == pytest.approx(3e-6 + 3e-10 * nbytes, rel=0.02)
+        assert predict(known, "all_reduce", "ring", (0, 0), nbytes).seconds == pytest.approx(
+            3e-6 + 3e-10 * nbytes, rel=0.02
+        )
     more = [predict(known, "all_reduce", "mpi", (0,) * size, 1 << 22).seconds for size in (2, 4, 8)]
     assert more == sorted(more)
     call, planned = (
-        predict(replace(known, bind=(1.0, 2.0)), "all_reduce", "ring", (0, 0), 64, planned=p).seconds for p in (False, True)
+        predict(
+            replace(known, bind=(1.0, 2.0)), "all_reduce", "ring", (0, 0), 64, planned=p
+        ).seconds
+        for p in (False, True)
     )
     assert call == pytest.approx(planned + 1 + 2 * 2)
 
@@ -135,10 +187,14 @@ def test_a_hierarchy_wins_where_the_network_is_slow() -> None:
 
 
 def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
-    known = replace(PLAIN, times={"all_reduce": {"mpi": straight(1e-6, 9e-10), "ring": straight(1e-5, 3e-10)}})
+    known = replace(
+        PLAIN, times={"all_reduce": {"mpi": straight(1e-6, 9e-10), "ring": straight(1e-5, 3e-10)}}
+    )
     among = ("mpi", "ring")
 
-    def taken(nbytes: int, nodes: tuple[int, ...] = (0, 0), tuning: Tuning = known, op: str = "all_reduce") -> str:
+    def taken(
+        nbytes: int, nodes: tuple[int, ...] = (0, 0), tuning: Tuning = known, op: str = "all_reduce"
+    ) -> str:
         return decide(tuning, op, nodes, nbytes, among=among, planned=True)
 
     assert [taken(nbytes) for nbytes in (0, 64, 4096, 1 << 20)] == ["mpi", "mpi", "mpi", "ring"]
@@ -148,11 +204,21 @@ def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
     assert decide(costly, "all_reduce", (0, 0), 1 << 20, among=among, planned=False) == "mpi"
 
 
-@given(max_examples=40, case=cases(DTYPES, list(SCHEDULED), "auto"), seed=st.integers(0, 99), layout=st.integers(0, 9))
+@given(
+    max_examples=40,
+    case=cases(DTYPES, list(SCHEDULED), "auto"),
+    seed=st.integers(0, 99),
+    layout=st.integers(0, 9),
+)
 def test_whatever_auto_takes_is_right(comm: Any, case: Case, seed: int, layout: int) -> None:
     """With any constants on rank 0 and others elsewhere, by a call and by a plan."""
     tuning = replace(drawn(seed), links=SLOW.links)
-    with sp.Mesh(comm, nodes=nodes_of(comm.size, layout), tuning=drawn(comm.rank) if comm.rank else tuning, sp=comm.size) as mesh:
+    with sp.Mesh(
+        comm,
+        nodes=nodes_of(comm.size, layout),
+        tuning=drawn(comm.rank) if comm.rank else tuning,
+        sp=comm.size,
+    ) as mesh:
         inputs = case.inputs(comm.size)
         wanted = case.expected(inputs, comm.rank, comm.size)
         assert torch.equal(case.call(inputs[comm.rank], mesh["sp"]), wanted)
@@ -165,23 +231,31 @@ def test_whatever_auto_takes_is_right(comm: Any, case: Case, seed: int, layout: 
 def small_ones_by(name: str) -> Tuning:
     """Constants by which an algorithm is the quickest for a byte or two, and the library for more."""
     rising = Curve(((1, 0.1), (2, 0.1), (4, 10.0)))
-    return replace(PLAIN, times={"all_reduce": {"mpi": Curve(((1, 1.0), (1 << 40, 1.0))), name: rising}})
+    return replace(
+        PLAIN, times={"all_reduce": {"mpi": Curve(((1, 1.0), (1 << 40, 1.0))), name: rising}}
+    )
 
 
 @spmd(2, 3)
 def test_in_place_and_with_nan_by_what_auto_takes(comm: Any) -> None:
     """Both make their buffers before the algorithm runs, and must have the same one in mind."""
     everyone = ("mpi", *SCHEDULED["all_reduce"])
-    always = [timed({"all_reduce": dict.fromkeys(everyone, 1.0) | {name: 0.1}}) for name in everyone]
+    always = [
+        timed({"all_reduce": dict.fromkeys(everyone, 1.0) | {name: 0.1}}) for name in everyone
+    ]
     for tuning in (*always, *map(small_ones_by, SCHEDULED["all_reduce"])):
         with sp.Mesh(comm, tuning=tuning, sp=comm.size) as mesh:
             x = torch.full((40,), float(comm.rank))
-            assert torch.equal(sp.all_reduce_(x, comm=mesh["sp"]), torch.full((40,), sum(range(comm.size)) * 1.0))
+            assert torch.equal(
+                sp.all_reduce_(x, comm=mesh["sp"]), torch.full((40,), sum(range(comm.size)) * 1.0)
+            )
             planned = torch.full((40,), 2.0)
             made = sp.plan("all_reduce_", planned, comm=mesh["sp"])
             assert made.run()[0] == 2 * comm.size
             assert made._prepared.recv is not None
-            assert (made._prepared.recv.data_ptr() == planned.data_ptr()) == (made.algorithm != "mpi")
+            assert (made._prepared.recv.data_ptr() == planned.data_ptr()) == (
+                made.algorithm != "mpi"
+            )
             holes = torch.tensor([float("nan") if comm.rank else 1.0, comm.rank * 1.0])
             greatest = sp.all_reduce(holes, comm=mesh["sp"], op="max")
             assert greatest[0].isnan()
@@ -200,12 +274,20 @@ def test_an_argument_is_stronger_than_constants(comm: Any) -> None:
 def test_a_hierarchy_is_offered_only_where_there_are_nodes() -> None:
     for nodes, there in (((0, 0), False), ((0, 1), False), ((0, 0, 1), True)):
         assert ("hierarchical" in usable(nodes, "all_reduce", window=False)) == there
-    assert usable((0, 0), "all_gather", window=True) == tuple(name for name in ALGORITHMS["all_gather"] if name != "auto")
+    assert usable((0, 0), "all_gather", window=True) == tuple(
+        name for name in ALGORITHMS["all_gather"] if name != "auto"
+    )
 
 
 def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    known = replace(drawn(3), fingerprint={"host": "here", "mpi": "x"}, bind=(1e-6, 2e-6), error=(0.1, 0.2), measured_at="2026")
+    known = replace(
+        drawn(3),
+        fingerprint={"host": "here", "mpi": "x"},
+        bind=(1e-6, 2e-6),
+        error=(0.1, 0.2),
+        measured_at="2026",
+    )
     path = default_path(known.fingerprint)
     save(known, path)
     found = load(path, known.fingerprint)
@@ -224,7 +306,9 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find(lambda: known.fingerprint, "off") is None
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "tuning-1.json"
     save(drawn(1), path)
     before = path.read_text()
@@ -289,12 +373,26 @@ def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
     tuning = measuring.measure(comm, seconds=0.0, sizes=(64, 256))
     assert set(tuning.times) == set(measuring.OPS)
     for op, by_name in tuning.times.items():
-        assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == {*by_name} - {"window"}  # which is there where ranks share memory
+        assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == {*by_name} - {
+            "window"
+        }  # which is there where ranks share memory
     assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
 
 
 def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:
-    assert measuring.SIZES == (64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+    assert measuring.SIZES == (
+        64,
+        256,
+        1024,
+        4096,
+        1 << 14,
+        1 << 16,
+        1 << 18,
+        1 << 20,
+        1 << 22,
+        1 << 24,
+        1 << 26,
+    )
 
 
 def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +409,12 @@ def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.Monk
         with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
             return measuring._binding(comm, mesh["sp"])
 
-    monkeypatch.setattr(measuring, "execution", SimpleNamespace(bind=bind, BoundProgram=BoundProgram, Ready=Ready))
-    monkeypatch.setattr(measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1])
+    monkeypatch.setattr(
+        measuring, "execution", SimpleNamespace(bind=bind, BoundProgram=BoundProgram, Ready=Ready)
+    )
+    monkeypatch.setattr(
+        measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1]
+    )
     assert run_threads(2, body) == [pytest.approx((2.0, 3.0))] * 2
     assert all(few < many for few, many in steps.values())
 
@@ -342,7 +444,9 @@ def test_a_slow_round_is_no_contestants_fault() -> None:
     assert found["slow"] / found["quick"] == pytest.approx(1.1)
 
 
-def test_the_doctor_says_what_auto_decides_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_what_auto_decides_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
     there, text = measuring.told()
     assert not there

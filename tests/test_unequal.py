@@ -51,14 +51,20 @@ def test_each_sequence_is_as_it_would_be_alone(
     texts = texts_of(case, lengths)
     with mesh_of(comm, single[mesh % len(single)]) as made:
         model = case.model(made, scheme)
-        size, extra = model.grid.sequence.size, {"tolerance": tolerance} if policy in ("balanced", "dynamic") else {}
+        size, extra = (
+            model.grid.sequence.size,
+            {"tolerance": tolerance} if policy in ("balanced", "dynamic") else {},
+        )
         plan = POLICIES[policy](lengths, size, work_of(case.config), **extra)
         event(f"{policy}, {bool(plan.sharded)} sharded")
         logits = prefill_unequal(model, texts, plan, pass_tokens=pass_tokens).cpu()
     assert logits.shape == (len(lengths), case.vocab)
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = [reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1] for x in texts]
+        found = [
+            reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1]
+            for x in texts
+        ]
         return {str(number): row for number, row in enumerate(found)}
 
     wanted = Expected("llama unequal", case, run, repr(texts))
@@ -107,7 +113,9 @@ def test_ranks_that_are_late_change_no_result(
         for _ in range(2):
             time.sleep(late[-1 - comm.rank])
             plan = Plan(tuple(lengths), (), ((), *others), waiting)
-            torch.testing.assert_close(prefill_unequal(model, texts, plan, pass_tokens=pass_tokens), wanted)
+            torch.testing.assert_close(
+                prefill_unequal(model, texts, plan, pass_tokens=pass_tokens), wanted
+            )
 
 
 @spmd(2, 4)
@@ -137,9 +145,18 @@ def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
 
 WRONG: dict[str, tuple[str, Any]] = {
     "another length": ("Make a plan for these", lambda texts, plan: ([[1], *texts], plan)),
-    "other ranks": ("Make a plan for these", lambda texts, plan: (texts, balanced(plan.lengths, 3, Work(1, 1)))),
-    "no token": ("sequence 1 without tokens", lambda texts, plan: ([*texts[:1], []], Plan((3, 0), (), ((0,), (1,))))),
-    "a token beyond the vocabulary": ("vocabulary has 0..12", lambda texts, plan: ([[13, 13, 13], texts[1]], plan)),
+    "other ranks": (
+        "Make a plan for these",
+        lambda texts, plan: (texts, balanced(plan.lengths, 3, Work(1, 1))),
+    ),
+    "no token": (
+        "sequence 1 without tokens",
+        lambda texts, plan: ([*texts[:1], []], Plan((3, 0), (), ((0,), (1,)))),
+    ),
+    "a token beyond the vocabulary": (
+        "vocabulary has 0..12",
+        lambda texts, plan: ([[13, 13, 13], texts[1]], plan),
+    ),
 }
 
 
@@ -154,7 +171,11 @@ def test_what_cannot_be_planned_is_refused_on_every_rank(comm: Any, wrong: str) 
         with pytest.raises(ValueError, match=text):
             prefill_unequal(model, *(change(texts, plan) if comm.rank else (texts, plan)))
         with pytest.raises(sp.CollectiveMismatch, match="a plan #"):
-            prefill_unequal(model, texts, replace(plan, sharded=(), packed=((0,), (1,)) if comm.rank else ((1,), (0,))))
+            prefill_unequal(
+                model,
+                texts,
+                replace(plan, sharded=(), packed=((0,), (1,)) if comm.rank else ((1,), (0,))),
+            )
         assert prefill_unequal(model, texts, plan).shape == (2, 13)
     with sp.Mesh(comm, dp=2) as mesh, pytest.raises(sp.ShapeError, match="Leave dp out"):
         prefill_unequal(case.model(mesh), texts, balanced([3, 2], 1, Work(1, 1)))

@@ -30,7 +30,13 @@ from sp_core.transport import shared
 
 lengths = st.integers(0, 30) | st.integers(0, 2)
 problems = st.builds(
-    Problem, st.sampled_from(OPS), lengths, st.integers(0, 7), st.booleans(), st.booleans(), st.sampled_from([1, 1, 40])
+    Problem,
+    st.sampled_from(OPS),
+    lengths,
+    st.integers(0, 7),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 1, 40]),
 )
 
 
@@ -45,7 +51,9 @@ def test_no_order_of_the_ranks_changes_a_result(
     problems: list[Problem], size: int, slot: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Bitwise the sums in the order of the ranks, whoever is first."""
-    inputs = [inputs_of(problem, size, slot, dtype, seed + turn) for turn, problem in enumerate(problems)]
+    inputs = [
+        inputs_of(problem, size, slot, dtype, seed + turn) for turn, problem in enumerate(problems)
+    ]
     results = Node(size, slot, dtype, seed).play(problems, inputs)
     for problem, given_, found in zip(problems, inputs, results, strict=True):
         tasks = [problem.task(rank, size, slot) for rank in range(size)]
@@ -53,9 +61,19 @@ def test_no_order_of_the_ranks_changes_a_result(
             assert torch.equal(x, problem.expected(tasks, given_, rank)), (problem, rank)
 
 
-@plain_given(problem=problems, size=st.integers(1, 5), slot=st.integers(5, 40), first=st.integers(0, SLOTS - 1))
-def test_programs_in_a_window_are_proven_and_replayed_like_all_others(problem: Problem, size: int, slot: int, first: int) -> None:
-    made, inputs = scheduled(problem, size, slot, first), inputs_of(problem, size, slot, torch.float32, first)
+@plain_given(
+    problem=problems,
+    size=st.integers(1, 5),
+    slot=st.integers(5, 40),
+    first=st.integers(0, SLOTS - 1),
+)
+def test_programs_in_a_window_are_proven_and_replayed_like_all_others(
+    problem: Problem, size: int, slot: int, first: int
+) -> None:
+    made, inputs = (
+        scheduled(problem, size, slot, first),
+        inputs_of(problem, size, slot, torch.float32, first),
+    )
     verify(made)
     tasks = [problem.task(rank, size, slot) for rank in range(size)]
     for rank, x in enumerate(replay(made, inputs)):
@@ -66,7 +84,13 @@ def scheduled(problem: Problem, size: int, slot: int, first: int = 0) -> Schedul
     """The programs of all ranks."""
     tasks = [problem.task(rank, size, slot)._replace(first=first) for rank in range(size)]
     programs_of_all = tuple(program_of(task, "window") for task in tasks)
-    return Schedule(problem.op, tuple(t.send for t in tasks), tuple(t.recv for t in tasks), tasks[0].root, programs_of_all)
+    return Schedule(
+        problem.op,
+        tuple(t.send for t in tasks),
+        tuple(t.recv for t in tasks),
+        tasks[0].root,
+        programs_of_all,
+    )
 
 
 def test_what_is_read_in_the_step_that_writes_it_is_found() -> None:
@@ -89,7 +113,12 @@ def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
         programs.in_window.cache_clear()
         played = (Node(3, 8, torch.float32, seed).play(long, inputs) for seed in range(10))
         wanted = [window_cases.in_rank_order(given_) for given_ in inputs]
-        return all(torch.equal(x, total) for found in played for total, xs in zip(wanted, found, strict=True) for x in xs)
+        return all(
+            torch.equal(x, total)
+            for found in played
+            for total, xs in zip(wanted, found, strict=True)
+            for x in xs
+        )
 
     assert right(SLOTS)
     assert not right(SLOTS - 1)
@@ -117,7 +146,11 @@ def test_what_is_read_and_used_is_what_the_program_says(
         slot = group.window.slot_bytes // dtype.itemsize
         tasks = [problem.task(other, size, slot) for other in range(size)]
         task, inputs = tasks[rank], inputs_of(problem, size, slot, dtype, seed)
-        x = sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group) if task.resident else inputs[rank].clone()
+        x = (
+            sp.shared_empty(inputs[rank].shape, dtype=dtype, comm=group)
+            if task.resident
+            else inputs[rank].clone()
+        )
         recv = x if task.in_place else torch.empty(sum(task.recv), dtype=dtype)
         bound = BoundWindow(group, task._replace(itemsize=dtype.itemsize), x, recv, group.scratch)
         for _ in range(3):
@@ -129,8 +162,14 @@ def test_what_is_read_and_used_is_what_the_program_says(
             group.wait(bound.start(), problem.op)
             found = group.counters[problem.op]
             assert torch.equal(recv, problem.expected(tasks, inputs, rank))
-            assert (found.calls, found.messages, found.bytes_sent) == (1, figures.messages, figures.bytes_sent)
-            assert found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
+            assert (found.calls, found.messages, found.bytes_sent) == (
+                1,
+                figures.messages,
+                figures.bytes_sent,
+            )
+            assert (
+                found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
+            )
 
 
 @spmd()
@@ -144,8 +183,13 @@ def test_tensors_of_the_others_are_read_in_place(comm: Any) -> None:
             y.fill_(-comm.rank - turn)
             sp.fence(comm=group)
             for rank in range(comm.size):
-                assert torch.equal(sp.peer(x, rank, comm=group), torch.full((rank, 3), rank + turn, dtype=torch.int32))
-                assert torch.equal(sp.peer(y, rank, comm=group), torch.full((2, 2), float(-rank - turn)))
+                assert torch.equal(
+                    sp.peer(x, rank, comm=group),
+                    torch.full((rank, 3), rank + turn, dtype=torch.int32),
+                )
+                assert torch.equal(
+                    sp.peer(y, rank, comm=group), torch.full((2, 2), float(-rank - turn))
+                )
             sp.fence(comm=group)
         assert sp.peer(x, comm.rank, comm=group) is x
         with pytest.raises(sp.RankError, match="shared_empty"):
@@ -157,11 +201,15 @@ def test_tensors_of_the_others_are_read_in_place(comm: Any) -> None:
     assert y[0, 0].item() == -comm.rank - 2  # the communicator is gone, the memory is not
 
 
-OPERATIONS = st.lists(st.sampled_from(["all_reduce", "all_gather", "shift"]), min_size=2, max_size=5)
+OPERATIONS = st.lists(
+    st.sampled_from(["all_reduce", "all_gather", "shift"]), min_size=2, max_size=5
+)
 
 
 @given(max_examples=30, ops=OPERATIONS, on_device=st.booleans(), seed=st.integers(0, 99))
-def test_many_are_under_way_and_waited_for_in_any_order(comm: Any, ops: list[str], on_device: bool, seed: int) -> None:
+def test_many_are_under_way_and_waited_for_in_any_order(
+    comm: Any, ops: list[str], on_device: bool, seed: int
+) -> None:
     """Also on two communicators at once, with ranks that come late or poll often."""
     own = Random(seed * 31 + comm.rank)
     with sp.Mesh(comm, a=comm.size, b=1) as mesh:
@@ -178,8 +226,14 @@ def test_many_are_under_way_and_waited_for_in_any_order(comm: Any, ops: list[str
         Random(seed).shuffle(pending)
         for handle, op, place in pending:
             every = [float(rank + place) for rank in range(comm.size)]
-            values = {"all_reduce": [sum(every)], "all_gather": every, "shift": [every[comm.rank - 1]]}[op]
-            assert torch.equal(handle.wait(), torch.tensor(values).repeat_interleave(10 * place + 1))
+            values = {
+                "all_reduce": [sum(every)],
+                "all_gather": every,
+                "shift": [every[comm.rank - 1]],
+            }[op]
+            assert torch.equal(
+                handle.wait(), torch.tensor(values).repeat_interleave(10 * place + 1)
+            )
 
 
 def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
@@ -232,18 +286,26 @@ WITHOUT: dict[str, Any] = {
 }
 
 
-def test_a_machine_is_known_by_its_name_its_start_and_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_known_by_its_name_its_start_and_its_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ranks in two containers have one host name at times, and are not of one machine."""
     here = shared._machine()
     assert shared._machine() == here
-    for place, name in ((shared.platform, "node"), (shared.Path, "read_text"), (shared.os, "readlink")):
+    for place, name in (
+        (shared.platform, "node"),
+        (shared.Path, "read_text"),
+        (shared.os, "readlink"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, lambda *_: "another")
             assert shared._machine() != here
 
 
 @pytest.mark.parametrize("reason", sorted(WITHOUT))
-def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One rank finds out; all take the same way. To ask for the window is then an error on all ranks, before a message."""
     monkeypatch.setattr(shared, *WITHOUT[reason])
 

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").iterdir())}
-INSTALL = "python3 -m venv .venv && .venv/bin/python -m pip install --quiet -c ci/constraints.txt nox"
+WORKFLOWS = {
+    path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").iterdir())
+}
+INSTALL = (
+    "python3 -m venv .venv && .venv/bin/python -m pip install --quiet -c ci/constraints.txt nox"
+)
 NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`]*)?""")
-PINNED = re.compile(r"actions/(checkout|setup-python|upload-artifact|download-artifact)@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+PINNED = re.compile(
+    r"actions/(checkout|setup-python|upload-artifact|download-artifact)@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+)
 OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
 FORBIDDEN = ("pull_request_target", "workflow_run", "issue_comment", "secrets.", "secrets:")
 
@@ -21,8 +27,16 @@ each_workflow = pytest.mark.parametrize("name", WORKFLOWS)
 
 def sessions() -> set[str]:
     """The names of the functions in the noxfile that nox runs."""
-    functions = [node for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {one.name for one in functions if any("nox.session" in ast.unparse(mark) for mark in one.decorator_list)}
+    functions = [
+        node
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return {
+        one.name
+        for one in functions
+        if any("nox.session" in ast.unparse(mark) for mark in one.decorator_list)
+    }
 
 
 def values(key: str, text: str) -> list[str]:
@@ -45,7 +59,9 @@ def called(command: str) -> str | None:
 @each_workflow
 def test_every_step_is_one_call_of_nox_for_a_session_that_exists(name: str) -> None:
     commands = [command for command in values("run", WORKFLOWS[name]) if command != INSTALL]
-    assert {command: called(command) for command in commands if called(command) not in sessions()} == {}
+    assert {
+        command: called(command) for command in commands if called(command) not in sessions()
+    } == {}
     assert commands or name == "gpu.yml"
 
 
@@ -71,7 +87,11 @@ def test_nothing_is_pasted_into_a_command(name: str) -> None:
 
 @each_workflow
 def test_actions_are_pinned_to_a_commit(name: str) -> None:
-    assert [used for used in values("uses", WORKFLOWS[name]) if not PINNED.fullmatch(used) and used != OURS] == []
+    assert [
+        used
+        for used in values("uses", WORKFLOWS[name])
+        if not PINNED.fullmatch(used) and used != OURS
+    ] == []
 
 
 def test_one_action_is_one_commit_everywhere() -> None:
@@ -88,7 +108,9 @@ def test_every_job_has_the_least_rights_and_an_end(name: str) -> None:
     for title, job in jobs(text).items():
         assert "    permissions:\n      contents: " in job, title
         assert re.search(r"^    timeout-minutes: \d+$", job, re.MULTILINE) or OURS in job, title
-        assert job.count("uses: actions/checkout@") == job.count("          persist-credentials: false\n"), title
+        assert job.count("uses: actions/checkout@") == job.count(
+            "          persist-credentials: false\n"
+        ), title
 
 
 @each_workflow
@@ -97,10 +119,17 @@ def test_no_trigger_gives_a_stranger_rights(name: str) -> None:
 
 
 def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> None:
-    writers = {(name, title): job for name, text in WORKFLOWS.items() for title, job in jobs(text).items() if ": write" in job}
+    writers = {
+        (name, title): job
+        for name, text in WORKFLOWS.items()
+        for title, job in jobs(text).items()
+        if ": write" in job
+    }
     assert list(writers) == [("bench-history.yml", "append")]
     ((_, job),) = writers.items()
-    assert [called(command) for command in values("run", job) if command != INSTALL] == ["append_history"]
+    assert [called(command) for command in values("run", job) if command != INSTALL] == [
+        "append_history"
+    ]
     assert "pull_request" not in WORKFLOWS["bench-history.yml"]
     tokens = {name for name, text in WORKFLOWS.items() if "github.token" in text}
     assert tokens == {"bench-history.yml"}
@@ -109,7 +138,9 @@ def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> N
 def test_gpu_runners_serve_no_pull_request_by_itself() -> None:
     assert {name for name, text in WORKFLOWS.items() if "group: gpu\n" in text} == {"gpu-run.yml"}
     asks, runs = (WORKFLOWS[name].partition("\njobs:")[0] for name in ("gpu.yml", "gpu-run.yml"))
-    assert re.findall(r"^  (\w+):", runs.partition("\non:\n")[2].partition("\n\n")[0], re.MULTILINE) == ["workflow_call"]
+    assert re.findall(
+        r"^  (\w+):", runs.partition("\non:\n")[2].partition("\n\n")[0], re.MULTILINE
+    ) == ["workflow_call"]
     assert "pull_request" not in asks
     assert 'branches: [main, "pull-request/[0-9]+"]' in asks
     assert {name for name, text in WORKFLOWS.items() if OURS in text} == {"gpu.yml"}

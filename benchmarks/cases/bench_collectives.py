@@ -1,8 +1,8 @@
 """Every collective, with every algorithm over every transport, for small, middle and large buffers.
 
-What there is to time is read from the library: a collective, an algorithm or a transport that is registered there later is
-timed without a change here. `elements` are those of the largest buffer that a rank has in the call: the result of an all-gather,
-the input of a reduce-scatter.
+What there is to time is read from the library: a collective, an algorithm or a transport that is
+registered there later is timed without a change here. `elements` are those of the largest buffer
+that a rank has in the call: the result of an all-gather, the input of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,21 @@ WITH_WINDOW = (WINDOW, "ipc", "pinned")  # transports for the algorithm "window"
 def operations() -> list[str]:
     """Every collective that can be called with a choice of algorithm."""
     functions = inspect.getmembers(api, inspect.isfunction)
-    mine = {name: f for name, f in functions if f.__module__ == api.__name__ and not name.endswith("_start")}
+    mine = {
+        name: f
+        for name, f in functions
+        if f.__module__ == api.__name__ and not name.endswith("_start")
+    }
     return [name for name, f in mine.items() if "algorithm" in inspect.signature(f).parameters]
 
 
 def algorithms(operation: str, transport: str) -> list[str]:
     """The algorithms that the library offers for it; "auto" is one of these. Shared memory has its own, which needs no messages."""
-    return [name for name in ALGORITHMS[operation] if name != "auto" and (name == WINDOW) == (transport in WITH_WINDOW)]
+    return [
+        name
+        for name in ALGORITHMS[operation]
+        if name != "auto" and (name == WINDOW) == (transport in WITH_WINDOW)
+    ]
 
 
 def cases(ranks: int, device: str = "cpu") -> list[Case]:
@@ -93,7 +101,9 @@ def bench_collective(parallel_benchmark: Callable[..., None], case: Case) -> Non
     parallel_benchmark(case, build)
 
 
-def _input(operation: str, elements: int, mesh: Mesh, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+def _input(
+    operation: str, elements: int, mesh: Mesh, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Any]]:
     """This rank's tensor, and the arguments that spare the ranks an agreement about sizes."""
     size, rank = mesh[AXIS].size, mesh[AXIS].rank
     if operation == "all_gather":

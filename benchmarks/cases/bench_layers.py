@@ -22,7 +22,15 @@ from sp_core.nn.parallel import ColumnParallelLinear, RowParallelLinear
 from sp_core.schemes import SCHEMES
 from sp_core.transport import NAMES
 
-SHAPE = {"batch": 1, "seq": 1024, "hidden": 256, "heads": 8, "kv_heads": 8, "head_dim": 32, "ffn": 1024}
+SHAPE = {
+    "batch": 1,
+    "seq": 1024,
+    "hidden": 256,
+    "heads": 8,
+    "kv_heads": 8,
+    "head_dim": 32,
+    "ffn": 1024,
+}
 LAYOUT, MASK = "zigzag", "causal"
 PAIR = "tp_sp"
 QUICK = {("allgather_kv", "forward"), (PAIR, "forward")}
@@ -66,7 +74,9 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     sharding = bench_schemes.sharding_of(case)
     random = torch.Generator(mesh.device).manual_seed(mesh.rank)
     shape = (case.shape["batch"], sharding.local_len(mesh.rank), case.shape["hidden"])
-    x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case)).requires_grad_(case.direction == "both")
+    x = torch.randn(
+        shape, generator=random, device=mesh.device, dtype=dtype_of(case)
+    ).requires_grad_(case.direction == "both")
     torch.manual_seed(SEED)  # the same weights on every rank
     made = _pair if case.scheme == PAIR else block
     return work_of(case, comms, phases, made(case, mesh, phases), x)
@@ -86,7 +96,14 @@ def flops(case: Case) -> int:
     shape, widths = case.shape, case.shape["ffn"]
     if case.scheme != PAIR:
         widths += shape["hidden"] + shape["kv_heads"] * shape["head_dim"]
-    linear = 4 * shape["batch"] * shape["seq"] * shape["hidden"] * widths * (3 if case.direction == "both" else 1)
+    linear = (
+        4
+        * shape["batch"]
+        * shape["seq"]
+        * shape["hidden"]
+        * widths
+        * (3 if case.direction == "both" else 1)
+    )
     return linear + (0 if case.scheme == PAIR else bench_schemes.flops(case))
 
 
@@ -115,14 +132,19 @@ def block(case: Case, mesh: Mesh, phases: Named) -> Made:
     _note(made.feed_forward, "mlp", phases)
     sent = bench_schemes.sent(case, mesh)
     if sent is not None and case.direction == "both" and mesh.size > 1:
-        sent += sum(parameter.nbytes for parameter in made.parameters())  # an all-reduce of all gradients
+        sent += sum(
+            parameter.nbytes for parameter in made.parameters()
+        )  # an all-reduce of all gradients
     return made, partial(_call, made, sharding=sharding), sent
 
 
 def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
     comm, sharding = mesh[AXIS], bench_schemes.sharding_of(case)
     hidden, ffn, batch = case.shape["hidden"], case.shape["ffn"], case.shape["batch"]
-    up, down = (nn.Linear(a, b, bias=False, device=mesh.device, dtype=dtype_of(case)) for a, b in ((hidden, ffn), (ffn, hidden)))
+    up, down = (
+        nn.Linear(a, b, bias=False, device=mesh.device, dtype=dtype_of(case))
+        for a, b in ((hidden, ffn), (ffn, hidden))
+    )
     pair = nn.Sequential(
         ColumnParallelLinear.from_linear(up, comm=comm, sharding=sharding),
         RowParallelLinear.from_linear(down, comm=comm, sharding=sharding),
@@ -133,7 +155,9 @@ def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
     return pair, partial(_call, pair), sent
 
 
-def _attend(call: Callable[..., Any], phases: Named, *tensors: Tensor, comm: object, **arguments: Any) -> Any:
+def _attend(
+    call: Callable[..., Any], phases: Named, *tensors: Tensor, comm: object, **arguments: Any
+) -> Any:
     with phases("attention"):
         return call(*tensors, **arguments)
 

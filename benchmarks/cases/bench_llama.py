@@ -1,6 +1,7 @@
 """A small LLaMA over tensor ranks with every algorithm of the all-reduce: the latency of one token, and a prompt at once.
 
-The ratio of two P of one case is what tensor parallelism gains; that of two algorithms at one P is what the algorithm does.
+The ratio of two P of one case is what tensor parallelism gains; that of two algorithms at one P is
+what the algorithm does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from sp_core.schedules import ALGORITHMS
 from sp_core.sharding import split_sizes
 from sp_core.transport import NAMES
 
-SHAPE = {"layers": 4, "seq": 256, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 704, "vocab": 1024}
+SHAPE = {
+    "layers": 4,
+    "seq": 256,
+    "hidden": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 32,
+    "ffn": 704,
+    "vocab": 1024,
+}
 LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
 WINDOW = "window"  # a transport, and the algorithm that needs it
 PREFILL, DECODE, TP_SP = "prefill", "decode", "tp_sp"
@@ -29,12 +39,24 @@ TOKEN = 1
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
     """All cases on that number of ranks."""
-    offered = [name for name in ALGORITHMS["all_reduce"] if name != "auto" and (name != WINDOW or WINDOW in NAMES[device])]
+    offered = [
+        name
+        for name in ALGORITHMS["all_reduce"]
+        if name != "auto" and (name != WINDOW or WINDOW in NAMES[device])
+    ]
     ways = [(algorithm, None) for algorithm in offered]
-    chosen = [(DECODE, *way) for way in ways] + [(PREFILL, *way) for way in (*ways, (LIBRARY, TP_SP))]
+    chosen = [(DECODE, *way) for way in ways] + [
+        (PREFILL, *way) for way in (*ways, (LIBRARY, TP_SP))
+    ]
     return [
         make_case(
-            *("llama", scheme, {"tp": ranks}, shape, WINDOW if algorithm == WINDOW else NAMES[device][0]),
+            *(
+                "llama",
+                scheme,
+                {"tp": ranks},
+                shape,
+                WINDOW if algorithm == WINDOW else NAMES[device][0],
+            ),
             algorithm=algorithm,
             detail=detail,
         )
@@ -52,9 +74,19 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     random = torch.Generator(mesh.device).manual_seed(mesh.rank)
 
     def drawn(_: str, placement: Placement) -> Tensor:
-        return torch.randn(placement.local_shape(mesh["tp"].rank), generator=random, device=mesh.device) * WIDTH
+        return (
+            torch.randn(
+                placement.local_shape(mesh["tp"].rank), generator=random, device=mesh.device
+            )
+            * WIDTH
+        )
 
-    model = Llama(config_of(case.shape), Grid.of(mesh), dtype=dtype_of(case), tp_sp=case.id.endswith(f"/{TP_SP}"))
+    model = Llama(
+        config_of(case.shape),
+        Grid.of(mesh),
+        dtype=dtype_of(case),
+        tp_sp=case.id.endswith(f"/{TP_SP}"),
+    )
     model.fill(drawn)
     step, held = (_decode if case.scheme == DECODE else _prefill)(model, case.shape["seq"])
     return Work(

@@ -25,7 +25,9 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = {"full": Mask(), "causal": Mask(causal=True)}
 DIRECTIONS = ("forward", "both")
 HYBRID = "hybrid"
-WINDOW = "window"  # shared memory, in which keys and values are read where they lie; timed in one layout
+WINDOW = (
+    "window"  # shared memory, in which keys and values are read where they lie; timed in one layout
+)
 QUICK = {("zigzag", "causal", "forward"), ("zigzag", "causal", "both")}
 BACKWARD_FLOPS = 2.5  # of the forward: five products of matrices instead of two
 
@@ -73,7 +75,10 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     comms = communicators(case, mesh)
     sharding = sharding_of(case)
     own, (heads, kv_heads, head_dim) = sharding.local_len(mesh.rank), widths(case)
-    q, k, v = (_leaf((case.shape["batch"], own, n, head_dim), case, mesh, i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (
+        _leaf((case.shape["batch"], own, n, head_dim), case, mesh, i)
+        for i, n in enumerate((heads, kv_heads, kv_heads))
+    )
     phases = Phases(comms, sync)
     call = attention_of(case, mesh)
 
@@ -127,7 +132,8 @@ def sent(case: Case, mesh: Mesh) -> int | None:
     sharding = sharding_of(case)
     itemsize, shared = dtype_of(case).itemsize, case.transport == WINDOW
     sizes = cost.Attention(
-        *(sharding, sharding, MASKS[str(case.mask)], case.shape["batch"], *widths(case), itemsize), shared=shared
+        *(sharding, sharding, MASKS[str(case.mask)], case.shape["batch"], *widths(case), itemsize),
+        shared=shared,
     )
     formula = getattr(cost, case.scheme, None)
     if formula is None:

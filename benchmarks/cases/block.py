@@ -41,7 +41,8 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     """Carry out one launch.
 
     Returns:
-        "parts" of the record; "check", the verdict on the output; and "all_gather", the gathering of K and V by itself.
+        "parts" of the record; "check", the verdict on the output; and "all_gather", the gathering
+        of K and V by itself.
     """
     setting, world = msgspec.convert(values, BlockSetting), rank.world
     device, found = device_of(setting.device, world, share_gpu=setting.share_gpu), dict[str, Any]()
@@ -60,9 +61,13 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         found["all_gather"] = time_gather(setting, mesh, sync, world)
         return bench_layers.work_of(case, communicators(case, mesh), phases, made, x)
 
-    counts = Counts(setting.warmup + 1, 1, setting.iterations)  # one more than asked for: the first touches all memory
+    counts = Counts(
+        setting.warmup + 1, 1, setting.iterations
+    )  # one more than asked for: the first touches all memory
     try:
-        parts, _ = measure_case(setting.case, build, world, device, counts, partial(_told_loop, rank))
+        parts, _ = measure_case(
+            setting.case, build, world, device, counts, partial(_told_loop, rank)
+        )
     except WrongOutput:
         return {"status": "wrong", **found}
     if (wrong := problem(parts)) is not None:
@@ -92,20 +97,29 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
                 y[:, sharding_of(case).positions(rank)] = torch.from_numpy(np.asarray(part))
             whole = corpus.tokens(case, torch.arange(case.shape["seq"]), setting.seed).to(x)
             weights = layer.state_dict()
-            verdict = single.judge(y.to(x), single.block(whole, weights, case), single.exact(whole, weights, case), case)
+            verdict = single.judge(
+                y.to(x),
+                single.block(whole, weights, case),
+                single.exact(whole, weights, case),
+                case,
+            )
     meet_asleep(world)
     agreed: Verdict = world.bcast(verdict)
     return agreed
 
 
-def time_gather(setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], world: Intracomm) -> dict[str, Any] | None:
+def time_gather(
+    setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], world: Intracomm
+) -> dict[str, Any] | None:
     """Time the AllGather of K and V by itself; None for a single rank, which has nobody to gather from."""
     case, comm = setting.case, mesh[AXIS]
     if case.ranks == 1:
         return None
     sharding, shape = sharding_of(case), case.shape
     tokens = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
-    mine = torch.ones((sharding.local_len(comm.rank), *tokens), device=mesh.device, dtype=dtype_of(case))
+    mine = torch.ones(
+        (sharding.local_len(comm.rank), *tokens), device=mesh.device, dtype=dtype_of(case)
+    )
     gather = partial(all_gather, mine, comm=comm, sizes=sharding.lengths)
     rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
     samples, _ = Sampler(gather, world, sync=sync).run(rounds)
@@ -113,10 +127,22 @@ def time_gather(setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], wor
     received = result * (case.ranks - 1) / case.ranks
     median = statistics.median(samples.makespans)
     sizes = {"bytes_result": result, "bytes_received_per_rank": received}
-    return {**sizes, "samples_s": samples.makespans, "ms": median * 1e3, "gb_per_s": received / median / 1e9}
+    return {
+        **sizes,
+        "samples_s": samples.makespans,
+        "ms": median * 1e3,
+        "gb_per_s": received / median / 1e9,
+    }
 
 
-def _told_loop(rank: Rank, target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int) -> None:
+def _told_loop(
+    rank: Rank,
+    target: Callable[[], object],
+    *,
+    setup: Callable[[], None],
+    rounds: int,
+    warmup_rounds: int,
+) -> None:
     """Take samples, and say how many there are."""
     for number in range(warmup_rounds + rounds):
         setup()

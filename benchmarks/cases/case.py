@@ -124,11 +124,17 @@ class Phases:
     def note(self) -> dict[str, float]:
         """All seconds so far, by phase and by operation of the communicators."""
         waited = operations(self._comms)
-        return {**self._seconds, COMMUNICATION: sum(waited.values()), **{_OPERATION + name: s for name, s in waited.items()}}
+        return {
+            **self._seconds,
+            COMMUNICATION: sum(waited.values()),
+            **{_OPERATION + name: s for name, s in waited.items()},
+        }
 
     def _computing(self) -> float:
         """A clock that stands still while this rank waits for others."""
-        return time.perf_counter() - sum(comm.counters.total(control=True).seconds for comm in self._comms)
+        return time.perf_counter() - sum(
+            comm.counters.total(control=True).seconds for comm in self._comms
+        )
 
 
 def operations(comms: Sequence[Communicator]) -> dict[str, float]:
@@ -168,8 +174,9 @@ def counts_of(comms: Sequence[Communicator]) -> dict[str, dict[str, int]]:
 class Watched:
     """A transport that notes the largest buffer it is given to send: one message, or a collective's input on this rank.
 
-    Nothing that was started completes before it is waited for. When it would otherwise is chance, and buffers live until then: so
-    the bytes alive are the most that they can be, and the same every time.
+    Nothing that was started completes before it is waited for. When it would otherwise is chance,
+    and buffers live until then: so the bytes alive are the most that they can be, and the same
+    every time.
 
     Args:
         comm: whose transport it takes the place of.
@@ -192,7 +199,9 @@ class Watched:
         self._note(send)
         return self._inner.start(operation, send, recv)
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
         """A collective for many runs."""
         self._note(send)
         return self._inner.prepare(operation, send, recv)

@@ -7,9 +7,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases.case import CONTROL, Build, Work, counts_of, meshes, operation_key, operations, phase_names
+from benchmarks.cases.case import (
+    CONTROL,
+    Build,
+    Work,
+    counts_of,
+    meshes,
+    operation_key,
+    operations,
+    phase_names,
+)
 from benchmarks.records import Case
-from benchmarks.sample import Budget, Counts, Loop, Sampler, Samples, highest_and_mean, peak_memory, undisturbed
+from benchmarks.sample import (
+    Budget,
+    Counts,
+    Loop,
+    Sampler,
+    Samples,
+    highest_and_mean,
+    peak_memory,
+    undisturbed,
+)
 from benchmarks.worker import Intracomm
 from sp_core.communicator import Communicator
 
@@ -18,7 +36,14 @@ Notes = list[list[dict[str, float]]]
 
 
 def measure(
-    case: Case, build: Build, world: Intracomm, device: torch.device, budget: Budget | Counts, loop: Loop, *, memory: bool = True
+    case: Case,
+    build: Build,
+    world: Intracomm,
+    device: torch.device,
+    budget: Budget | Counts,
+    loop: Loop,
+    *,
+    memory: bool = True,
 ) -> tuple[Parts, Samples]:
     """Time a case and count what it sends.
 
@@ -64,7 +89,9 @@ def problem(parts: Parts) -> str | None:
     return f"the ranks sent {counted} bytes in one step; by formula it is {expected}."
 
 
-def one_step(work: Work, world: Intracomm, device: torch.device, *, memory: bool = True) -> tuple[list[Parts], Parts | None]:
+def one_step(
+    work: Work, world: Intracomm, device: torch.device, *, memory: bool = True
+) -> tuple[list[Parts], Parts | None]:
     """Take one more step, not timed, and count what it sends on every rank; and what it holds, where memory is asked for."""
     for comm in work.comms:
         comm.counters.reset()
@@ -78,7 +105,10 @@ def one_step(work: Work, world: Intracomm, device: torch.device, *, memory: bool
 def plain_note(comms: Sequence[Communicator]) -> dict[str, float]:
     """Seconds of waiting, for work without phases of its own."""
     waited = operations(comms)
-    return {"communication": sum(waited.values()), **{operation_key(name): s for name, s in waited.items()}}
+    return {
+        "communication": sum(waited.values()),
+        **{operation_key(name): s for name, s in waited.items()},
+    }
 
 
 def _phases(samples: Samples, notes: Notes) -> Parts:
@@ -96,7 +126,10 @@ def _comm(traffic: list[Parts], notes: Notes, work: Work) -> Parts:
     only = [name for name in names if name != CONTROL]
 
     def entry(name: str) -> Parts:
-        counts = [rank["counts"].get(name, {"calls": 0, "messages": 0, "bytes_sent": 0}) for rank in traffic]
+        counts = [
+            rank["counts"].get(name, {"calls": 0, "messages": 0, "bytes_sent": 0})
+            for rank in traffic
+        ]
         found = {
             "calls": max(count["calls"] for count in counts),
             "messages": sum(count["messages"] for count in counts),
@@ -104,7 +137,11 @@ def _comm(traffic: list[Parts], notes: Notes, work: Work) -> Parts:
             "bytes_formula": _formula(traffic) if only == [name] else None,
             "seconds": highest_and_mean(_noted(notes, operation_key(name)))["max_s"],
         }
-        return found | ({"bytes_result": work.result_bytes} if work.result_bytes is not None and name != CONTROL else {})
+        return found | (
+            {"bytes_result": work.result_bytes}
+            if work.result_bytes is not None and name != CONTROL
+            else {}
+        )
 
     return {name: entry(name) for name in names}
 

@@ -24,7 +24,12 @@ from benchmarks.records import Case, fingerprint
 from benchmarks.sample import QUICK, Budget
 from benchmarks.worker import Intracomm, Rank
 
-SAVED_BY_RANK_0 = {"benchmark_json": None, "benchmark_save": None, "benchmark_autosave": False, "benchmark_histogram": None}
+SAVED_BY_RANK_0 = {
+    "benchmark_json": None,
+    "benchmark_save": None,
+    "benchmark_autosave": False,
+    "benchmark_histogram": None,
+}
 PATIENCE_SECONDS = 10.0
 PAUSE_SECONDS = 0.001
 SHOWN = 1500  # characters of an error that a record keeps
@@ -82,19 +87,30 @@ class Harness:
         said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
         try:
             budget = QUICK if self.setting.quick else Budget()
-            memory = self.setting.pair is None  # a comparison has many launches, and asks for times only
-            found, samples = measure_case(case, build, self.world, self.device, budget, benchmark.pedantic, memory=memory)
+            memory = (
+                self.setting.pair is None
+            )  # a comparison has many launches, and asks for times only
+            found, samples = measure_case(
+                case, build, self.world, self.device, budget, benchmark.pedantic, memory=memory
+            )
         except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
             error = raised
         failures = meet(self.world, error)
         status, reason = status_of(found, failures)
-        parts = {**said, **(NOT_MEASURED if failures else found), "status": status, "reason": reason}
+        parts = {
+            **said,
+            **(NOT_MEASURED if failures else found),
+            "status": status,
+            "reason": reason,
+        }
         if self.world.rank == 0 and self.setting.out:
             records.append(Path(self.setting.out), {**self._common, "case": case, **parts})
         self.done += 1
         if reason is not None:
             raise CaseFailed(reason) from error
-        benchmark.stats.stats.data[:] = [seconds / samples.inner for seconds in samples.makespans]  # rank 0's own clock sees less
+        benchmark.stats.stats.data[:] = [
+            seconds / samples.inner for seconds in samples.makespans
+        ]  # rank 0's own clock sees less
         benchmark.group = case.layer
         benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=samples.inner)
 
@@ -113,7 +129,8 @@ def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
 def meet(world: Intracomm, error: Exception | None) -> list[str]:
     """Tell the other ranks how the case ended here.
 
-    A rank that failed does not wait for ever: the others may be waiting for it inside the case. It then ends the whole launch.
+    A rank that failed does not wait for ever: the others may be waiting for it inside the case. It
+    then ends the whole launch.
 
     Args:
         world: a communicator that the case did not use.
@@ -128,7 +145,11 @@ def meet(world: Intracomm, error: Exception | None) -> list[str]:
     while not arrived.Test():
         if error is not None and time.monotonic() > deadline:
             traceback.print_exception(error)
-            print(f"{mine}\nThe others did not arrive within {PATIENCE_SECONDS:g} s: the launch ends.", file=sys.stderr, flush=True)
+            print(
+                f"{mine}\nThe others did not arrive within {PATIENCE_SECONDS:g} s: the launch ends.",
+                file=sys.stderr,
+                flush=True,
+            )
             world.Abort(1)
         time.sleep(PAUSE_SECONDS)
     told: list[str] = world.allgather(mine)
@@ -147,7 +168,10 @@ def measure(values: Any, rank: Rank) -> Record:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     suites = [str(Path(__file__).with_name(f"bench_{layer}.py")) for layer in LAYERS]
     options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # sp_core is imported before the plugin in it is found
+    options += [
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]  # sp_core is imported before the plugin in it is found
     code = pytest.main([*options, *setting.saves, *suites], plugins=[Harness(setting, rank)])
     if code:
         raise SystemExit(int(code))

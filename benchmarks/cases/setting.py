@@ -76,7 +76,9 @@ def harness_sha() -> str:
     """Return the SHA-256 of the files that decide what is measured and how, so that two records can show that it was done alike."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern)):
-        digest.update(f"{path.relative_to(BENCHMARKS).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(
+            f"{path.relative_to(BENCHMARKS).as_posix()}\0".encode() + path.read_bytes() + b"\0"
+        )
     return digest.hexdigest()
 
 
@@ -106,7 +108,9 @@ class Verdict:
 
     def __str__(self) -> str:
         errors = (self.max_abs_error, self.ranks_error, self.single_error)
-        between, ranks, single = ("not finite" if error is None else f"{error:.2e}" for error in errors)
+        between, ranks, single = (
+            "not finite" if error is None else f"{error:.2e}" for error in errors
+        )
         text = f"max |ranks - single device| = {between}; against float64: ranks {ranks}, single device {single}"
         text += f", allowed {self.bound:.2e}"
         if self.single_error is not None and self.single_error > self.single_bound:

@@ -1,6 +1,7 @@
 """The same transformer block on one device, in plain torch, and the verdict on the output of several ranks.
 
-Nothing of sp_core computes here. Shapes: B batch, S sequence, Q queries, E model dim, H heads, K key/value heads, D head dim.
+Nothing of sp_core computes here. Shapes: B batch, S sequence, Q queries, E model dim, H heads, K
+key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from benchmarks.cases.setting import Verdict
 from benchmarks.records import Case
 
 QUERY_CHUNK = 512  # keeps the score matrix of one chunk small: H * 512 * S elements
-EXACT_FLOPS = {"cpu": 1e12, "cuda": 2e13}  # about half a minute of float64 on one core, and on a GPU
+EXACT_FLOPS = {
+    "cpu": 1e12,
+    "cuda": 2e13,
+}  # about half a minute of float64 on one core, and on a GPU
 SAMPLED_TOKENS = 64
 ROUND_OFFS = 2  # the output is rounded when attention and when the feed-forward are added
 
@@ -44,7 +48,9 @@ def block(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None
     chosen = x if queries is None else x[:, queries]
     q = _heads(_linear(_norm(chosen, weights, "norm1"), weights, "attention.q_proj"), case)
     normed = _norm(x, weights, "norm1")
-    k, v = (_heads(_linear(normed, weights, f"attention.{name}"), case) for name in ("k_proj", "v_proj"))
+    k, v = (
+        _heads(_linear(normed, weights, f"attention.{name}"), case) for name in ("k_proj", "v_proj")
+    )
     out = _attention(q, k, v, case, queries)
     y = chosen + _linear(out.transpose(1, 2).flatten(2), weights, "attention.o_proj")
     inner = F.gelu(_linear(_norm(y, weights, "norm2"), weights, "feed_forward.up"))
@@ -60,21 +66,35 @@ def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tens
     whole = flops(case) <= EXACT_FLOPS[x.device.type]
     rows = torch.arange(case.shape["batch"] if whole else 1, device=x.device)
     count = case.shape["seq"] if whole else min(SAMPLED_TOKENS, case.shape["seq"])
-    positions = torch.linspace(0, case.shape["seq"] - 1, count, dtype=torch.float64, device=x.device).round().long()
+    positions = (
+        torch.linspace(0, case.shape["seq"] - 1, count, dtype=torch.float64, device=x.device)
+        .round()
+        .long()
+    )
     wide = {name: weight.double() for name, weight in weights.items()}
     outputs = [
-        torch.cat([block(x[row : row + 1].double(), wide, case, chunk) for chunk in positions.split(QUERY_CHUNK)], 1)
+        torch.cat(
+            [
+                block(x[row : row + 1].double(), wide, case, chunk)
+                for chunk in positions.split(QUERY_CHUNK)
+            ],
+            1,
+        )
         for row in rows.tolist()
     ]
     return rows, positions, torch.cat(outputs)
 
 
-def judge(ranks: Tensor, single: Tensor, truth: tuple[Tensor, Tensor, Tensor], case: Case) -> Verdict:
+def judge(
+    ranks: Tensor, single: Tensor, truth: tuple[Tensor, Tensor, Tensor], case: Case
+) -> Verdict:
     """Compare the output of the ranks with that of a single device.
 
-    The ranks may be twice as far from the float64 result as the single device is, and a few roundings more. Tokens without a
-    float64 result must be as near to the single device as these distances together allow. All that means nothing where the single
-    device is far off itself, as with TF32: rounding makes a sum of n terms wrong by about sqrt(n) u, and it may not be further off.
+    The ranks may be twice as far from the float64 result as the single device is, and a few
+    roundings more. Tokens without a float64 result must be as near to the single device as these
+    distances together allow. All that means nothing where the single device is far off itself, as
+    with TF32: rounding makes a sum of n terms wrong by about sqrt(n) u, and it may not be further
+    off.
 
     Args:
         ranks: (B, S, E), gathered.
@@ -89,15 +109,21 @@ def judge(ranks: Tensor, single: Tensor, truth: tuple[Tensor, Tensor, Tensor], c
     terms = max(case.shape[name] for name in ("hidden", "ffn", "seq"))
     single_bound = math.sqrt(terms) * unit * scale
     if error is None or single_error is None or ranks_error is None:
-        return Verdict(error, single_error, ranks_error, 0.0, single_bound, scale, tokens, passed=False)
+        return Verdict(
+            error, single_error, ranks_error, 0.0, single_bound, scale, tokens, passed=False
+        )
     bound = 2 * single_error + ROUND_OFFS * unit * scale
-    passed = single_error <= single_bound and ranks_error <= bound and error <= bound + 2 * single_error
+    passed = (
+        single_error <= single_bound and ranks_error <= bound and error <= bound + 2 * single_error
+    )
     return Verdict(error, single_error, ranks_error, bound, single_bound, scale, tokens, passed)
 
 
 def _distance(y: Tensor, wanted: Tensor) -> float | None:
     """The largest difference, None where one is not finite; row by row, because a float64 copy of all may not fit."""
-    largest = max(float((a.double() - b.double()).abs().max()) for a, b in zip(y, wanted, strict=True))
+    largest = max(
+        float((a.double() - b.double()).abs().max()) for a, b in zip(y, wanted, strict=True)
+    )
     finite = all(bool((a - b).isfinite().all()) for a, b in zip(y, wanted, strict=True))
     return largest if finite else None
 

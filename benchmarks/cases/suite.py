@@ -1,6 +1,7 @@
 """The list of cases: `python -m benchmarks.cases.suite LIBRARY SETTING P P ...` prints them as JSON.
 
-The runner asks in a process of its own, because the library that it measures need not be the one that it could import.
+The runner asks in a process of its own, because the library that it measures need not be the one
+that it could import.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ def of_module(name: str, ranks: int, setting: Setting) -> list[Case]:
 
     def chosen(case: Case) -> bool:
         named = not setting.only or any(part in case.id for part in setting.only)
-        return named and (not setting.quick or module.quick(case)) and (not setting.layers or case.layer in setting.layers)
+        return (
+            named
+            and (not setting.quick or module.quick(case))
+            and (not setting.layers or case.layer in setting.layers)
+        )
 
     return [case for case in module.cases(ranks, setting.device) if chosen(case)]
 
@@ -32,7 +37,10 @@ def main(library: str, setting: str, *ranks: str) -> None:
     take_library(Path(library))
     asked = msgspec.json.decode(setting, type=Setting)
     modules = [f"benchmarks.cases.bench_{layer}" for layer in LAYERS]
-    found = {size: [case for name in modules for case in of_module(name, int(size), asked)] for size in ranks}
+    found = {
+        size: [case for name in modules for case in of_module(name, int(size), asked)]
+        for size in ranks
+    }
     print(msgspec.json.encode(found).decode())
 
 

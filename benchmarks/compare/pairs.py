@@ -38,9 +38,11 @@ class Row:
     Args:
         case, ranks: what was measured.
         verdict: the answer, and `reason` why there is none.
-        stage, pairs, slower: the pairs that decided, how many they are, and in how many head took longer.
+        stage, pairs, slower: the pairs that decided, how many they are, and in how many head took
+            longer.
         ratio, low, high: median of head / base, and its exact interval.
-        delta, half_width: the smallest change that counts, and the noise of base against itself, as shares.
+        delta, half_width: the smallest change that counts, and the noise of base against itself, as
+            shares.
         base_s, head_s: median seconds of the pairs that decided.
         pairs_needed: where inconclusive: how many would decide; None where more than are worth it.
         flags: what to keep in mind.
@@ -117,7 +119,11 @@ def grouped(records: Iterable[Record]) -> dict[Key, Group]:
 def suspects(records: Iterable[Record]) -> list[Key]:
     """What the second stage has to look at again."""
     groups = grouped(records)
-    return sorted(name for name, group in groups.items() if _obstacle(group, "screen") is None and _suspicion(group))
+    return sorted(
+        name
+        for name, group in groups.items()
+        if _obstacle(group, "screen") is None and _suspicion(group)
+    )
 
 
 def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
@@ -151,7 +157,9 @@ def _timed(row: Row, group: Group, stage: str, obstacle: tuple[Verdict, str] | N
         decision = Decision(obstacle[0], stage, interval(logs), sum(d > 0 for d in logs))
         reason: str | None = obstacle[1]
     else:
-        decision = judge(group.logs("screen"), group.logs("confirm") if stage == "confirm" else (), delta)
+        decision = judge(
+            group.logs("screen"), group.logs("confirm") if stage == "confirm" else (), delta
+        )
         reason = _reason(decision, delta)
     found = decision.interval
     base, head = (statistics.median(group.seconds(stage, side)) for side in SIDES)
@@ -179,7 +187,11 @@ def _reason(decision: Decision, delta: float) -> str | None:
         return f"base against itself varies so much that only {delta:.0%} and more would count"
     if decision.verdict is Verdict.INCONCLUSIVE:
         needed = decision.pairs_needed
-        return f"about {needed} pairs would decide" if needed else "more pairs than are worth it would be needed"
+        return (
+            f"about {needed} pairs would decide"
+            if needed
+            else "more pairs than are worth it would be needed"
+        )
     return None
 
 
@@ -188,12 +200,16 @@ def _obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
     failure = _failure(group, stage)
     if failure is not None:
         return Verdict.MISSING, failure
-    difference = _difference(group.stage("screen") + (group.stage("confirm") if stage == "confirm" else []))
+    difference = _difference(
+        group.stage("screen") + (group.stage("confirm") if stage == "confirm" else [])
+    )
     if difference is not None:
         return Verdict.MISMATCH, difference
     transport = group.stage(stage)[0].transport
     if transport and (transport.oversubscribed or transport.shared_gpu):
-        return Verdict.OVERSUBSCRIBED, "more ranks than " + ("GPUs" if transport.shared_gpu else "cores")
+        return Verdict.OVERSUBSCRIBED, "more ranks than " + (
+            "GPUs" if transport.shared_gpu else "cores"
+        )
     return None
 
 
@@ -203,13 +219,19 @@ def _failure(group: Group, stage: str) -> str | None:
         return f"{_where(group.twice[0])} is recorded twice"
     bad = [(place, _complaint(group.at.get(place))) for place in places(stage)]
     bad = [(place, text) for place, text in bad if text]
-    return f"{len(bad)} of {2 * STAGES[stage]} launches; {_where(bad[0][0])}: {bad[0][1]}" if bad else None
+    return (
+        f"{len(bad)} of {2 * STAGES[stage]} launches; {_where(bad[0][0])}: {bad[0][1]}"
+        if bad
+        else None
+    )
 
 
 def _complaint(record: Record | None) -> str | None:
     if record is None:
         return "no record"
-    if record.status not in MEASURED:  # ranks that start unevenly are noise, which the half-width of base includes
+    if (
+        record.status not in MEASURED
+    ):  # ranks that start unevenly are noise, which the half-width of base includes
         return f"{record.status}: {record.reason}"
     return None if record.seconds else "a time of 0 s"
 
@@ -224,7 +246,10 @@ def _difference(records: Sequence[Record]) -> str | None:
         ("fingerprint", [record.env and record.env.fingerprint for record in records]),
         ("harness", [record.harness_sha for record in records]),
         ("case", [record.case for record in records]),
-        *((f"commit of {side}", [r.commit for r in records if r.pair and r.pair.side == side]) for side in SIDES),
+        *(
+            (f"commit of {side}", [r.commit for r in records if r.pair and r.pair.side == side])
+            for side in SIDES
+        ),
     )
     for what, values in checks:
         other = next((value for value in values if value != values[0]), None)

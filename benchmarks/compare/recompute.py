@@ -1,8 +1,9 @@
 """Recompute every verdict of a comparison from its stored records: `python -m benchmarks.compare.recompute FOLDER`.
 
-For those who do not trust the comparison: this file uses the standard library only and shares no code with what it checks. It reads
-`result.json` and `records.jsonl`, throws the coins again, takes the medians of the samples again, applies the rule as it is written
-down below, and says where it comes to something else. Exit code: 0 all agree, 1 something does not, 2 the files cannot be read.
+For those who do not trust the comparison: this file uses the standard library only and shares no
+code with what it checks. It reads `result.json` and `records.jsonl`, throws the coins again, takes
+the medians of the samples again, applies the rule as it is written down below, and says where it
+comes to something else. Exit code: 0 all agree, 1 something does not, 2 the files cannot be read.
 """
 
 import hashlib
@@ -34,7 +35,9 @@ def launches_of(records: list[Json], complaints: list[str]) -> dict[tuple[str, i
         found[name][place] = record
         other = (pair["stage"], pair["index"], "base" if pair["side"] == "head" else "head")
         if (other in found[name]) != (pair["slot"] == 1):
-            complaints.append(f"{name}: the records of {place} do not come in the order of their slots")
+            complaints.append(
+                f"{name}: the records of {place} do not come in the order of their slots"
+            )
     return found
 
 
@@ -42,10 +45,15 @@ def check_coins(records: list[Json], seed: int, complaints: list[str]) -> None:
     """Every launch must have the slot that its coin gives, and the coin must be the seed's."""
     for record in records:
         pair, ranks = record["pair"], record["case"]["ranks"]
-        thrown = hashlib.sha256(f"{seed}/{pair['stage']}/{ranks}/{pair['index']}".encode()).digest()[0] % 2
+        thrown = (
+            hashlib.sha256(f"{seed}/{pair['stage']}/{ranks}/{pair['index']}".encode()).digest()[0]
+            % 2
+        )
         slot = thrown if pair["side"] == "base" else 1 - thrown
         if (pair["seed"], pair["coin"], pair["slot"]) != (seed, thrown, slot):
-            complaints.append(f"{record['case']['id']}, P={ranks}: {pair} is not what the seed {seed} throws")
+            complaints.append(
+                f"{record['case']['id']}, P={ranks}: {pair} is not what the seed {seed} throws"
+            )
 
 
 def seconds(record: Json) -> float:
@@ -67,7 +75,11 @@ def direction(stage: str, values: list[float], delta: float) -> str:
     edge = log1p(SHARE[stage] * delta)
     if len([v for v in values if v > 0]) >= AGREE[stage] and median(values) >= edge:
         return "slower"
-    return "faster" if len([v for v in values if v < 0]) >= AGREE[stage] and median(values) <= -edge else "nothing"
+    return (
+        "faster"
+        if len([v for v in values if v < 0]) >= AGREE[stage] and median(values) <= -edge
+        else "nothing"
+    )
 
 
 def verdict(launches: Launches, in_base: bool, in_head: bool) -> tuple[str, float | None]:
@@ -95,19 +107,36 @@ def verdict(launches: Launches, in_base: bool, in_head: bool) -> tuple[str, floa
 
 def unusable(launches: Launches, stages: list[str]) -> str | None:
     """Why launches of some stages cannot be judged."""
-    wanted = [(stage, index, side) for stage in stages for index in range(PAIRS[stage]) for side in ("base", "head")]
+    wanted = [
+        (stage, index, side)
+        for stage in stages
+        for index in range(PAIRS[stage])
+        for side in ("base", "head")
+    ]
     found = [launches.get(place) for place in wanted]
-    if any(r is None or r["status"] not in ("ok", "skew_limited") or seconds(r) <= 0 for r in found):
+    if any(
+        r is None or r["status"] not in ("ok", "skew_limited") or seconds(r) <= 0 for r in found
+    ):
         return "missing"
     records = [r for r in found if r is not None]
-    same = [{json.dumps([r["env"]["fingerprint"], r["harness_sha"], r["case"]], sort_keys=True) for r in records}]
-    same += [{json.dumps(r["commit"], sort_keys=True) for r in records if r["pair"]["side"] == side} for side in ("base", "head")]
+    same = [
+        {
+            json.dumps([r["env"]["fingerprint"], r["harness_sha"], r["case"]], sort_keys=True)
+            for r in records
+        }
+    ]
+    same += [
+        {json.dumps(r["commit"], sort_keys=True) for r in records if r["pair"]["side"] == side}
+        for side in ("base", "head")
+    ]
     return "mismatch" if any(len(values) > 1 for values in same) else None
 
 
 def ratios(launches: Launches, stage: str) -> list[float]:
     """log(head / base) of every pair of a stage."""
-    pairs = [(launches[(stage, i, "head")], launches[(stage, i, "base")]) for i in range(PAIRS[stage])]
+    pairs = [
+        (launches[(stage, i, "head")], launches[(stage, i, "base")]) for i in range(PAIRS[stage])
+    ]
     return [log(seconds(head) / seconds(base)) for head, base in pairs]
 
 
@@ -125,13 +154,17 @@ def within(values: list[float], delta: float) -> str:
 
 def code_of(verdicts: list[str], strict: bool) -> int:
     """The exit code that a comparison must have had."""
-    judged = [v for v in verdicts if v in ("regressed", "improved", "no regression", "inconclusive")]
+    judged = [
+        v for v in verdicts if v in ("regressed", "improved", "no regression", "inconclusive")
+    ]
     noisy = verdicts.count("ungateable")
     if "regressed" in verdicts:
         return 1
     if "missing" in verdicts or "mismatch" in verdicts or not judged:
         return 3
-    return 4 if strict and ("inconclusive" in verdicts or noisy > 0.2 * (noisy + len(judged))) else 0
+    return (
+        4 if strict and ("inconclusive" in verdicts or noisy > 0.2 * (noisy + len(judged))) else 0
+    )
 
 
 def check(folder: Path) -> list[str]:
@@ -144,7 +177,9 @@ def check(folder: Path) -> list[str]:
         complaints.append("records.jsonl is not the file that was judged")
     check_coins(records, result["seed"], complaints)
     by_name = launches_of(records, complaints)
-    sides = {side: {(case, ranks) for case, ranks in result["cases"][side]} for side in ("base", "head")}
+    sides = {
+        side: {(case, ranks) for case, ranks in result["cases"][side]} for side in ("base", "head")
+    }
     said = {(row["case"], row["ranks"]): (row["verdict"], row["ratio"]) for row in result["rows"]}
     for name in sorted(sides["base"] | sides["head"] | set(said)):
         mine = verdict(by_name.get(name, {}), name in sides["base"], name in sides["head"])
@@ -152,7 +187,9 @@ def check(folder: Path) -> list[str]:
             complaints.append(f"{name}: {mine} by these records, the result says {said.get(name)}")
     code = code_of([v for v, _ in said.values()], result["strict"])
     if code != result["exit_code"]:
-        complaints.append(f"exit code {code} by these verdicts, the result says {result['exit_code']}")
+        complaints.append(
+            f"exit code {code} by these verdicts, the result says {result['exit_code']}"
+        )
     return complaints
 
 
@@ -176,7 +213,10 @@ def main() -> int:
             print(f"{name}: not the result and records of a comparison: {error!r}", file=sys.stderr)
             worst = 2
             continue
-        print("\n".join(f"{name}: {text}" for text in complaints) or f"{name}: every verdict agrees with the records")
+        print(
+            "\n".join(f"{name}: {text}" for text in complaints)
+            or f"{name}: every verdict agrees with the records"
+        )
         worst = max(worst, int(bool(complaints)))
     return worst
 

@@ -20,7 +20,11 @@ from benchmarks.records import Record, read
 FORMAT = 1
 RECORDS, RESULT = "records.jsonl", "result.json"
 RULE = {
-    "screen": {"pairs": rule.SCREEN_PAIRS, "agree": rule.SCREEN_AGREE, "share_of_delta": rule.SCREEN_SHARE},
+    "screen": {
+        "pairs": rule.SCREEN_PAIRS,
+        "agree": rule.SCREEN_AGREE,
+        "share_of_delta": rule.SCREEN_SHARE,
+    },
     "confirm": {"pairs": rule.CONFIRM_PAIRS, "agree": rule.CONFIRM_AGREE, "share_of_delta": 1.0},
     "delta": dict(rule.DELTAS),
     "max_delta": rule.MAX_DELTA,
@@ -88,7 +92,9 @@ def _explained(row: Row, found: list[Row], groups: dict[Key, Group]) -> str | No
     if row.stage is None:
         return None
     records = groups[(row.case, row.ranks)].stage(row.stage)
-    sides = ([record for record in records if record.pair and record.pair.side == side] for side in SIDES)
+    sides = (
+        [record for record in records if record.pair and record.pair.side == side] for side in SIDES
+    )
     return explain(row, found, *sides)
 
 
@@ -97,7 +103,9 @@ MAIN_SHARE = 0.5  # of the change, for a phase to be named as its place
 Times = dict[str, float]
 
 
-def explain(row: Row, rows: Sequence[Row], base: Sequence[Record], head: Sequence[Record]) -> str | None:
+def explain(
+    row: Row, rows: Sequence[Row], base: Sequence[Record], head: Sequence[Record]
+) -> str | None:
     """The sentence on one row; None where nothing changed.
 
     Args:
@@ -107,7 +115,9 @@ def explain(row: Row, rows: Sequence[Row], base: Sequence[Record], head: Sequenc
     """
     if row.verdict not in CHANGED:
         return None
-    return ", ".join([f"{CHANGED[row.verdict]} {_where(row, rows)}", _phase(base, head), _traffic(base, head)])
+    return ", ".join(
+        [f"{CHANGED[row.verdict]} {_where(row, rows)}", _phase(base, head), _traffic(base, head)]
+    )
 
 
 def _where(row: Row, rows: Sequence[Row]) -> str:
@@ -143,15 +153,25 @@ def _growth(base: Times, head: Times) -> Times:
 
 def _phases(records: Sequence[Record]) -> Times:
     """Median seconds by phase, of the rank that took longest."""
-    return _medians([{name: phase.max_s for name, phase in (record.phases or {}).items()} for record in records])
+    return _medians(
+        [{name: phase.max_s for name, phase in (record.phases or {}).items()} for record in records]
+    )
 
 
 def _collectives(records: Sequence[Record]) -> Times:
-    return _medians([{name: traffic.seconds for name, traffic in (record.comm or {}).items()} for record in records])
+    return _medians(
+        [
+            {name: traffic.seconds for name, traffic in (record.comm or {}).items()}
+            for record in records
+        ]
+    )
 
 
 def _medians(times: Sequence[Times]) -> Times:
-    return {name: statistics.median(one.get(name, 0.0) for one in times) for name in dict.fromkeys(chain(*times))}
+    return {
+        name: statistics.median(one.get(name, 0.0) for one in times)
+        for name in dict.fromkeys(chain(*times))
+    }
 
 
 def _traffic(base: Sequence[Record], head: Sequence[Record]) -> str:

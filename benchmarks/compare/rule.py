@@ -1,7 +1,8 @@
 """The decision rule, on plain numbers: log-ratios of pairs in, verdict and exact interval out.
 
-A pair is one launch of base and one of head, in an order that a fair coin chose; its number is d = log(head / base). Where nothing
-has changed, d is as likely above zero as below, whatever the machine drifts: the count of slower pairs is a count of coin throws.
+A pair is one launch of base and one of head, in an order that a fair coin chose; its number is d =
+log(head / base). Where nothing has changed, d is as likely above zero as below, whatever the
+machine drifts: the count of slower pairs is a count of coin throws.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from benchmarks.statistics import Interval, exact_interval
 
 SCREEN_PAIRS, SCREEN_AGREE, SCREEN_SHARE = 10, 8, 0.8
 CONFIRM_PAIRS, CONFIRM_AGREE = 20, 16
-DELTAS: Mapping[str, float] = {"cuda": 0.05, "cpu": 0.10}  # the smallest change that counts: a node of our own, a shared runner
+DELTAS: Mapping[str, float] = {
+    "cuda": 0.05,
+    "cpu": 0.10,
+}  # the smallest change that counts: a node of our own, a shared runner
 MAX_DELTA = 0.15
-MISS = 0.02  # probability that one end of an interval lies on the wrong side; 1.07 % for 10 pairs, 0.59 % for 20
+# probability that one end of an interval lies on the wrong side; 1.07 % for 10 pairs, 0.59 % for 20
+MISS = 0.02
 GATEABLE_SHARE = 0.8
 MANY_PAIRS = 1000
 
@@ -81,8 +86,14 @@ def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
 
 def suspicion(screen: Sequence[float], delta: float) -> int:
     """1 where the screen looks slower, -1 where it looks faster, else 0; `CONFIRM_PAIRS` fresh pairs then decide."""
-    _require(len(screen) == SCREEN_PAIRS, f"{len(screen)} screen pairs; the rule is for {SCREEN_PAIRS}.")
-    return 0 if delta > MAX_DELTA else _direction(screen, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
+    _require(
+        len(screen) == SCREEN_PAIRS, f"{len(screen)} screen pairs; the rule is for {SCREEN_PAIRS}."
+    )
+    return (
+        0
+        if delta > MAX_DELTA
+        else _direction(screen, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
+    )
 
 
 def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Decision:
@@ -90,7 +101,8 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
 
     Args:
         screen: log-ratios of `SCREEN_PAIRS` pairs.
-        confirm: log-ratios of `CONFIRM_PAIRS` later pairs; looked at only where the screen is suspicious.
+        confirm: log-ratios of `CONFIRM_PAIRS` later pairs; looked at only where the screen is
+            suspicious.
         delta: the smallest change that counts, as a share; see `raised_delta`.
 
     Raises:
@@ -99,7 +111,10 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     suspected = suspicion(screen, delta)
     if not suspected:
         return _decision("screen", screen, 0, delta)
-    _require(len(confirm) == CONFIRM_PAIRS, f"{len(confirm)} pairs to confirm a suspicion; the rule is for {CONFIRM_PAIRS}.")
+    _require(
+        len(confirm) == CONFIRM_PAIRS,
+        f"{len(confirm)} pairs to confirm a suspicion; the rule is for {CONFIRM_PAIRS}.",
+    )
     found = _direction(confirm, CONFIRM_AGREE, math.log1p(delta))
     return _decision("confirm", confirm, found if found == suspected else 0, delta)
 
@@ -137,7 +152,9 @@ def _decision(stage: str, logs: Sequence[float], found: int, delta: float) -> De
         return Decision(Verdict.REGRESSED if found > 0 else Verdict.IMPROVED, stage, middle, slower)
     if middle.high < math.log1p(delta):
         return Decision(Verdict.UNCHANGED, stage, middle, slower)
-    return Decision(Verdict.INCONCLUSIVE, stage, middle, slower, _pairs_needed(middle, math.log1p(delta)))
+    return Decision(
+        Verdict.INCONCLUSIVE, stage, middle, slower, _pairs_needed(middle, math.log1p(delta))
+    )
 
 
 def _pairs_needed(found: Interval, limit: float) -> int | None:

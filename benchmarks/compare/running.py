@@ -28,7 +28,9 @@ class Runner(Protocol):
     def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
         """The cases that a side has."""
 
-    def launch(self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path) -> None:
+    def launch(
+        self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
+    ) -> None:
         """Measure some cases once; a record of each is appended to `out`, also of those that fail."""
 
 
@@ -67,7 +69,9 @@ class Session:
                 for place, side in enumerate(self.sides if thrown == 0 else self.sides[::-1]):
                     pair = {"index": index, "stage": stage, "side": side.name, "slot": place}
                     start = time.monotonic()
-                    self.runner.launch(side, ranks, names, {**pair, "coin": thrown, "seed": self.seed}, self.out)
+                    self.runner.launch(
+                        side, ranks, names, {**pair, "coin": thrown, "seed": self.seed}, self.out
+                    )
                     self.seconds.append(time.monotonic() - start)
                     done += 1
                     self.told(
@@ -83,7 +87,11 @@ class Session:
 
     def _hopeless(self, ranks: int) -> bool:
         """Whether a side has no time for any case: more pairs would not change that."""
-        records = [r for r in read(self.out).records if r.case.ranks == ranks] if self.out.exists() else []
+        records = (
+            [r for r in read(self.out).records if r.case.ranks == ranks]
+            if self.out.exists()
+            else []
+        )
         timed = {record.pair.side for record in records if record.timing and record.pair}
         return timed != set(SIDES)
 
@@ -130,12 +138,24 @@ class Bench:
             raise UsageError(f"{side.name}: {error}") from error
         return {(case.id, size) for size, cases in plan.items() for case in cases}
 
-    def launch(self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path) -> None:
+    def launch(
+        self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
+    ) -> None:
         """Measure some cases once; each has a record in `out` afterwards, however the launch ends."""
-        part = out.with_name("launch.jsonl")  # a file of its own: its reader need not read all launches before it
+        part = out.with_name(
+            "launch.jsonl"
+        )  # a file of its own: its reader need not read all launches before it
         facts = {**commit(side.root), "merge_base": None, "branch": None}
-        more = {"out": str(part), "pair": pair, "only": tuple(cases), "launch": self._launches, "commit": facts}
-        planned = [case for case in self._plans[side.name][ranks] if any(text in case.id for text in cases)]
+        more = {
+            "out": str(part),
+            "pair": pair,
+            "only": tuple(cases),
+            "launch": self._launches,
+            "commit": facts,
+        }
+        planned = [
+            case for case in self._plans[side.name][ranks] if any(text in case.id for text in cases)
+        ]
         self._launches += 1
         try:
             how = Launch(self.launcher, self.timeout, side.python, VARIABLES)
@@ -148,4 +168,6 @@ class Bench:
                 part.unlink()
         if printed:
             with out.with_suffix(".log").open("a") as log:
-                log.write(f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}\n{printed}\n\n")
+                log.write(
+                    f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}\n{printed}\n\n"
+                )

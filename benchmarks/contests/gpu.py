@@ -1,8 +1,9 @@
 """AllGather between ranks that share a GPU: naive, staged, pipelined, device memory (ipc), and an MPI that reads it.
 
-All ways to gather take turns in the same processes, and each is checked before it is timed. Beside them stand the rate of the link
-between host and device, and the cost of sharing one GPU for a computation that sends nothing. Exit code: 0 whatever the times, 1 if
-a result was wrong or a launch failed, 2 for options that cannot be run.
+All ways to gather take turns in the same processes, and each is checked before it is timed. Beside
+them stand the rate of the link between host and device, and the cost of sharing one GPU for a
+computation that sends nothing. Exit code: 0 whatever the times, 1 if a result was wrong or a launch
+failed, 2 for options that cannot be run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from torch import Tensor
 
 import sp_core as sp
 from benchmarks.contests.contest import Entry, compete, new_document, refused
-from benchmarks.launching import ROOT, Launch, Options, Record, UsageError, about, main, numbers_of_ranks, parse, writable
+from benchmarks.launching import (
+    ROOT,
+    Launch,
+    Options,
+    Record,
+    UsageError,
+    about,
+    main,
+    numbers_of_ranks,
+    parse,
+    writable,
+)
 from benchmarks.machine import device as device_of
 from benchmarks.machine import facts
 from benchmarks.reporting import terminal
@@ -35,12 +47,20 @@ SECONDS, LEAST_ROUNDS = 3.0, 15
 SIDE = 2048  # of the matrices of a computation
 Call = Callable[[], object]
 OPTIONS: Options = {
-    "--device": about(choices=("cuda", "cpu"), default="cuda", help="cpu tries the program (default: %(default)s)"),
+    "--device": about(
+        choices=("cuda", "cpu"), default="cuda", help="cpu tries the program (default: %(default)s)"
+    ),
     "--ranks": about(default="2,4", metavar="P,...", help="default: %(default)s"),
-    "--mib": about(type=float, default=16.0, help="size of the gathered vector (default: %(default)g)"),
+    "--mib": about(
+        type=float, default=16.0, help="size of the gathered vector (default: %(default)g)"
+    ),
     "--out": about(type=Path, default=ROOT / "reports" / "gpu_table.json", metavar="FILE"),
-    "--timeout": about(type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)"),
-    "--show": about(type=Path, metavar="FILE", help="show a record that is there, and measure nothing"),
+    "--timeout": about(
+        type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)"
+    ),
+    "--show": about(
+        type=Path, metavar="FILE", help="show a record that is there, and measure nothing"
+    ),
 }
 
 
@@ -48,12 +68,23 @@ class WrongResult(RuntimeError):
     """A way to gather whose result is not the right one."""
 
 
-def gathers(world: Intracomm, x: Tensor, stack: ExitStack, missing: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
+def gathers(
+    world: Intracomm, x: Tensor, stack: ExitStack, missing: dict[str, str]
+) -> dict[str, Callable[[], Tensor]]:
     """Ways to gather x of all ranks, and in `missing` why others are not here."""
     found: dict[str, Callable[[], Tensor]] = {"naive": lambda: naive(world, x)}
     for name in TRANSPORTS[x.device.type]:
         try:
-            mesh = stack.enter_context(sp.Mesh(world, device=x.device, transport=name, check="off", tuning="off", all=world.size))
+            mesh = stack.enter_context(
+                sp.Mesh(
+                    world,
+                    device=x.device,
+                    transport=name,
+                    check="off",
+                    tuning="off",
+                    all=world.size,
+                )
+            )
         except sp.DeviceError as error:
             missing[name] = str(error)
             continue
@@ -89,20 +120,39 @@ def copies(nbytes: int, device: torch.device) -> dict[str, Call]:
     """A copy of so many bytes down and up, through page-locked memory."""
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return {"down": lambda: here.copy_(there, non_blocking=True), "up": lambda: there.copy_(here, non_blocking=True)}
+    return {
+        "down": lambda: here.copy_(there, non_blocking=True),
+        "up": lambda: there.copy_(here, non_blocking=True),
+    }
 
 
-def by_one_and_by_all(world: Intracomm, calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
+def by_one_and_by_all(
+    world: Intracomm, calls: dict[str, Call], seconds: float
+) -> dict[str, list[float]]:
     """Samples of each call made by rank 0 alone and by all ranks at once."""
 
     def nothing() -> None:
         pass
 
-    alone = {f"{name}, one rank": call if world.rank == 0 else nothing for name, call in calls.items()}
-    return interleaved(world, {**alone, **{f"{name}, all ranks": call for name, call in calls.items()}}, seconds, LEAST_ROUNDS)
+    alone = {
+        f"{name}, one rank": call if world.rank == 0 else nothing for name, call in calls.items()
+    }
+    return interleaved(
+        world,
+        {**alone, **{f"{name}, all ranks": call for name, call in calls.items()}},
+        seconds,
+        LEAST_ROUNDS,
+    )
 
 
-def measured(world: Intracomm, device: torch.device, nbytes: int, *, side: int = SIDE, seconds: float = SECONDS) -> dict[str, Any]:
+def measured(
+    world: Intracomm,
+    device: torch.device,
+    nbytes: int,
+    *,
+    side: int = SIDE,
+    seconds: float = SECONDS,
+) -> dict[str, Any]:
     """Everything that one launch finds.
 
     Args:
@@ -125,7 +175,13 @@ def measured(world: Intracomm, device: torch.device, nbytes: int, *, side: int =
     a = torch.ones(side, side, device=device)
     others: dict[str, Call] = {**copies(nbytes, device), "computation": lambda: torch.mm(a, a)}
     beside = by_one_and_by_all(world, _settled(others, device), seconds)
-    return {"nbytes": nbytes, "ranks": world.size, "samples": samples, "beside": beside, "missing": missing}
+    return {
+        "nbytes": nbytes,
+        "ranks": world.size,
+        "samples": samples,
+        "beside": beside,
+        "missing": missing,
+    }
 
 
 STAGED = "pipelined"
@@ -140,7 +196,10 @@ COLUMNS = ("way", "P", "ms", "of the link's rate", "times as quick as pipelined"
 def measure(setting: Record, rank: Rank) -> Record:
     """Carry out one launch."""
     device = device_of(setting["kind"], rank.world, share_gpu=True)
-    return {**facts(rank.world, device, "all"), **measured(rank.world, device, int(setting["mib"] * 2**20))}
+    return {
+        **facts(rank.world, device, "all"),
+        **measured(rank.world, device, int(setting["mib"] * 2**20)),
+    }
 
 
 def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
@@ -150,7 +209,11 @@ def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
         seconds = statistics.median(found)
         share = link_seconds(launch) / seconds if name in ("naive", "staged", STAGED) else None
         staged = samples.get(STAGED) if name != STAGED else None
-        quicker = None if staged is None else statistics.median(a / b for a, b in zip(staged, found, strict=True))
+        quicker = (
+            None
+            if staged is None
+            else statistics.median(a / b for a, b in zip(staged, found, strict=True))
+        )
         required = {
             (2, STAGED): ("<=", MILLISECONDS, seconds * 1e3),
             (4, STAGED): (">=", SHARE, share),
@@ -166,14 +229,18 @@ def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
 def link_seconds(launch: Record) -> float:
     """Return the least time of the link that all ranks share: each sends its piece down, and takes the pieces of the others up."""
     beside, ranks = launch["beside"], launch["ranks"]
-    down, up = (statistics.median(beside[f"{way}, one rank"]) for way in ("down", "up"))  # of the whole vector
+    down, up = (
+        statistics.median(beside[f"{way}, one rank"]) for way in ("down", "up")
+    )  # of the whole vector
     return float(max(down, up * (ranks - 1)))
 
 
 def slicing(launch: Record) -> float:
     """Return the time of a computation by all ranks over P times that of one rank: 1 is fair sharing."""
     beside = launch["beside"]
-    together, alone = (statistics.median(beside[f"computation, {who}"]) for who in ("all ranks", "one rank"))
+    together, alone = (
+        statistics.median(beside[f"computation, {who}"]) for who in ("all ranks", "one rank")
+    )
     return float(together / alone / launch["ranks"])
 
 
@@ -182,11 +249,15 @@ def show(screen: Console, document: Record) -> Iterator[str]:
     cells: list[tuple[str, ...]] = []
     for launch in document["launches"]:
         if launch["status"] != "ok":
-            terminal.say(screen, f"P = {launch['ranks']}: {launch['status']}: {launch['reason']}", "red")
+            terminal.say(
+                screen, f"P = {launch['ranks']}: {launch['status']}: {launch['reason']}", "red"
+            )
             continue
         cells += rows(launch, on_gpu=document["kind"] == "cuda")
         text = f"P = {launch['ranks']}: {launch['device']['name']}, {launch['nbytes'] / 2**20:g} MiB; a computation by all ranks "
-        terminal.say(screen, f"{text}takes {slicing(launch):.2f} times as long as its share of the device")
+        terminal.say(
+            screen, f"{text}takes {slicing(launch):.2f} times as long as its share of the device"
+        )
         for name, reason in launch["missing"].items():
             terminal.say(screen, f"  {name}: {reason}")
     terminal.show(screen, make("AllGather", COLUMNS, cells))
@@ -205,7 +276,12 @@ def gpu(arguments: Sequence[str] | None = None) -> int:
         counts = numbers_of_ranks(options.ranks)
     except UsageError as error:
         return refused("gpu", error)
-    entries = [Entry(f"P = {size}", size, "benchmarks.contests.gpu:measure", setting, launch, {"ranks": size}) for size in counts]
+    entries = [
+        Entry(
+            f"P = {size}", size, "benchmarks.contests.gpu:measure", setting, launch, {"ranks": size}
+        )
+        for size in counts
+    ]
     return compete("gpu", entries, new_document(kind=options.device), out, show)
 
 

@@ -19,7 +19,8 @@ from benchmarks.records.types import MEASURED, Record
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
 MAX_REASON = 4000  # characters, as in `Reason`
 SHOWN = 160  # characters of a value that an error repeats
-CLOSE = 1e-9  # relative; a median that is written and one that is computed again differ by rounding only
+# relative; a median that is written and one that is computed again differ by rounding only
+CLOSE = 1e-9
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _DECODER = msgspec.json.Decoder(Record)
 
@@ -35,7 +36,8 @@ def parse(line: bytes) -> Record:
         line: UTF-8 text of one JSON object, without the end of line.
 
     Raises:
-        RecordError: the line is no JSON, has a key twice or a number that is not finite, is too long, or is no record.
+        RecordError: the line is no JSON, has a key twice or a number that is not finite, is too
+            long, or is no record.
     """
     if len(line) > MAX_LINE:
         raise RecordError(f"the line has {len(line)} bytes, {MAX_LINE} are allowed.")
@@ -71,7 +73,10 @@ def text(record: Record | dict[str, Any]) -> bytes:
 def reason(told: str) -> str:
     """Return any text as a record's reason: cut, and without control characters such as a terminal's colours."""
     plain = _ESCAPES.sub("", told).encode(errors="replace").decode()
-    return "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON] or "no text"
+    return (
+        "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON]
+        or "no text"
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:
@@ -92,7 +97,9 @@ def _contradictions(record: Record) -> Iterator[str]:
     else:
         parts = ("device", "transport", "env", "timing", "phases", "comm")
         missing = [name for name in parts if getattr(record, name) is None]
-        yield from (f"$.{name}: a record whose status is {record.status} needs it." for name in missing)
+        yield from (
+            f"$.{name}: a record whose status is {record.status} needs it." for name in missing
+        )
     if record.phases is not None and "total" not in record.phases:
         yield "$.phases: there is no total."
     if timing is None:
@@ -161,7 +168,8 @@ def read(path: Path | str) -> Reading:
         path: a file of JSON lines, from whomever.
 
     Returns:
-        Records and problems; never an exception for what the file holds, or because it is not there.
+        Records and problems; never an exception for what the file holds, or because it is not
+        there.
     """
     path, found, unsaid = Path(path), Reading(), 0
     try:
@@ -170,7 +178,11 @@ def read(path: Path | str) -> Reading:
                 found.records.append(parse(line))
             except RecordError as error:
                 unsaid += len(found.problems) >= MAX_PROBLEMS
-                found.problems.extend([f"{path}, line {number}: {error}"] if len(found.problems) < MAX_PROBLEMS else [])
+                found.problems.extend(
+                    [f"{path}, line {number}: {error}"]
+                    if len(found.problems) < MAX_PROBLEMS
+                    else []
+                )
     except (OSError, RecordError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         found.problems.append(f"{path}: {reason}")

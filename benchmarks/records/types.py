@@ -21,8 +21,12 @@ Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, Meta(ge=1, le=65536)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Samples = Annotated[list[Seconds], Meta(min_length=1, max_length=10_000)]
-Text = Annotated[str, Meta(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")]
-Reason = Annotated[str, Meta(max_length=4000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*\Z")]
+Text = Annotated[
+    str, Meta(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")
+]
+Reason = Annotated[
+    str, Meta(max_length=4000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*\Z")
+]
 Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}\Z")]
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}(/[A-Za-z0-9_.+=-]{1,80}){0,7}\Z")]
 Sha = Annotated[str, Meta(pattern=r"^[0-9a-f]{7,64}\Z")]
@@ -251,8 +255,9 @@ def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str
     """Return a name for machine and software, the same in every run and for every number of ranks.
 
     Args:
-        env, device, transport: these parts of a record; a fingerprint in `env` is not read. Temperature, clocks, the Slurm job and
-            the consequences of the number of ranks are left out.
+        env, device, transport: these parts of a record; a fingerprint in `env` is not read.
+            Temperature, clocks, the Slurm job and the consequences of the number of ranks are left
+            out.
     """
     parts = ((env, STABLE_ENV), (device, STABLE_DEVICE), (transport, STABLE_TRANSPORT))
     stable = [[part.get(name) for name in names] for part, names in parts]

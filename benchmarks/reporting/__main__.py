@@ -1,7 +1,7 @@
 """Report on records: `python -m benchmarks.reporting RECORDS.jsonl... [--compare RESULT.json] [--trace TRACE.json] --out DIR`.
 
-Writes report.md, report.html and report.png. With `--history` only changes over the commits: history.md, history.html and
-history.png; the changes are printed too.
+Writes report.md, report.html and report.png. With `--history` only changes over the commits:
+history.md, history.html and history.png; the changes are printed too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     with styled():
         sections = _history(records) if options.history else _sections(records, options, problems)
         problems += [NO_HISTORY] if options.history and not sections else []
-        page = Page("Benchmark history" if options.history else "Benchmark report", tuple(problems), tuple(sections))
+        page = Page(
+            "Benchmark history" if options.history else "Benchmark report",
+            tuple(problems),
+            tuple(sections),
+        )
         paths = write(page, options.out, name)
     for problem in page.complaints:
         print(f"not used: {problem}", file=sys.stderr)
@@ -63,10 +67,14 @@ def _records(paths: Sequence[Path], problems: list[str]) -> Iterator[Record]:
     for path in paths:
         reading = read(path)
         yield from reading.records
-        problems += reading.problems or ([] if reading.records else [f"{path}: it holds no record."])
+        problems += reading.problems or (
+            [] if reading.records else [f"{path}: it holds no record."]
+        )
 
 
-def _sections(records: Sequence[Record], options: argparse.Namespace, problems: list[str]) -> list[Section]:
+def _sections(
+    records: Sequence[Record], options: argparse.Namespace, problems: list[str]
+) -> list[Section]:
     """The verdicts, the newest setting in full, the history, a timeline."""
     found: dict[Path, list[Section]] = {}
     for reader, path in ((comparison.read, options.compare), (timeline.read, options.trace)):
@@ -76,23 +84,46 @@ def _sections(records: Sequence[Record], options: argparse.Namespace, problems: 
             problems.append(str(error))
     groups = derive.by_setting(records)
     run = list(_run(groups)) if groups else []
-    return [*found.get(options.compare, []), *run, *_history(records), *found.get(options.trace, [])]
+    return [
+        *found.get(options.compare, []),
+        *run,
+        *_history(records),
+        *found.get(options.trace, []),
+    ]
 
 
 def _run(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
     """The settings, and the newest of them as plots and tables."""
     newest, records = list(groups.items())[-1]
     rows = derive.rows(records)
-    text = f"Below: commit {newest.commit}{', head of the comparison' * (newest.side == 'head')}." if len(groups) > 1 else ""
+    text = (
+        f"Below: commit {newest.commit}{', head of the comparison' * (newest.side == 'head')}."
+        if len(groups) > 1
+        else ""
+    )
     failed = tables.failures(records)
-    yield Section("What was measured", text, (tables.settings(groups), *([failed] if failed else [])))
+    yield Section(
+        "What was measured", text, (tables.settings(groups), *([failed] if failed else []))
+    )
     for title, note, pictures in (
-        ("Scaling", "Every line is the same work on more ranks. Hollow points say nothing about scaling.", plots.scaling(rows)),
+        (
+            "Scaling",
+            "Every line is the same work on more ranks. Hollow points say nothing about scaling.",
+            plots.scaling(rows),
+        ),
         ("Communication", "Phases of a step, mean over the ranks.", plots.shares(rows)),
-        ("Bandwidth", "Bus bandwidth as points, algorithm bandwidth dashed.", plots.bandwidth(rows)),
+        (
+            "Bandwidth",
+            "Bus bandwidth as points, algorithm bandwidth dashed.",
+            plots.bandwidth(rows),
+        ),
     ):
         found = numbered(pictures)
-        left_out = f" {len(found) - plots.MAX_PICTURES} more plots are left out." if len(found) > plots.MAX_PICTURES else ""
+        left_out = (
+            f" {len(found) - plots.MAX_PICTURES} more plots are left out."
+            if len(found) > plots.MAX_PICTURES
+            else ""
+        )
         if found:
             yield Section(title, note + left_out, (), found[: plots.MAX_PICTURES])
     if rows:
@@ -106,7 +137,11 @@ def numbered(pictures: Iterable[Picture]) -> tuple[Picture, ...]:
     found = []
     for picture in every:
         seen[picture.title] += 1
-        part = f" ({seen[picture.title]} of {total[picture.title]})" if total[picture.title] > 1 else ""
+        part = (
+            f" ({seen[picture.title]} of {total[picture.title]})"
+            if total[picture.title] > 1
+            else ""
+        )
         found.append(replace(picture, title=picture.title + part))
     return tuple(found)
 

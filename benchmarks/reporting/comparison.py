@@ -10,14 +10,38 @@ from typing import Any
 
 from benchmarks.reporting import foreign
 from benchmarks.reporting.page import Section
-from benchmarks.reporting.style import COLOURS, GRID, INK, Axes, Picture, blank, legend, plain_ticks, short
+from benchmarks.reporting.style import (
+    COLOURS,
+    GRID,
+    INK,
+    Axes,
+    Picture,
+    blank,
+    legend,
+    plain_ticks,
+    short,
+)
 from benchmarks.reporting.tables import DASH, make, plain, ratio
 
 SCHEMA = "comparison.schema.json"
-ORDER = ("regressed", "missing", "mismatch", "inconclusive", "ungateable", "improved", "new", "oversubscribed", "no regression")
+ORDER = (
+    "regressed",
+    "missing",
+    "mismatch",
+    "inconclusive",
+    "ungateable",
+    "improved",
+    "new",
+    "oversubscribed",
+    "no regression",
+)
 """The most important verdict first."""
 
-LOOKS = {"regressed": ("#d55e00", "s"), "improved": ("#009e73", "^"), "no regression": ("#0072b2", "o")}
+LOOKS = {
+    "regressed": ("#d55e00", "s"),
+    "improved": ("#009e73", "^"),
+    "no regression": ("#0072b2", "o"),
+}
 OTHER = (GRID, "D")
 BARS = 24  # in one plot
 OUTCOMES = {
@@ -26,7 +50,17 @@ OUTCOMES = {
     3: "not everything could be measured or compared",
     4: "not everything could be decided",
 }
-COLUMNS = ("case", "P", "verdict", "change", "interval", "counts from", "slower pairs", "reason", "flags")
+COLUMNS = (
+    "case",
+    "P",
+    "verdict",
+    "change",
+    "interval",
+    "counts from",
+    "slower pairs",
+    "reason",
+    "flags",
+)
 NOTE = (
     "change: median of head / base over pairs of launches, and its exact interval. counts from: the smallest change judged. "
     "regressed: confirmed by fresh pairs. ungateable: base against itself varies too much. inconclusive is not red."
@@ -44,9 +78,14 @@ def read(path: Path) -> Section:
     """
     result = foreign.load(path, SCHEMA)
     rows = sorted(result["rows"], key=importance)
-    base, head = (f"{plain(result[s]['ref'], 40)} ({plain(result[s]['sha'])[:10]})" for s in ("base", "head"))
+    base, head = (
+        f"{plain(result[s]['ref'], 40)} ({plain(result[s]['sha'])[:10]})" for s in ("base", "head")
+    )
     counts = Counter(row["verdict"] for row in rows)
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict]) or "no case"
+    summary = (
+        ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
+        or "no case"
+    )
     text = f"Base {base}, head {head}. Outcome: {OUTCOMES[result['exit_code']]}. {summary}. "
     text += f"{result['gateable_share']:.0%} of the cases were quiet enough to be judged."
     table = make("Verdicts", COLUMNS, map(_cells, rows), NOTE)
@@ -87,7 +126,12 @@ def pictures(rows: Sequence[dict[str, Any]]) -> Iterator[Picture]:
         figure, axes = blank(7.5, 1.7 + 0.24 * len(part))
         draw(axes, part)
         legend(axes, 3)
-        yield Picture("Comparison", "Change of time from base to head, with exact intervals", figure, broad=True)
+        yield Picture(
+            "Comparison",
+            "Change of time from base to head, with exact intervals",
+            figure,
+            broad=True,
+        )
 
 
 def draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -99,12 +143,36 @@ def draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         colour, marker = LOOKS.get(row["verdict"], OTHER)
         label = row["verdict"] if row["verdict"] in LOOKS else "other verdict"
         axes.plot([low, high], [place, place], color=colour, linewidth=2)
-        axes.plot(middle, place, color=colour, marker=marker, linestyle="none", label=None if label in named else label)
+        axes.plot(
+            middle,
+            place,
+            color=colour,
+            marker=marker,
+            linestyle="none",
+            label=None if label in named else label,
+        )
         named.add(label)
         if row["delta"] is not None:
-            axes.plot(100 * row["delta"], place, color=COLOURS[3], marker="|", markersize=11, linestyle="none")
-    axes.plot([], [], color=COLOURS[3], marker="|", markersize=11, linestyle="none", label="counts from here")
-    plain_ticks(axes.yaxis, range(len(rows)), [f"{short(row['case'])}, P = {row['ranks']}" for row in rows])
+            axes.plot(
+                100 * row["delta"],
+                place,
+                color=COLOURS[3],
+                marker="|",
+                markersize=11,
+                linestyle="none",
+            )
+    axes.plot(
+        [],
+        [],
+        color=COLOURS[3],
+        marker="|",
+        markersize=11,
+        linestyle="none",
+        label="counts from here",
+    )
+    plain_ticks(
+        axes.yaxis, range(len(rows)), [f"{short(row['case'])}, P = {row['ranks']}" for row in rows]
+    )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_ylabel("case (name)")
     axes.set_xlabel("change of time, head against base (%)")

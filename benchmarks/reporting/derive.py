@@ -98,7 +98,12 @@ class Row:
 def setting_of(record: Record) -> Setting:
     """Return the setting of a record."""
     side = record.pair.side if record.pair else ""
-    return Setting(record.commit.sha or "unknown", bool(record.commit.dirty), side, record.env.fingerprint if record.env else "")
+    return Setting(
+        record.commit.sha or "unknown",
+        bool(record.commit.dirty),
+        side,
+        record.env.fingerprint if record.env else "",
+    )
 
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
@@ -107,7 +112,9 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
     for record in records:
         found.setdefault(setting_of(record), []).append(record)
     newest = {setting: max(record.run_id for record in group) for setting, group in found.items()}
-    order = sorted(found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s.sha, s.dirty, s.fingerprint))
+    order = sorted(
+        found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s.sha, s.dirty, s.fingerprint)
+    )
     return {setting: found[setting] for setting in order}
 
 
@@ -134,7 +141,9 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
         speedup=slowest / seconds,
         efficiency=slowest / seconds * fewest / case.ranks,
         algbw=algbw,
-        busbw=None if algbw is None else algbw * (BUS[case.scheme](case.ranks) if case.scheme in BUS else 1.0),
+        busbw=None
+        if algbw is None
+        else algbw * (BUS[case.scheme](case.ranks) if case.scheme in BUS else 1.0),
         share=statistics.median(shares) if shares else None,
         sent=sum(count.bytes_sent for count in _payload(last)),
         tokens_per_s=_rate(work.tokens if work else None, seconds),
@@ -147,7 +156,9 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
 
 
 def _mean_seconds(group: list[Record], phase: str) -> float:
-    return float(statistics.median(r.phases[phase].mean_s for r in group if r.phases and phase in r.phases))
+    return float(
+        statistics.median(r.phases[phase].mean_s for r in group if r.phases and phase in r.phases)
+    )
 
 
 def _rate(count: int | None, seconds: float) -> float | None:
@@ -157,7 +168,11 @@ def _rate(count: int | None, seconds: float) -> float | None:
 def _algbw(record: Record, seconds: float) -> float | None:
     """Bytes of the collective's largest buffer per second; None where nothing has to travel."""
     alone = record.case.layer != "collectives" or record.case.ranks == 1
-    return None if alone else _rate(next((count.bytes_result for count in _payload(record)), None), seconds)
+    return (
+        None
+        if alone
+        else _rate(next((count.bytes_result for count in _payload(record)), None), seconds)
+    )
 
 
 def _share(record: Record) -> float | None:
@@ -175,12 +190,19 @@ def flags(record: Record) -> list[str]:
     """Return the reasons to read a record with care."""
     transport, timing, payload = record.transport, record.timing, _payload(record)
     formulas = [(count.bytes_sent, count.bytes_formula) for count in payload]
-    formulas.append((sum(count.bytes_sent for count in payload), record.work.bytes_formula if record.work else None))
+    formulas.append(
+        (
+            sum(count.bytes_sent for count in payload),
+            record.work.bytes_formula if record.work else None,
+        )
+    )
     signs = {
         "oversubscribed": transport and transport.oversubscribed,
         "shared GPU": transport and transport.shared_gpu,
         "skew-limited": timing and timing.skew_limited,
-        "bytes differ from formula": any(formula is not None and sent != formula for sent, formula in formulas),
+        "bytes differ from formula": any(
+            formula is not None and sent != formula for sent, formula in formulas
+        ),
     }
     return [name for name, shown in signs.items() if shown]
 

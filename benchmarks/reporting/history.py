@@ -1,13 +1,16 @@
 """Times over commits: a line for each case and number of ranks, with the places where its level changed.
 
-The series of logarithms is split where the means before and after differ most, in units of the spread on both sides (the
-statistic of the two-sample t test, with three values or more on each side). How large that maximum is by chance is found by
-shuffling the series, so that nothing is assumed about its distribution. A split that chance matches in at most one of a hundred
-shuffles, and that moves the median by 5 % or more, is a change; then each side is searched in the same way (binary segmentation).
-A run counts once, however many launches it has: what was measured in one hour on one machine is not independent.
+The series of logarithms is split where the means before and after differ most, in units of the
+spread on both sides (the statistic of the two-sample t test, with three values or more on each
+side). How large that maximum is by chance is found by shuffling the series, so that nothing is
+assumed about its distribution. A split that chance matches in at most one of a hundred shuffles,
+and that moves the median by 5 % or more, is a change; then each side is searched in the same way
+(binary segmentation). A run counts once, however many launches it has: what was measured in one
+hour on one machine is not independent.
 
-A change is seen once three runs stand behind it and some ten before it; with fewer, shuffling finds as much too often. Of a hundred
-series in which nothing changed about one is marked: an alert to look at, never a gate.
+A change is seen once three runs stand behind it and some ten before it; with fewer, shuffling finds
+as much too often. Of a hundred series in which nothing changed about one is marked: an alert to
+look at, never a gate.
 """
 
 from __future__ import annotations
@@ -24,7 +27,17 @@ from numpy.typing import NDArray
 from benchmarks.records import Record
 from benchmarks.reporting.derive import CAVEATS, flags, setting_of
 from benchmarks.reporting.plots import LINES
-from benchmarks.reporting.style import INK, Axes, Picture, blank, hollow, legend, line, log_axis, plain_ticks
+from benchmarks.reporting.style import (
+    INK,
+    Axes,
+    Picture,
+    blank,
+    hollow,
+    legend,
+    line,
+    log_axis,
+    plain_ticks,
+)
 from benchmarks.reporting.tables import Table, make, milliseconds, plain, ratio
 
 LABELS = 8  # commits that are named on an axis
@@ -68,8 +81,8 @@ class Series:
 def collect(records: Iterable[Record]) -> list[Series]:
     """All series with more than one run.
 
-    The launches of a comparison, which belong to pairs, are no history; nor are those of a case that has since been given another
-    size or another way to do it under the same name.
+    The launches of a comparison, which belong to pairs, are no history; nor are those of a case
+    that has since been given another size or another way to do it under the same name.
     """
     records = [record for record in records if record.pair is None and record.seconds]
     newest = {record.key: record.case for record in records}
@@ -109,7 +122,14 @@ def _alert(series: Series, change: Change) -> tuple[str, ...]:
     after = statistics.median(p.seconds for p in series.points[change.at : later])
     before, name = after / change.ratio, point.commit
     times = milliseconds(before), milliseconds(after)
-    return plain(series.case), str(series.ranks), plain(name), *times, ratio(change.ratio), f"{change.p:.4f}"
+    return (
+        plain(series.case),
+        str(series.ranks),
+        plain(name),
+        *times,
+        ratio(change.ratio),
+        f"{change.p:.4f}",
+    )
 
 
 def pictures(series: Sequence[Series]) -> Iterator[Picture]:
@@ -135,7 +155,9 @@ def draw(axes: Axes, group: Sequence[Series]) -> None:
             axes.axvline(offset + change.at - 0.5, color=INK, linestyle="--", linewidth=1)
     if any(one.changes for one in group):
         axes.plot([], [], color=INK, linestyle="--", label="level changed")
-    hollow(axes, ["doubtful"] if any(point.doubtful for one in group for point in one.points) else [])
+    hollow(
+        axes, ["doubtful"] if any(point.doubtful for one in group for point in one.points) else []
+    )
     axes.set_xlabel("commit (in order of recording)")
     axes.set_ylabel("time of one step (ms)")
     log_axis(axes.yaxis, [point.seconds * 1e3 for one in group for point in one.points])
@@ -182,7 +204,8 @@ def changes(values: Sequence[float], *, seed: int = 0) -> list[Change]:
         seed: of the shuffles.
 
     Returns:
-        Changes in the order of the series; each is judged against the values between its neighbours.
+        Changes in the order of the series; each is judged against the values between its
+        neighbours.
     """
     start = max(0, len(values) - MOST)
     recent = values[start:]
@@ -193,7 +216,9 @@ def changes(values: Sequence[float], *, seed: int = 0) -> list[Change]:
     return [Change(start + at, ratio, p) for (at, p), ratio in zip(splits, ratios, strict=True)]
 
 
-def _splits(logs: Values, first: int, last: int, chance: np.random.Generator) -> Iterator[tuple[int, float]]:
+def _splits(
+    logs: Values, first: int, last: int, chance: np.random.Generator
+) -> Iterator[tuple[int, float]]:
     """(index, p) of every change in logs[first:last]."""
     found = _split(logs[first:last], chance) if last - first >= 2 * SIDE else None
     if found is not None:
@@ -221,5 +246,10 @@ def _scores(series: Values) -> Values:
     centred = series - series.mean(1, keepdims=True)
     before = np.arange(1, n)[SIDE - 1 : n - SIDE]
     sums = np.cumsum(centred, 1)[:, SIDE - 1 : n - SIDE]
-    scores: Values = sums**2 * n / (before * (n - before)) / np.maximum((centred**2).sum(1, keepdims=True), 1e-300)
+    scores: Values = (
+        sums**2
+        * n
+        / (before * (n - before))
+        / np.maximum((centred**2).sum(1, keepdims=True), 1e-300)
+    )
     return scores

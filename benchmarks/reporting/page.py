@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 TEMPLATE = "page.html"
 MAX_PROBLEMS = 50
-PLOTS, ROWS = 4, 12  # of a section and of a table that are seen without a click, so that a page fits a phone
+PLOTS, ROWS = (
+    4,
+    12,
+)  # of a section and of a table that are seen without a click, so that a page fits a phone
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,21 @@ class Page:
     def complaints(self) -> list[str]:
         """The problems as they are shown: plain, and not more than one wants to read."""
         more = len(self.problems) - MAX_PROBLEMS
-        return [plain(problem, 400) for problem in self.problems[:MAX_PROBLEMS]] + [f"and {more} more"] * (more > 0)
+        return [plain(problem, 400) for problem in self.problems[:MAX_PROBLEMS]] + [
+            f"and {more} more"
+        ] * (more > 0)
 
 
 def markdown(page: Page, picture: str | None) -> str:
     """The page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
     lines = [f"# {page.title}", ""]
     if page.complaints:
-        lines += ["Not everything could be used:", "", *(f"- {code(problem)}" for problem in page.complaints), ""]
+        lines += [
+            "Not everything could be used:",
+            "",
+            *(f"- {code(problem)}" for problem in page.complaints),
+            "",
+        ]
     if picture is not None:
         lines += [f"![{page.title}]({picture})", ""]
     for section in page.sections:
@@ -76,7 +86,8 @@ def markdown(page: Page, picture: str | None) -> str:
 def code(text: str) -> str:
     """A text as Markdown code, inside which nothing is a link, a mention, HTML or the end of a table's cell.
 
-    There is no escape for a backtick in code, nor a safe one for a bar in a table, so these two become look-alikes.
+    There is no escape for a backtick in code, nor a safe one for a bar in a table, so these two
+    become look-alikes.
     """
     clean = plain(text, 400).replace("`", "'").replace("|", "¦")
     return f"`{clean}`" if clean else ""
@@ -84,7 +95,10 @@ def code(text: str) -> str:
 
 def _table(table: Table) -> list[str]:
     rule = ["---" if left else "---:" for left in table.left]
-    rows = [[code(cell) if left else cell for cell, left in zip(row, table.left, strict=True)] for row in table.rows]
+    rows = [
+        [code(cell) if left else cell for cell, left in zip(row, table.left, strict=True)]
+        for row in table.rows
+    ]
     lines = ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *rows)]
     return [f"### {code(table.title)}", "", *lines, ""] + [table.note, ""] * bool(table.note)
 
@@ -99,7 +113,13 @@ def _template() -> Template:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=folder,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= {"svg": _svg, "breakable": _breakable}
     return environment.get_template(TEMPLATE)
 
@@ -108,7 +128,9 @@ def _svg(picture: Picture) -> str:
     """A picture with its name for those who cannot see it. matplotlib escapes the words inside."""
     from markupsafe import Markup
 
-    drawn = svg(picture.figure).replace("<svg ", f'<svg role="img" aria-label="{escape(picture.title)}" ', 1)
+    drawn = svg(picture.figure).replace(
+        "<svg ", f'<svg role="img" aria-label="{escape(picture.title)}" ', 1
+    )
     return Markup(drawn)
 
 
@@ -128,7 +150,9 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {kind: folder / f"{name}.{kind}" for kind in ("md", "html", "png")}
     pictures = [picture for section in page.sections for picture in section.pictures]
-    paths["md"].write_text(markdown(page, paths["png"].name if pictures else None), encoding="utf-8")
+    paths["md"].write_text(
+        markdown(page, paths["png"].name if pictures else None), encoding="utf-8"
+    )
     paths["html"].write_text(html(page), encoding="utf-8")
     paths["png"].unlink(missing_ok=True)  # that of an older report
     if pictures:
@@ -136,7 +160,14 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
     return [path for path in paths.values() if path.exists()]
 
 
-MOST = {"Comparison": 1, "Scaling": 3, "Bandwidth": 2, "Communication": 1, "History": 1, "Timeline": 1}
+MOST = {
+    "Comparison": 1,
+    "Scaling": 3,
+    "Bandwidth": 2,
+    "Communication": 1,
+    "History": 1,
+    "Timeline": 1,
+}
 """How many of each kind."""
 
 ALONE = 6  # where there is one kind only
@@ -150,7 +181,11 @@ def overview(pictures: Sequence[Picture]) -> bytes:
 
     kinds = dict.fromkeys(picture.kind for picture in pictures)
     most = {kind: ALONE if len(kinds) == 1 else MOST.get(kind, 1) for kind in kinds}
-    chosen = [one for kind in kinds for one in [picture for picture in pictures if picture.kind == kind][: most[kind]]]
+    chosen = [
+        one
+        for kind in kinds
+        for one in [picture for picture in pictures if picture.kind == kind][: most[kind]]
+    ]
     tiles = []
     for picture in chosen:
         file = io.BytesIO()
@@ -158,7 +193,11 @@ def overview(pictures: Sequence[Picture]) -> bytes:
         with styled():
             picture.figure.savefig(file, format="png", dpi=DPI, facecolor="white")
         tiles.append(Image.open(file).convert("RGB"))
-    width = max(2 * min(tile.width for tile in tiles) if len(tiles) > 1 else 0, *(tile.width for tile in tiles), 0)
+    width = max(
+        2 * min(tile.width for tile in tiles) if len(tiles) > 1 else 0,
+        *(tile.width for tile in tiles),
+        0,
+    )
     canvas = Image.new("RGB", (width, sum(tile.height for tile in tiles)), "white")
     left = top = height = 0
     for tile in tiles:

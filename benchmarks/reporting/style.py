@@ -27,7 +27,11 @@ INK, GRID = "#1b1f24", "#8a8f98"
 SIZE = (4.6, 3.7)  # inches; a phone shows one plot beside nothing else
 LABEL = 44  # characters of a name in a plot
 HALF = 26  # of one that leaves room for another beside it
-TICKS = {3.0: (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0), 30.0: (1.0, 2.0, 5.0), math.inf: (1.0,)}
+TICKS = {
+    3.0: (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0),
+    30.0: (1.0, 2.0, 5.0),
+    math.inf: (1.0,),
+}
 """Which multiples of powers of ten are labelled, by the ratio of the largest to the smallest value."""
 
 SETTINGS: Any = {
@@ -96,19 +100,35 @@ def svg(figure: Figure) -> str:
     """A figure as SVG for the inside of a page: its ink takes the colour of the text around it."""
     file = io.StringIO()
     with styled():
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     text = file.getvalue()
-    inside = re.sub("<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)  # matplotlib repeats every text as a comment
+    inside = re.sub(
+        "<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL
+    )  # matplotlib repeats every text as a comment
     return inside.replace(INK, "currentColor")
 
 
 def short(name: object) -> str:
     """A name that fits into a legend or beside an axis: names begin alike, so that the middle is left out."""
-    whole = plain(name).encode("latin-1", "replace").decode("latin-1")  # letters that every font has
-    return whole if len(whole) <= LABEL else f"{whole[: LABEL // 3]}…{whole[-(LABEL - LABEL // 3 - 1) :]}"
+    whole = (
+        plain(name).encode("latin-1", "replace").decode("latin-1")
+    )  # letters that every font has
+    return (
+        whole
+        if len(whole) <= LABEL
+        else f"{whole[: LABEL // 3]}…{whole[-(LABEL - LABEL // 3 - 1) :]}"
+    )
 
 
-def line(axes: Axes, number: int, points: Sequence[tuple[float, float]], doubtful: Sequence[bool], label: str) -> None:
+def line(
+    axes: Axes,
+    number: int,
+    points: Sequence[tuple[float, float]],
+    doubtful: Sequence[bool],
+    label: str,
+) -> None:
     """One series; what must be read with care has a hollow marker."""
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=short(label))
@@ -116,13 +136,28 @@ def line(axes: Axes, number: int, points: Sequence[tuple[float, float]], doubtfu
         chosen = [point for point, mark in zip(points, doubtful, strict=True) if mark is hollow]
         if chosen:
             face = "none" if hollow else colour
-            axes.plot(*zip(*chosen, strict=True), color=colour, marker=marker, markersize=6, mfc=face, linestyle="none")
+            axes.plot(
+                *zip(*chosen, strict=True),
+                color=colour,
+                marker=marker,
+                markersize=6,
+                mfc=face,
+                linestyle="none",
+            )
 
 
 def hollow(axes: Axes, flags: Sequence[str]) -> None:
     """Say in the legend what a hollow marker means."""
     if flags:
-        axes.plot([], [], color=GRID, marker="o", mfc="none", linestyle="none", label=f"hollow: {' or '.join(flags)}")
+        axes.plot(
+            [],
+            [],
+            color=GRID,
+            marker="o",
+            mfc="none",
+            linestyle="none",
+            label=f"hollow: {' or '.join(flags)}",
+        )
 
 
 def legend(axes: Axes, columns: int = 2) -> None:
@@ -130,7 +165,9 @@ def legend(axes: Axes, columns: int = 2) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         fitting = 1 if max(map(len, labels)) > HALF else columns
-        axes.get_figure(root=False).legend(handles, labels, loc="outside lower center", ncols=fitting)  # type: ignore[union-attr]
+        axes.get_figure(root=False).legend(
+            handles, labels, loc="outside lower center", ncols=fitting
+        )  # type: ignore[union-attr]
 
 
 def ranks_axis(axes: Axes, ranks: Sequence[int]) -> None:

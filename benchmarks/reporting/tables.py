@@ -65,7 +65,9 @@ class Table:
         return tuple(name in WORDS for name in self.columns)
 
 
-def make(title: str, columns: Iterable[str], cells: Iterable[Iterable[str]], note: str = "") -> Table:
+def make(
+    title: str, columns: Iterable[str], cells: Iterable[Iterable[str]], note: str = ""
+) -> Table:
     """A table without the columns that say nothing, cut where it would be too long to read."""
     names, lines = tuple(columns), [tuple(line) for line in cells]
     more = f"{len(lines) - MAX_ROWS} more rows are left out." if len(lines) > MAX_ROWS else ""
@@ -126,9 +128,15 @@ def per_ranks(rows: list[Row]) -> list[Table]:
 
 def failures(records: list[Record]) -> Table | None:
     """Return a table of the cases without a time, with the reasons; None if there are none."""
-    lines = sorted((r.case.id, r.case.ranks, r.status, r.reason or "the time is 0") for r in records if not r.seconds)
+    lines = sorted(
+        (r.case.id, r.case.ranks, r.status, r.reason or "the time is 0")
+        for r in records
+        if not r.seconds
+    )
     named = ("case", "P", "status", "reason")
-    found = make("Not measured", named, ((plain(i), str(p), s, plain(why)) for i, p, s, why in lines))
+    found = make(
+        "Not measured", named, ((plain(i), str(p), s, plain(why)) for i, p, s, why in lines)
+    )
     return found if lines else None
 
 
@@ -139,16 +147,44 @@ def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
         told = next((r for r in group if r.device), None)
         runs = sorted({r.run_id for r in group})
         run = runs[0] if len(runs) == 1 else f"{len(runs)} runs, the last {runs[-1]}"
-        lines.append((setting.commit, setting.side or DASH, run, str(len(group)), *_machine(told), setting.fingerprint))
-    columns = ("commit", "side", "run", "records", "device", "count", "MPI", "software", "system", "fingerprint")
-    return make("Commits and machines", columns, (tuple(plain(cell) for cell in line) for line in lines))
+        lines.append(
+            (
+                setting.commit,
+                setting.side or DASH,
+                run,
+                str(len(group)),
+                *_machine(told),
+                setting.fingerprint,
+            )
+        )
+    columns = (
+        "commit",
+        "side",
+        "run",
+        "records",
+        "device",
+        "count",
+        "MPI",
+        "software",
+        "system",
+        "fingerprint",
+    )
+    return make(
+        "Commits and machines", columns, (tuple(plain(cell) for cell in line) for line in lines)
+    )
 
 
 def _machine(record: Record | None) -> tuple[str, ...]:
     if record is None or record.device is None or record.transport is None or record.env is None:
         return (DASH,) * 5
     device, mpi, env = record.device, record.transport.mpi, record.env
-    return device.name, str(device.count), f"{mpi.vendor} {mpi.version}", f"Python {env.python}, torch {env.torch}", env.platform
+    return (
+        device.name,
+        str(device.count),
+        f"{mpi.vendor} {mpi.version}",
+        f"Python {env.python}, torch {env.torch}",
+        env.platform,
+    )
 
 
 LEGEND = (
@@ -173,7 +209,9 @@ BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def plain(value: object, longest: int = LONGEST) -> str:
     """A value on one line, without characters that are invisible or turn the text round, cut to a length."""
-    spaced = "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Zs") else c for c in str(value))
+    spaced = "".join(
+        " " if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Zs") else c for c in str(value)
+    )
     shown = " ".join("".join(c for c in spaced if unicodedata.category(c)[0] != "C").split())
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 

@@ -49,7 +49,12 @@ def bar(on: Console) -> Progress:
     """Return a progress bar that is shown on a terminal only."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=on, transient=True, disable=not on.is_terminal)
 
 
@@ -69,7 +74,12 @@ def show(on: Console, table: Table) -> None:
         grid = Grid(box=box.SIMPLE_HEAD, title=Text(title, "bold"), title_justify="left")
         for place in part:
             words = table.left[place]
-            grid.add_column(table.columns[place], justify="left" if words else "right", overflow="fold", no_wrap=not words)
+            grid.add_column(
+                table.columns[place],
+                justify="left" if words else "right",
+                overflow="fold",
+                no_wrap=not words,
+            )
         for row in table.rows:
             grid.add_row(*(Text(row[place]) for place in part), style=_style(row))
         on.print(grid)
@@ -79,13 +89,18 @@ def show(on: Console, table: Table) -> None:
 
 
 def _style(row: tuple[str, ...]) -> str:
-    found: list[Any] = [STYLES[start] for cell in row if (start := cell.split(",")[0].split(":")[0]) in STYLES]
+    found: list[Any] = [
+        STYLES[start] for cell in row if (start := cell.split(",")[0].split(":")[0]) in STYLES
+    ]
     return found[0] if found else ""
 
 
 def _parts(table: Table, width: int) -> Iterator[list[int]]:
     """The columns of each part, with the first column in all of them."""
-    widths = [max(map(len, (name, *(row[i][:LONGEST] for row in table.rows)))) + GAP for i, name in enumerate(table.columns)]
+    widths = [
+        max(map(len, (name, *(row[i][:LONGEST] for row in table.rows)))) + GAP
+        for i, name in enumerate(table.columns)
+    ]
     part, used = [0], widths[0]
     for place in range(1, len(widths)):
         if used + widths[place] > width and len(part) > 1:

@@ -1,8 +1,9 @@
 """Training on one mesh, compared with one rank at some of its steps; and that one rank, which decides how far a mesh may be off.
 
-Two yardsticks. For gradients a float64 reference, which says element by element how far rounding may move a result. For whole
-curves the same run from weights that differ by one unit in the last place: training amplifies every difference, and a mesh that
-adds in another order may be as far away as such a run, within a factor.
+Two yardsticks. For gradients a float64 reference, which says element by element how far rounding
+may move a result. For whole curves the same run from weights that differ by one unit in the last
+place: training amplifies every difference, and a mesh that adds in another order may be as far away
+as such a run, within a factor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ Told = Callable[[str, int, int], None]
 
 
 def trained(
-    model: Llama, setting: Setting, *, layout: Layout = Sharding.zigzag, before: Callable[[int], None] = lambda step: None
+    model: Llama,
+    setting: Setting,
+    *,
+    layout: Layout = Sharding.zigzag,
+    before: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
     """Train a model; `before` is called before every step and at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, fused=True)
@@ -47,18 +52,34 @@ def trained(
         before(step)
         for group in optimizer.param_groups:
             group["lr"] = setting.learning_rate * min(1.0, (step + 1) / setting.warmup)
-        seen.append(train_step(model, optimizer, setting.batch(step), max_norm=setting.max_norm, layout=layout))
+        seen.append(
+            train_step(
+                model, optimizer, setting.batch(step), max_norm=setting.max_norm, layout=layout
+            )
+        )
     before(setting.steps)
     return seen
 
 
-def gradients(model: Llama, sequences: Sequence[Sequence[int]], max_norm: float, layout: Layout) -> dict[str, Tensor]:
+def gradients(
+    model: Llama, sequences: Sequence[Sequence[int]], max_norm: float, layout: Layout
+) -> dict[str, Tensor]:
     """Loss, this rank's gradients by name, and their norm before and after clipping."""
     loss = backward(model, sequences, layout=layout)
-    found = {checkpoint_name(name): x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-    norms = [clip_gradient_norm(model.parameters(), limit, tensor=model.grid.tensor) for limit in (max_norm, torch.inf)]
+    found = {
+        checkpoint_name(name): x.grad.clone()
+        for name, x in model.named_parameters()
+        if x.grad is not None
+    }
+    norms = [
+        clip_gradient_norm(model.parameters(), limit, tensor=model.grid.tensor)
+        for limit in (max_norm, torch.inf)
+    ]
     numbers = {"loss": loss, "norm": norms[0], "clipped norm": norms[1]}
-    return {**{name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}, **found}
+    return {
+        **{name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()},
+        **found,
+    }
 
 
 def step_name(step: int) -> str:
@@ -66,7 +87,9 @@ def step_name(step: int) -> str:
     return f"step-{step:04}"
 
 
-def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path, tell: Told) -> dict[str, Any]:
+def run_place(
+    comm: Any, place: Place, dtype: str, setting: Setting, alone: Path, tell: Told
+) -> dict[str, Any]:
     """Train on a mesh from the first step to the last, then compare every few steps from one rank's weights.
 
     Args:
@@ -78,18 +101,33 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
         tell: told what is going on.
 
     Returns:
-        The record: losses and norms of all steps; for each kind of result the worst error over bound and where it was; and how far
-        apart replicas of a weight are in the end, which should be 0.
+        The record: losses and norms of all steps; for each kind of result the worst error over
+        bound and where it was; and how far apart replicas of a weight are in the end, which should
+        be 0.
     """
     layout = LAYOUTS[place.layout]
     with Mesh(comm, check="off", **place.axes) as mesh:
-        model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype), scheme=place.scheme, tp_sp=place.tp_sp)
+        model = create(
+            setting.config,
+            mesh,
+            seed=setting.seed,
+            dtype=getattr(torch, dtype),
+            scheme=place.scheme,
+            tp_sp=place.tp_sp,
+        )
         what = f"{place.name}, {dtype}"
-        curve = trained(model, setting, layout=layout, before=lambda step: tell(f"{what}: training", step, setting.steps))
+        curve = trained(
+            model,
+            setting,
+            layout=layout,
+            before=lambda step: tell(f"{what}: training", step, setting.steps),
+        )
         worst: dict[str, tuple[float, str]] = {}
         for step in setting.checkpoints:
             tell(f"{what}: comparing gradients", step, setting.steps)
-            for kind, (ratio, where) in _compare(mesh, place, setting, alone / dtype / step_name(step), step).items():
+            for kind, (ratio, where) in _compare(
+                mesh, place, setting, alone / dtype / step_name(step), step
+            ).items():
                 worst[kind] = max(worst.get(kind, (0.0, "")), (ratio, where))
         return {
             "place": place.name,
@@ -103,19 +141,28 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
         }
 
 
-def _compare(mesh: Mesh, place: Place, setting: Setting, folder: Path, step: int) -> dict[str, tuple[float, str]]:
+def _compare(
+    mesh: Mesh, place: Place, setting: Setting, folder: Path, step: int
+) -> dict[str, tuple[float, str]]:
     """Worst error over bound of loss, gradients and norms over all ranks, each with its place."""
     model = load(folder, mesh, scheme=place.scheme, tp_sp=place.tp_sp)
     found = gradients(model, setting.batch(step), setting.max_norm, LAYOUTS[place.layout])
-    placements = {checkpoint_name(name): placement_of(parameter) for name, parameter in model.named_parameters()}
+    placements = {
+        checkpoint_name(name): placement_of(parameter)
+        for name, parameter in model.named_parameters()
+    }
     stored = load_file(folder.with_suffix(".safetensors"))
     ratios = []
     for name, x in found.items():
         expected, scale = stored[name], stored[f"scale {name}"]
         if name in placements:
-            expected, scale = (placements[name].take(whole, model.grid.tensor.rank) for whole in (expected, scale))
+            expected, scale = (
+                placements[name].take(whole, model.grid.tensor.rank) for whole in (expected, scale)
+            )
         ratios.append(error_ratio(x, expected, bound(scale, model.dtype)))
-    greatest = all_reduce(torch.tensor(ratios, dtype=torch.float64), comm=model.grid.everyone, op="max").tolist()
+    greatest = all_reduce(
+        torch.tensor(ratios, dtype=torch.float64), comm=model.grid.everyone, op="max"
+    ).tolist()
     worst: dict[str, tuple[float, str]] = {}
     for name, ratio in zip(found, greatest, strict=True):
         kind = "gradients" if name in placements else name
@@ -158,7 +205,11 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path, tell: Told)
 
         def run(seed: int | None) -> list[Step]:
             model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype))
-            name = "training" if seed is None else f"training from other weights, {seed + 1} of {setting.perturbed}"
+            name = (
+                "training"
+                if seed is None
+                else f"training from other weights, {seed + 1} of {setting.perturbed}"
+            )
             if seed is not None:
                 move_by_one_ulp(model, seed)
 
@@ -179,7 +230,10 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path, tell: Told)
             tell(f"one rank, {dtype}: gradients in float64", step, setting.steps)
             worst = max(worst, _keep_gradients(mesh, out / step_name(step), setting, step))
     losses, norms = [step.loss for step in curve], [step.norm for step in curve]
-    keep(out / CURVE, {"dtype": dtype, "losses": losses, "norms": norms, "perturbed": others, "worst": worst})
+    keep(
+        out / CURVE,
+        {"dtype": dtype, "losses": losses, "norms": norms, "perturbed": others, "worst": worst},
+    )
 
 
 @torch.no_grad()
@@ -202,7 +256,10 @@ def expected(
         leaves = [value.detach().requires_grad_() for value in values]
         named = dict(zip(weights, leaves, strict=True))
         losses = [
-            reference.next_token_loss(reference.llama(row, named, num_heads=num_heads, rounding=rounding), row) * (row.shape[1] - 1)
+            reference.next_token_loss(
+                reference.llama(row, named, num_heads=num_heads, rounding=rounding), row
+            )
+            * (row.shape[1] - 1)
             for row in rows
         ]
         loss = torch.stack(losses).sum() / count
@@ -218,13 +275,23 @@ def _keep_gradients(mesh: Mesh, folder: Path, setting: Setting, step: int) -> fl
     model = load(folder, mesh)
     sequences = setting.batch(step)
     found = gradients(model, sequences, setting.max_norm, Sharding.zigzag)
-    values, scales = expected(load_file(folder / WEIGHTS), sequences, setting.config.num_attention_heads)
-    norms = [torch.cat([x[name].flatten() for name in values if name != "loss"]).norm().reshape(1) for x in (values, scales)]
+    values, scales = expected(
+        load_file(folder / WEIGHTS), sequences, setting.config.num_attention_heads
+    )
+    norms = [
+        torch.cat([x[name].flatten() for name in values if name != "loss"]).norm().reshape(1)
+        for x in (values, scales)
+    ]
     factor = min(1.0, setting.max_norm / float(norms[0]))
     for name, share in (("norm", 1.0), ("clipped norm", factor)):
         values[name], scales[name] = (norm * share for norm in norms)
-    worst = max(error_ratio(x, values[name], bound(scales[name], model.dtype)) for name, x in found.items())
-    save_file({**found, **{f"scale {name}": scale for name, scale in scales.items()}}, folder.with_suffix(".safetensors"))
+    worst = max(
+        error_ratio(x, values[name], bound(scales[name], model.dtype)) for name, x in found.items()
+    )
+    save_file(
+        {**found, **{f"scale {name}": scale for name, scale in scales.items()}},
+        folder.with_suffix(".safetensors"),
+    )
     return worst
 
 
@@ -233,13 +300,19 @@ def attempt(world: Any, place: Place, *arguments: Any) -> dict[str, Any]:
     try:
         return run_place(world, place, *arguments)
     except ERRORS as error:  # the same one on every rank
-        return {"place": place.name, "ranks": world.size, "dtype": arguments[0], "reason": str(error)}
+        return {
+            "place": place.name,
+            "ranks": world.size,
+            "dtype": arguments[0],
+            "reason": str(error),
+        }
 
 
 def measure(job: dict[str, Any], rank: Rank) -> dict[str, Any]:
     """Do one job: train on each of its meshes, or, without meshes, each rank by itself in one of the dtypes.
 
-    Rank 0 writes a file for each mesh as soon as that is done, also where all ranks have raised the same error.
+    Rank 0 writes a file for each mesh as soon as that is done, also where all ranks have raised the
+    same error.
     """
     from mpi4py import MPI
 

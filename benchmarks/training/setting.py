@@ -39,7 +39,11 @@ class Place(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """For people and for files."""
-        parts = [*(f"{axis}{size}" for axis, size in self.axes.items()), self.scheme, "sp" * self.tp_sp]
+        parts = [
+            *(f"{axis}{size}" for axis, size in self.axes.items()),
+            self.scheme,
+            "sp" * self.tp_sp,
+        ]
         return "_".join(part for part in parts if part)
 
 
@@ -58,11 +62,17 @@ def places(ranks: int) -> list[Place]:
     if ranks != 4:
         return list(kinds.values())
     pairs = [
-        *(Place({"dp": 2, "ring": 2}, scheme, layout) for scheme, layout in ((None, "striped"), ("allgather_kv", "zigzag"))),
+        *(
+            Place({"dp": 2, "ring": 2}, scheme, layout)
+            for scheme, layout in ((None, "striped"), ("allgather_kv", "zigzag"))
+        ),
         Place({"dp": 2, "ulysses": 2}),
         Place({"dp": 2, "tp": 2}),
         Place({"ring": 2, "ulysses": 2}),
-        *(Place({"ring": 2, "tp": 2}, scheme, layout) for scheme, layout in ((None, "contiguous"), ("allgather_kv", "striped"))),
+        *(
+            Place({"ring": 2, "tp": 2}, scheme, layout)
+            for scheme, layout in ((None, "contiguous"), ("allgather_kv", "striped"))
+        ),
         Place({"ulysses": 2, "tp": 2}, None, "contiguous", tp_sp=True),
     ]
     return [*kinds.values(), *pairs]
@@ -114,7 +124,9 @@ class Setting(msgspec.Struct, frozen=True):
             if getattr(self, name) < low:
                 raise UsageError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
         if self.longest < self.shortest:
-            raise UsageError(f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much.")
+            raise UsageError(
+                f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much."
+            )
 
     @property
     def config(self) -> LlamaConfig:
@@ -132,7 +144,10 @@ class Setting(msgspec.Struct, frozen=True):
         lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.sequences)]
         text = source_bytes(CORPUS_BYTES)
         starts = [chance.randrange(len(text) - length) for length in lengths]
-        return [list(text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
+        return [
+            list(text[start : start + length])
+            for start, length in zip(starts, lengths, strict=True)
+        ]
 
 
 def chosen(ranks: Iterable[int], only: str) -> dict[int, list[Place]]:
@@ -191,7 +206,9 @@ def planted(name: str) -> Iterator[None]:
     right = getattr(fault.module, fault.function)
     source = inspect.getsource(right)
     if source.count(fault.right) != 1 or getattr(train, fault.function) is not right:
-        raise LookupError(f"{fault.function} has no {fault.right!r}, or is not what a step calls; plant the fault elsewhere.")
+        raise LookupError(
+            f"{fault.function} has no {fault.right!r}, or is not what a step calls; plant the fault elsewhere."
+        )
     names = dict(vars(fault.module))
     exec(compile(source.replace(fault.right, fault.wrong), f"<{name}>", "exec"), names)
     setattr(train, fault.function, names[fault.function])

@@ -1,7 +1,8 @@
 """Attention on one device: blocks that return (out, lse), their backward, and the merge of partial results. No communication.
 
-Shape letters: B batch, S sequence (Sq queries, Sk keys), H heads, K key/value heads (H a multiple of K; query head h reads
-key/value head h // (H / K)), D head dim. Inside, tensors are (B, H, S, D); `local_attention`, like the schemes, takes (B, S, H, D).
+Shape letters: B batch, S sequence (Sq queries, Sk keys), H heads, K key/value heads (H a multiple
+of K; query head h reads key/value head h // (H / K)), D head dim. Inside, tensors are (B, H, S, D);
+`local_attention`, like the schemes, takes (B, S, H, D).
 """
 
 from sp_core.attention.blocks import block_attention, block_attention_backward

@@ -24,8 +24,9 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of queries to one block of keys: out = softmax(scale q k^T) v and its log-sum-exp.
 
-    Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal or partial block sees may
-    spread to other queries of that block, because the kernels multiply hidden values by weight 0; finite values never do.
+    Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal
+    or partial block sees may spread to other queries of that block, because the kernels multiply
+    hidden values by weight 0; finite values never do.
 
     Args:
         q: (B, H, Sq, D), strided as it comes.
@@ -37,7 +38,8 @@ def block_attention(
         backend: a kernel by name, as from `backend_for`; None chooses.
 
     Returns:
-        out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider; 0 and -inf for queries that see nothing.
+        out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider; 0 and -inf for
+        queries that see nothing.
 
     Raises:
         ShapeError: a causal block that is not square, or a partial one without its mask.
@@ -46,7 +48,9 @@ def block_attention(
     """
     _check_kind(q, k, kind, allowed)
     if _empty(q, k):
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        return torch.zeros_like(q), q.new_full(
+            q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)
+        )
     kind, allowed = _signed(kind, allowed, q.shape[2], scale)
     backend = backend or _backend(q, kind, scale)
     if allowed is not None and (seen := _seen(allowed)) is not None:
@@ -82,7 +86,8 @@ def block_attention_backward(
         backend: as in `block_attention`.
 
     Returns:
-        dq (B, H, Sq, D), dk and dv (B, K, Sk, D), this block's summands, as the kernel rounds them: in q's dtype or wider.
+        dq (B, H, Sq, D), dk and dv (B, K, Sk, D), this block's summands, as the kernel rounds them:
+        in q's dtype or wider.
 
     Raises:
         ShapeError: a causal block that is not square, or a partial one without its mask.
@@ -105,11 +110,15 @@ def _check_kind(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> None
     if kind not in ("full", "causal", "partial"):
         raise ValueError(f"kind is {kind!r}, needed 'full', 'causal' or 'partial'")
     if kind == "causal" and q.shape[2] != k.shape[2]:
-        raise ShapeError(f"causal block of {q.shape[2]} queries and {k.shape[2]} keys, needed as many; cut off a full block")
+        raise ShapeError(
+            f"causal block of {q.shape[2]} queries and {k.shape[2]} keys, needed as many; cut off a full block"
+        )
     given = None if allowed is None else tuple(allowed.shape)
     needed = (q.shape[2], k.shape[2]) if kind == "partial" else None
     if given != needed:
-        raise ShapeError(f"allowed has shape {given} for a {kind} block, needed {needed} (queries, keys); only partial takes one")
+        raise ShapeError(
+            f"allowed has shape {given} for a {kind} block, needed {needed} (queries, keys); only partial takes one"
+        )
 
 
 def _empty(q: Tensor, k: Tensor) -> bool:
@@ -117,7 +126,9 @@ def _empty(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
 
 
-def _signed(kind: str, allowed: Tensor | None, size: int, scale: float) -> tuple[str, Tensor | None]:
+def _signed(
+    kind: str, allowed: Tensor | None, size: int, scale: float
+) -> tuple[str, Tensor | None]:
     """Turn a causal block into a partial one if its scale is not positive. The fused kernels mask with -inf before they scale."""
     if kind != "causal" or scale > 0:
         return kind, allowed
@@ -134,17 +145,34 @@ def _backend(q: Tensor, kind: str, scale: float) -> str:
 def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the indices of queries that see a key, and of keys that a query sees. Return None if these are all."""
     rows, columns = allowed.any(1), allowed.any(0)
-    return None if bool(rows.all()) and bool(columns.all()) else (rows.nonzero()[:, 0], columns.nonzero()[:, 0])
+    return (
+        None
+        if bool(rows.all()) and bool(columns.all())
+        else (rows.nonzero()[:, 0], columns.nonzero()[:, 0])
+    )
 
 
 def _seen_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, rows: Tensor, columns: Tensor, scale: float, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute a partial block without the queries that see nothing and the keys that no query sees."""
     i, j = rows.to(q.device), columns.to(q.device)
     inner = allowed[rows][:, columns]
     part_out, part_lse = block_attention(
-        q[:, :, i], k[:, :, j], v[:, :, j], kind="partial", allowed=inner, scale=scale, backend=backend
+        q[:, :, i],
+        k[:, :, j],
+        v[:, :, j],
+        kind="partial",
+        allowed=inner,
+        scale=scale,
+        backend=backend,
     )
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
     return out.index_copy_(2, i, part_out), lse.index_copy_(2, i, part_lse)
@@ -173,5 +201,7 @@ def _seen_backward(
         backend=backend,
     )
     whole = (torch.zeros_like(x, dtype=dx.dtype) for x, dx in zip((q, k, v), part, strict=True))
-    dq, dk, dv = (x.index_copy_(2, at, dx) for x, at, dx in zip(whole, (i, j, j), part, strict=True))
+    dq, dk, dv = (
+        x.index_copy_(2, at, dx) for x, at, dx in zip(whole, (i, j, j), part, strict=True)
+    )
     return dq, dk, dv

@@ -8,25 +8,39 @@ from torch.nn.functional import pad
 
 from sp_core.attention.merge import accumulation_dtype
 
-LSE_ALIGNMENT = 32  # queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
-LOAD_BYTES = 16  # the kernels read and write tensors in pieces of this many bytes, at addresses that are multiples of it
+LSE_ALIGNMENT = (
+    32  # queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
+)
+# the kernels read and write tensors in pieces of this many bytes, at addresses that are multiples
+# of it
+LOAD_BYTES = 16
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Run a kernel by name. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
     aten = torch.ops.aten
     q, k, v = (aligned(x) for x in (q, k, v))
     if backend == "flash_cuda":
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
     elif backend == "efficient_cuda":
         k, v = (repeated(t, q.shape[1]) for t in (k, v))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
     elif backend == "cudnn_cuda":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
     else:
-        raise ValueError(f"backend is {backend!r}, needed flash_cuda, efficient_cuda or cudnn_cuda; ask backend_for")
+        raise ValueError(
+            f"backend is {backend!r}, needed flash_cuda, efficient_cuda or cudnn_cuda; ask backend_for"
+        )
     return out, unpadded_lse(lse, q.shape[2])
 
 
@@ -48,27 +62,69 @@ def backward(
     lengths = (q.shape[2], k.shape[2])
     if backend == "flash_cuda":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset, scale=scale
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            *lengths,
+            0.0,
+            causal,
+            seed,
+            offset,
+            scale=scale,
         )
     elif backend == "efficient_cuda":
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
         needed = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, tokens_first(out), padded_lse(lse), seed, offset, 0.0, needed, causal, scale=scale
+            grad_out,
+            q,
+            k,
+            v,
+            None,
+            tokens_first(out),
+            padded_lse(lse),
+            seed,
+            offset,
+            0.0,
+            needed,
+            causal,
+            scale=scale,
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     else:
-        given = (grad_out, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, offset, None, None, None)
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(*given, *lengths, 0.0, causal, scale=scale)
+        given = (
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse.unsqueeze(-1).contiguous(),
+            seed,
+            offset,
+            None,
+            None,
+            None,
+        )
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *given, *lengths, 0.0, causal, scale=scale
+        )
     return dq, dk, dv
 
 
 def aligned(x: Tensor) -> Tensor:
     """Copy a tensor (B, H, S, D) unless the kernels can read it: with a dense last dim, and every row at a multiple of LOAD_BYTES.
 
-    torch passes others on as they are (pytorch issue 183484). The kernel then fails, or ends all CUDA work of the process.
+    torch passes others on as they are (pytorch issue 183484). The kernel then fails, or ends all
+    CUDA work of the process.
     """
-    strides = [stride for length, stride in zip(x.shape[:-1], x.stride(), strict=False) if length > 1]
+    strides = [
+        stride for length, stride in zip(x.shape[:-1], x.stride(), strict=False) if length > 1
+    ]
     rows = (x.data_ptr(), *(stride * x.itemsize for stride in strides))
     if x.stride(-1) == 1 and not any(place % LOAD_BYTES for place in rows):
         return x
@@ -78,7 +134,8 @@ def aligned(x: Tensor) -> Tensor:
 def tokens_first(x: Tensor) -> Tensor:
     """Lay (B, H, S, D) out in memory as (B, S, H, D), the only layout that the efficient backward reads `out` in.
 
-    Source: `o_strideM` in torch's kernel_backward.h: the row stride is num_heads * head_dim, whatever the strides of `out` are.
+    Source: `o_strideM` in torch's kernel_backward.h: the row stride is num_heads * head_dim,
+    whatever the strides of `out` are.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -93,7 +150,9 @@ def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
     if dx.shape[1] == num_kv_heads:
         return dx
     b, h, s, d = dx.shape
-    return dx.reshape(b, num_kv_heads, h // num_kv_heads, s, d).sum(2, dtype=accumulation_dtype(dx.dtype))
+    return dx.reshape(b, num_kv_heads, h // num_kv_heads, s, d).sum(
+        2, dtype=accumulation_dtype(dx.dtype)
+    )
 
 
 def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
@@ -111,5 +170,9 @@ def padded_lse(lse: Tensor) -> Tensor:
 def random_state(backend: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Make the dropout state that a backward takes. Without dropout the kernel does not read it."""
     if backend == "flash_cuda":
-        return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
-    return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(
+            (), dtype=torch.uint64, device=device
+        )
+    return torch.zeros((), dtype=torch.int64, device=device), torch.zeros(
+        (), dtype=torch.int64, device=device
+    )

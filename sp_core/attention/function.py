@@ -39,11 +39,12 @@ def local_attention(
         return_lse: also return the log-sum-exp of the scores, differentiably.
 
     Returns:
-        out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A query that sees nothing has
-        out 0, lse -inf and no gradient. Differentiable once.
+        out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A
+        query that sees nothing has out 0, lse -inf and no gradient. Differentiable once.
 
     Raises:
-        ShapeError: shapes that do not fit together, positions that do not number the tokens, a mask for another length.
+        ShapeError: shapes that do not fit together, positions that do not number the tokens, a mask
+            for another length.
         DtypeError: dtypes that differ or are not floating.
         DeviceError: tensors on different devices.
     """
@@ -63,21 +64,32 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse q (B, Sq, H, D), k and v (B, Sk, K, D) that do not fit together.
 
     Raises:
-        ShapeError: not four-dimensional, unequal batch, head dim or key length, or K that does not divide H.
+        ShapeError: not four-dimensional, unequal batch, head dim or key length, or K that does not
+            divide H.
         DtypeError: dtypes that differ or are not among float64, float32, bfloat16, float16.
         DeviceError: tensors on different devices.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ShapeError(f"{shapes} given, needed q (B, Sq, H, D) and k, v of one shape (B, Sk, K, D)")
+        raise ShapeError(
+            f"{shapes} given, needed q (B, Sq, H, D) and k, v of one shape (B, Sk, K, D)"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
-        raise ShapeError(f"{shapes} given, needed the same batch and the same head dim of at least 1")
+        raise ShapeError(
+            f"{shapes} given, needed the same batch and the same head dim of at least 1"
+        )
     if q.shape[2] % max(k.shape[2], 1) or (k.shape[2] == 0 and q.shape[2] > 0):
-        raise ShapeError(f"{q.shape[2]} query heads on {k.shape[2]} key/value heads, needed a multiple; repeat or drop heads")
+        raise ShapeError(
+            f"{q.shape[2]} query heads on {k.shape[2]} key/value heads, needed a multiple; repeat or drop heads"
+        )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in FLOATS:
-        raise DtypeError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype} given, needed one of {FLOATS} for all three; cast first")
+        raise DtypeError(
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype} given, needed one of {FLOATS} for all three; cast first"
+        )
     if not (q.device == k.device == v.device):
-        raise DeviceError(f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; move them first")
+        raise DeviceError(
+            f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; move them first"
+        )
 
 
 class _Attention(torch.autograd.Function):
@@ -96,7 +108,12 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute out and lse. lse is an output of its own, so its gradient may be None."""
         ctx.set_materialize_grads(False)
-        ctx.call = {"q_positions": q_positions, "kv_positions": kv_positions, "mask": mask, "scale": scale}
+        ctx.call = {
+            "q_positions": q_positions,
+            "kv_positions": kv_positions,
+            "mask": mask,
+            "scale": scale,
+        }
         with exact(q):
             out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call)
         out = out.transpose(1, 2)
@@ -105,7 +122,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Compute the gradients. Round them once, from the accumulation dtype."""
         q, k, v, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out

@@ -1,13 +1,16 @@
 """The kernels: torch's fused ones, which return the lse, and a plain one for the rest. Chosen by one plain function.
 
-Facts about the fused kernels of torch 2.13 that the rest of the package relies on (each is fixed by a test):
-- CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a scale that is not positive; the
-  additive mask must have q's dtype (a float32 mask for float64 is read wrongly, without an error); a last dim that is not
-  contiguous is read wrongly too; zero queries, keys or heads end the process with SIGFPE.
+Facts about the fused kernels of torch 2.13 that the rest of the package relies on (each is fixed by
+a test):
+- CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a
+  scale that is not positive; the additive mask must have q's dtype (a float32 mask for float64 is
+  read wrongly, without an error); a last dim that is not contiguous is read wrongly too; zero
+  queries, keys or heads end the process with SIGFPE.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
-- CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H natively.
-- CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32 queries, as its
-  backward wants it; that reads `out` as if it lay in memory as (B, S, H, D).
+- CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H
+natively.
+- CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32
+  queries, as its backward wants it; that reads `out` as if it lay in memory as (B, S, H, D).
 - CUDA cuDNN: half precision; its lse has a trailing dim of 1.
 """
 
@@ -52,7 +55,13 @@ def record_backends() -> Iterator[list[BackendCall]]:
 
 
 def backend_for(
-    device_type: str, dtype: torch.dtype, head_dim: int, kind: str, *, num_heads: int = 1, num_kv_heads: int = 1
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    kind: str,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
 ) -> str:
     """Name the kernel that a block of attention runs on.
 
@@ -63,7 +72,8 @@ def backend_for(
         kind: "full", "causal" (square) or "partial".
 
     Returns:
-        "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by name).
+        "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by
+        name).
     """
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"
@@ -105,13 +115,24 @@ def backward(
 ) -> Triple:
     """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
     _record(BackendCall(backend, kind, "backward"))
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw nothing: exp(s - lse) must be 0, not NaN
+    lse = lse.masked_fill(
+        lse == -torch.inf, torch.inf
+    )  # a row that saw nothing: exp(s - lse) must be 0, not NaN
     if backend == "plain":
         return plain.backward(grad_out, q, k, v, out, lse, _visible(q, k, kind, allowed), scale)
     if backend == "flash_cpu":
         grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            0.0,
+            kind == "causal",
+            attn_mask=_additive(allowed, q.dtype),
+            scale=scale,
         )
         return dq, dk, dv
     return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", scale)

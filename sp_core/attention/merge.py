@@ -14,8 +14,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the attention of the same queries over two disjoint sets of keys.
 
-    out = w out_a + (1 - w) out_b with w = sigmoid(lse_a - lse_b), lse = log(exp(lse_a) + exp(lse_b)). Commutative bitwise,
-    associative to rounding. A row that saw nothing in a (lse_a = -inf, out_a = 0) takes b as it is, and the other way round.
+    out = w out_a + (1 - w) out_b with w = sigmoid(lse_a - lse_b), lse = log(exp(lse_a) +
+    exp(lse_b)). Commutative bitwise, associative to rounding. A row that saw nothing in a (lse_a =
+    -inf, out_a = 0) takes b as it is, and the other way round.
 
     Args:
         out_a: (..., Sq, D), of any floating dtype.
@@ -29,7 +30,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
     """
     dtype = accumulation_dtype(torch.promote_types(out_a.dtype, out_b.dtype))
-    out, lse = out_a.to(dtype, copy=True), lse_a.to(torch.promote_types(dtype, lse_a.dtype), copy=True)
+    out, lse = (
+        out_a.to(dtype, copy=True),
+        lse_a.to(torch.promote_types(dtype, lse_a.dtype), copy=True),
+    )
     merge_into(out, lse, out_b, lse_b)
     return out, lse
 
@@ -43,11 +47,18 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
         part_out: (..., Sq, D).
         part_lse: (..., Sq).
     """
-    # Rows that saw nothing on either side have -inf - -inf here: any weight will do for their two zeros, NaN will not.
-    ahead = (lse - part_lse).masked_fill_((lse == -torch.inf) & (part_lse == -torch.inf), 0.0).to(out.dtype)
-    # sigmoid may round an element otherwise in a whole vector than in what is left over: strides must not decide which it is in.
+    # Rows that saw nothing on either side have -inf - -inf here: any weight will do for their two
+    # zeros, NaN will not.
+    ahead = (
+        (lse - part_lse)
+        .masked_fill_((lse == -torch.inf) & (part_lse == -torch.inf), 0.0)
+        .to(out.dtype)
+    )
+    # sigmoid may round an element otherwise in a whole vector than in what is left over: strides
+    # must not decide which it is in.
     ahead = ahead.contiguous()
     out.mul_(torch.sigmoid(ahead).unsqueeze(-1))
-    # Not addcmul_: it rounds one product and not the other, and merging would depend on the order of its arguments.
+    # Not addcmul_: it rounds one product and not the other, and merging would depend on the order
+    # of its arguments.
     out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))
     torch.logaddexp(lse, part_lse.to(lse.dtype), out=lse)

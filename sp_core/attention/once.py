@@ -22,7 +22,9 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError("attention is differentiable once; a second derivative was asked for. Use plain torch attention for it.")
+        raise RuntimeError(
+            "attention is differentiable once; a second derivative was asked for. Use plain torch attention for it."
+        )
 
 
 def exact(x: Tensor) -> torch.autocast:
@@ -33,8 +35,9 @@ def exact(x: Tensor) -> torch.autocast:
 def differentiable_once(backward: Backward) -> Backward:
     """Decorate a backward `(ctx, saved, *grads)` so that its gradients raise when they are differentiated.
 
-    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable. The gradients of attention
-    also depend on q, k and v; that part of a second derivative it would drop without a word.
+    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable.
+    The gradients of attention also depend on q, k and v; that part of a second derivative it would
+    drop without a word.
     """
 
     @functools.wraps(backward)

@@ -8,7 +8,9 @@ from torch import Tensor
 from sp_core.attention.merge import accumulation_dtype
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute attention and its lse, in float32 or wider.
 
     Args:
@@ -30,11 +32,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: floa
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor | None, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visible: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv in the accumulation dtype. A row that sees nothing has lse = +inf."""
     dtype = accumulation_dtype(q.dtype)
-    q_, do, o = (_grouped(t.to(dtype), k.shape[1]) for t in (q, grad_out, out))  # (B, K, H/K * Sq, D)
+    q_, do, o = (
+        _grouped(t.to(dtype), k.shape[1]) for t in (q, grad_out, out)
+    )  # (B, K, H/K * Sq, D)
     k_, v_ = k.to(dtype), v.to(dtype)
     lse_ = lse.to(dtype).reshape(*q_.shape[:3], 1)
     p = _scores(q_, k_, visible, scale).sub_(lse_).exp_()

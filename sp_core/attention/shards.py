@@ -17,7 +17,8 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
 from sp_core.mask.blocks import band_mask, dense
 
-LSE_COLUMNS = 8  # what a head is widened by to carry the gradient of lse; the CUDA kernels want multiples of 8
+# what a head is widened by to carry the gradient of lse; the CUDA kernels want multiples of 8
+LSE_COLUMNS = 8
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Quintuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -46,15 +47,19 @@ def attend(
         kv_positions: Sk global positions.
         mask: who sees whom; None sees everything.
         scale: softmax_scale.
-        out_dtype: dtype of out; q's dtype when None. A caller that goes on merging asks for `accumulation_dtype(q.dtype)`.
-        between: called after each part of the work, for communication to make progress; it makes the parts of full blocks smaller.
+        out_dtype: dtype of out; q's dtype when None. A caller that goes on merging asks for
+            `accumulation_dtype(q.dtype)`.
+        between: called after each part of the work, for communication to make progress; it makes
+            the parts of full blocks smaller.
         backend: a kernel by name, as from `backend_for`; None chooses for each block.
 
     Returns:
-        out (B, H, Sq, D) and lse (B, H, Sq) in float32 or wider; 0 and -inf for queries that see nothing.
+        out (B, H, Sq, D) and lse (B, H, Sq) in float32 or wider; 0 and -inf for queries that see
+        nothing.
 
     Raises:
-        ShapeError: positions that do not number the tokens, or that lie outside the mask's documents.
+        ShapeError: positions that do not number the tokens, or that lie outside the mask's
+            documents.
     """
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), halves, q)
     if between is not None:
@@ -62,14 +67,21 @@ def attend(
     allowed = _dense_masks(q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
-        out, lse = _attend_block(blocks[0], q, k, v, allowed=allowed(blocks[0]), scale=scale, backend=backend)
+        out, lse = _attend_block(
+            blocks[0], q, k, v, allowed=allowed(blocks[0]), scale=scale, backend=backend
+        )
         return out.to(dtype), lse
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
     written = 0  # blocks come in order of their queries: from here on rows are fresh
     for block in blocks:
         part = _attend_block(block, q, k, v, allowed=allowed(block), scale=scale, backend=backend)
-        _add_part(out[:, :, block.queries], lse[:, :, block.queries], *part, fresh=block.q_start >= written)
+        _add_part(
+            out[:, :, block.queries],
+            lse[:, :, block.queries],
+            *part,
+            fresh=block.q_start >= written,
+        )
         written = max(written, block.q_stop)
         if between is not None:
             between()
@@ -113,7 +125,8 @@ def attend_backward(
         dq (B, H, Sq, D), dk and dv (B, K, Sk, D): these keys' summands, in float32 or wider.
 
     Raises:
-        ShapeError: positions that do not number the tokens, or that lie outside the mask's documents.
+        ShapeError: positions that do not number the tokens, or that lie outside the mask's
+            documents.
     """
     tensors = (grad_out, q, k, v, out)
     if grad_lse is not None:
@@ -137,27 +150,40 @@ def _backward_blocks(
     _, q, k, v, _ = tensors
     dtype = accumulation_dtype(q.dtype)
     if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
-        dq, dk, dv = _backward_block(blocks[0], *tensors, lse, allowed=allowed(blocks[0]), **options)
+        dq, dk, dv = _backward_block(
+            blocks[0], *tensors, lse, allowed=allowed(blocks[0]), **options
+        )
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     dq, dk, dv = _zeros(q, dtype), _zeros(k, dtype), _zeros(v, dtype)
     for block in blocks:
         parts = _backward_block(block, *tensors, lse, allowed=allowed(block), **options)
-        for total, where, part in zip((dq, dk, dv), (block.queries, block.keys, block.keys), parts, strict=True):
+        for total, where, part in zip(
+            (dq, dk, dv), (block.queries, block.keys, block.keys), parts, strict=True
+        ):
             total[:, :, where] += part
         if between is not None:
             between()
     return dq, dk, dv
 
 
-def _blocks(q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> tuple[Block, ...]:
+def _blocks(
+    q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None
+) -> tuple[Block, ...]:
     """Check that the positions number the tokens, and plan the blocks."""
-    for name, length, positions in (("q", q.shape[2], q_positions), ("kv", k.shape[2], kv_positions)):
+    for name, length, positions in (
+        ("q", q.shape[2], q_positions),
+        ("kv", k.shape[2], kv_positions),
+    ):
         if len(positions) != length:
-            raise ShapeError(f"{name}_positions has {len(positions)} positions, needed {length}, one for each token of {name}")
+            raise ShapeError(
+                f"{name}_positions has {len(positions)} positions, needed {length}, one for each token of {name}"
+            )
     return plan_blocks(q_positions, kv_positions, mask)
 
 
-def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Callable[[Block], Tensor | None]:
+def _dense_masks(
+    q_positions: Positions, kv_positions: Positions, mask: Mask | None
+) -> Callable[[Block], Tensor | None]:
     """Return a function from a block to its dense mask on the CPU. It makes the equal masks of window tiles once."""
     band = cache(band_mask)
 
@@ -168,25 +194,40 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
     def allowed(block: Block) -> Tensor | None:
         if block.kind != "partial":
             return None
-        return dense(block, mask or Mask(), *positions()) if block.band is None else band(*block.shape, *block.band)
+        return (
+            dense(block, mask or Mask(), *positions())
+            if block.band is None
+            else band(*block.shape, *block.band)
+        )
 
     return allowed
 
 
-def _attend_block(block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _attend_block(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Run one block."""
     i, j = block.queries, block.keys
     return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], kind=block.kind, **options)
 
 
 def _backward_block(
-    block: Block, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+    block: Block,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **options: Any,
 ) -> Triple:
     """Run the backward of one block."""
     i, j = block.queries, block.keys
     queries = (grad_out[:, :, i], q[:, :, i])
     keys = (k[:, :, j], v[:, :, j])
-    return block_attention_backward(*queries, *keys, out[:, :, i], lse[:, :, i], kind=block.kind, **options)
+    return block_attention_backward(
+        *queries, *keys, out[:, :, i], lse[:, :, i], kind=block.kind, **options
+    )
 
 
 def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fresh: bool) -> None:
@@ -204,11 +245,13 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_zeros((b, s, h, d), dtype=dtype).transpose(1, 2)
 
 
-def _with_lse_columns(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_lse: Tensor) -> Quintuple:
+def _with_lse_columns(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_lse: Tensor
+) -> Quintuple:
     """Widen the heads so that every kernel's rowsum(dO * out) becomes rowsum(dO * out) - grad_lse.
 
-    The new columns of q, k and v are 0, which leaves scores and dO v^T alone; those of out are 1, those of dO sum to -grad_lse
-    (in up to three parts, because one bfloat16 would round it).
+    The new columns of q, k and v are 0, which leaves scores and dO v^T alone; those of out are 1,
+    those of dO sum to -grad_lse (in up to three parts, because one bfloat16 would round it).
     """
     columns = q.new_zeros((*q.shape[:3], LSE_COLUMNS))
     rest = -grad_lse

@@ -1,14 +1,15 @@
 """Cut large blocks into tiles on which torch's CPU kernels are faster.
 
-They take up to 512 keys at a time, also beyond the diagonal of a causal block. Tiles on the diagonal keep that small; what is left
-are full blocks.
+They take up to 512 keys at a time, also beyond the diagonal of a causal block. Tiles on the
+diagonal keep that small; what is left are full blocks.
 
     forward: halves       backward: strips
 
     c                     c
-    f c                   f c         Each row of out is merged a few times only (halves). Gradients are summed into place, so
-    f f c                 f f c       there can be more tiles: tall ones, whose keys stay in the cache (strips; a full block is cut
-    f f f c               f f f c     into strips too).
+    f c                   f c         Each row of out is merged a few times only (halves). Gradients
+    are summed into place, so f f c                 f f c       there can be more tiles: tall ones,
+    whose keys stay in the cache (strips; a full block is cut f f f c               f f f c     into
+    strips too).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def rows(block: Block) -> Iterator[Block]:
 def strips(block: Block) -> Iterator[Block]:
     """Cut a block into strips of keys: the causal queries of a strip, then all queries that see all of its keys."""
     if block.kind == "full":
-        yield from (_below(block, 0, keys.start, keys.stop) for keys in _cuts(block, STRIP_WIDTHS[0]))
+        yield from (
+            _below(block, 0, keys.start, keys.stop) for keys in _cuts(block, STRIP_WIDTHS[0])
+        )
     elif block.kind == "causal":
         yield from _causal_strips(block, *STRIP_WIDTHS)
     else:

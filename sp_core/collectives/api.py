@@ -1,9 +1,10 @@
 """The collectives that programs call, on values that differ by rank; the backward of each is its transpose.
 
-Each function compares its arguments over the ranks before it sends anything, unless the mesh was made with `check="off"`. The
-backward of a collective is a collective: it runs on a rank only if that rank's result is used, so use it on all ranks or on
-none. Before a backward the ranks compare which backward each is about to run, unless the mesh was made with `check="off"`.
-The collectives of one backward run in the reverse order of their calls; a started one counts where it was started.
+Each function compares its arguments over the ranks before it sends anything, unless the mesh was
+made with `check="off"`. The backward of a collective is a collective: it runs on a rank only if
+that rank's result is used, so use it on all ranks or on none. Before a backward the ranks compare
+which backward each is about to run, unless the mesh was made with `check="off"`. The collectives of
+one backward run in the reverse order of their calls; a started one counts where it was started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from sp_core.communicator import Communicator
 Sizes = Sequence[int] | None
 
 
-def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
+def all_gather(
+    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
+) -> Tensor:
     """Give every rank the shards of all ranks, put together along `dim` in rank order.
 
     Args:
@@ -26,49 +29,75 @@ def all_gather(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = No
         comm: the ranks.
         dim: along which the shards are put together.
         sizes: length of each rank's shard along `dim`; found out by agreement where not given.
-        algorithm: one of `sp_core.schedules.ALGORITHMS[name of the function]`; "auto" is what the mesh was made with.
+        algorithm: one of `sp_core.schedules.ALGORITHMS[name of the function]`; "auto" is what the
+            mesh was made with.
 
     Returns:
         `(sum(sizes), *)` with `dim` in its place.
 
     Communication:
-        One all-gather: (P-1) times the bytes of x per rank forward, the other shards' bytes backward (a reduce-scatter).
+        One all-gather: (P-1) times the bytes of x per rank forward, the other shards' bytes
+        backward (a reduce-scatter).
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
+            arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
     """
     return call("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def reduce_scatter(
-    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto", deterministic: bool = False
+    x: Tensor,
+    *,
+    comm: Communicator,
+    dim: int = 0,
+    sizes: Sizes = None,
+    algorithm: str = "auto",
+    deterministic: bool = False,
 ) -> Tensor:
     """Sum the tensors of all ranks, and deal the sum out along `dim`.
 
-    "mpi" and "pairwise" sum half types in float32 and round once; the other algorithms round at every addition, as their
-    modules in `sp_core.schedules` say.
+    "mpi" and "pairwise" sum half types in float32 and round once; the other algorithms round at
+    every addition, as their modules in `sp_core.schedules` say.
 
     Args:
         x: the same shape on every rank.
         comm, algorithm: as in `all_gather`.
         dim: along which the sum is dealt out.
         sizes: what each rank receives along `dim`; even where not given, the first ranks one more.
-        deterministic: add in the order of the ranks, so that the bits depend neither on the place in the tensor nor on the library.
+        deterministic: add in the order of the ranks, so that the bits depend neither on the place
+            in the tensor nor on the library.
 
     Returns:
         `(sizes[rank], *)` with `dim` in its place.
 
     Communication:
-        One reduce-scatter: the bytes of the other ranks' parts of x forward, (P-1) times the own part backward (an all-gather).
+        One reduce-scatter: the bytes of the other ranks' parts of x forward, (P-1) times the own
+        part backward (an all-gather).
 
     Raises:
         As `all_gather`.
     """
-    return call("reduce_scatter", x, comm, dim=dim, sizes=sizes, algorithm=algorithm, deterministic=deterministic)
+    return call(
+        "reduce_scatter",
+        x,
+        comm,
+        dim=dim,
+        sizes=sizes,
+        algorithm=algorithm,
+        deterministic=deterministic,
+    )
 
 
-def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
+def all_reduce(
+    x: Tensor,
+    *,
+    comm: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    deterministic: bool = False,
+) -> Tensor:
     """Sum the tensors of all ranks, on every rank. Half types are summed as in `reduce_scatter`.
 
     Args:
@@ -80,11 +109,13 @@ def all_reduce(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str
         A tensor like x.
 
     Communication:
-        One all-reduce of x forward, one of its gradient backward. The MPI library finds the greatest or least of floating numbers
-        with marks beside them, so that it sends twice the bytes.
+        One all-reduce of x forward, one of its gradient backward. The MPI library finds the
+        greatest or least of floating numbers with marks beside them, so that it sends twice the
+        bytes.
 
     Raises:
-        As `all_gather`; ValueError for another `op`, and for `deterministic` with an algorithm that is not.
+        As `all_gather`; ValueError for another `op`, and for `deterministic` with an algorithm that
+        is not.
     """
     return call("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
@@ -129,7 +160,15 @@ def all_to_all(
     )
 
 
-def shift(x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Tensor:
+def shift(
+    x: Tensor,
+    *,
+    comm: Communicator,
+    offset: int = 1,
+    dim: int = 0,
+    sizes: Sizes = None,
+    algorithm: str = "auto",
+) -> Tensor:
     """Pass x to the rank `offset` further on in the ring, and receive from the rank as far behind.
 
     Args:
@@ -177,20 +216,41 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
 # The non-blocking forms: the same arguments, communication and errors.
 
 
-def all_gather_start(x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto") -> Pending:
+def all_gather_start(
+    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
+) -> Pending:
     """Begin an `all_gather`."""
     return begin("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def reduce_scatter_start(
-    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto", deterministic: bool = False
+    x: Tensor,
+    *,
+    comm: Communicator,
+    dim: int = 0,
+    sizes: Sizes = None,
+    algorithm: str = "auto",
+    deterministic: bool = False,
 ) -> Pending:
     """Begin a `reduce_scatter`."""
-    return begin("reduce_scatter", x, comm, dim=dim, sizes=sizes, algorithm=algorithm, deterministic=deterministic)
+    return begin(
+        "reduce_scatter",
+        x,
+        comm,
+        dim=dim,
+        sizes=sizes,
+        algorithm=algorithm,
+        deterministic=deterministic,
+    )
 
 
 def all_reduce_start(
-    x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False
+    x: Tensor,
+    *,
+    comm: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    deterministic: bool = False,
 ) -> Pending:
     """Begin an `all_reduce`."""
     return begin("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
@@ -220,12 +280,20 @@ def all_to_all_start(
 
 
 def shift_start(
-    x: Tensor, *, comm: Communicator, offset: int = 1, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
+    x: Tensor,
+    *,
+    comm: Communicator,
+    offset: int = 1,
+    dim: int = 0,
+    sizes: Sizes = None,
+    algorithm: str = "auto",
 ) -> Pending:
     """Begin a `shift`."""
     return begin("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
-def broadcast_start(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Pending:
+def broadcast_start(
+    x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto"
+) -> Pending:
     """Begin a `broadcast`."""
     return begin("broadcast", x, comm, root=root, algorithm=algorithm)

@@ -1,7 +1,7 @@
 """From the arguments of a collective to the map that carries it out: check, agree with the other ranks, fill in the sizes.
 
-`name` is the public function that was called. Ranks agree on it, because two functions with one map may differ in their backward,
-and MPI does not match a blocking collective with a non-blocking one.
+`name` is the public function that was called. Ranks agree on it, because two functions with one map
+may differ in their backward, and MPI does not match a blocking collective with a non-blocking one.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Kind:
         map: what carries it out; its fields have the names of the arguments.
         dtypes: that it takes.
         arguments: names and defaults, beside the tensor, the communicator and the algorithm.
-        joined: the names of the dim along which the ranks' tensors may differ, and of their lengths, which they tell each other.
-        cut: the names of the dim along which a tensor is dealt out, and of the lengths of the parts, even where not given.
+        joined: the names of the dim along which the ranks' tensors may differ, and of their
+            lengths, which they tell each other.
+        cut: the names of the dim along which a tensor is dealt out, and of the lengths of the
+            parts, even where not given.
     """
 
     map: type[Any]
@@ -69,11 +71,24 @@ _SUM = {"op": "sum", "deterministic": False}
 _EXCHANGED = {"split_dim": NEEDED, "concat_dim": NEEDED, "split_sizes": None, "concat_sizes": None}
 KINDS = {
     "all_gather": Kind(maps.AllGather, MOVABLE, {"dim": 0, "sizes": None}, joined=("dim", "sizes")),
-    "reduce_scatter": Kind(maps.ReduceScatter, SUMMABLE, {"dim": 0, "sizes": None, "deterministic": False}, cut=("dim", "sizes")),
+    "reduce_scatter": Kind(
+        maps.ReduceScatter,
+        SUMMABLE,
+        {"dim": 0, "sizes": None, "deterministic": False},
+        cut=("dim", "sizes"),
+    ),
     "all_reduce": Kind(maps.AllReduce, SUMMABLE, _SUM),
     "all_reduce_": Kind(maps.InPlace, SUMMABLE, _SUM),
-    "all_to_all": Kind(maps.AllToAll, MOVABLE, _EXCHANGED, joined=("concat_dim", "concat_sizes"), cut=("split_dim", "split_sizes")),
-    "shift": Kind(maps.Shift, MOVABLE, {"offset": 1, "dim": 0, "sizes": None}, joined=("dim", "sizes")),
+    "all_to_all": Kind(
+        maps.AllToAll,
+        MOVABLE,
+        _EXCHANGED,
+        joined=("concat_dim", "concat_sizes"),
+        cut=("split_dim", "split_sizes"),
+    ),
+    "shift": Kind(
+        maps.Shift, MOVABLE, {"offset": 1, "dim": 0, "sizes": None}, joined=("dim", "sizes")
+    ),
     "broadcast": Kind(maps.Broadcast, MOVABLE, {"root": 0}),
     "reduce": Kind(maps.Reduce, SUMMABLE, {"root": 0}),
 }
@@ -88,7 +103,8 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
         which: the collective, one of `KINDS`.
         x: this rank's tensor.
         comm: the ranks.
-        given: its arguments; where sizes are left out, ranks say how much they have, and what is dealt out is dealt out evenly.
+        given: its arguments; where sizes are left out, ranks say how much they have, and what is
+            dealt out is dealt out evenly.
     """
     arguments.check_communicator(comm)
     kind = KINDS[which]
@@ -97,12 +113,20 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
         given[dim] = _normal(x, given[dim])
     joined, lengths = kind.joined or ("", "")
     free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
-    told = comm.agree_on(lambda: _call(name, x, comm, free, given), lambda: _checked(kind, x, comm, given), always=tell)
+    told = comm.agree_on(
+        lambda: _call(name, x, comm, free, given),
+        lambda: _checked(kind, x, comm, given),
+        always=tell,
+    )
     if joined:
         given[lengths] = told if tell else tuple(given[lengths])
     if kind.cut:
         dim, parts = kind.cut
-        given[parts] = even_sizes(x.shape[given[dim]], comm.size) if given[parts] is None else tuple(given[parts])
+        given[parts] = (
+            even_sizes(x.shape[given[dim]], comm.size)
+            if given[parts] is None
+            else tuple(given[parts])
+        )
     if given.pop("deterministic", False) and given["algorithm"] == "auto":
         given["algorithm"] = "pairwise" if comm.window is None else "window"
     made: maps.Map = kind.map(comm, **given)
@@ -111,13 +135,24 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
 
 def _normal(x: Tensor, dim: int) -> int:
     """Count `dim` from the front if that makes sense. `_checked` refuses the rest on every rank."""
-    return dim + x.dim() if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0 else dim
+    return (
+        dim + x.dim()
+        if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0
+        else dim
+    )
 
 
-def _call(name: str, x: Tensor, comm: Communicator, free_dims: tuple[int | None], given: dict[str, Any]) -> str:
+def _call(
+    name: str, x: Tensor, comm: Communicator, free_dims: tuple[int | None], given: dict[str, Any]
+) -> str:
     """Describe the call that all ranks must make. Along `free_dims` their tensors may differ."""
-    shown = ", ".join(f"{n}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}" for n, v in given.items())
-    shape = ", ".join("any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape))
+    shown = ", ".join(
+        f"{n}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}"
+        for n, v in given.items()
+    )
+    shape = ", ".join(
+        "any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape)
+    )
     grad = x.requires_grad and torch.is_grad_enabled()
     return f"{name}(tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown}) on {comm.name}"
 
@@ -134,8 +169,12 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
                 f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
             )
     if len(dims) == 2 and dims[0] == dims[1]:
-        raise ShapeError(f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. Pass two different dims.")
-    _check_algorithm(kind.map.name, given["algorithm"], comm, deterministic=given.get("deterministic", False))
+        raise ShapeError(
+            f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. Pass two different dims."
+        )
+    _check_algorithm(
+        kind.map.name, given["algorithm"], comm, deterministic=given.get("deterministic", False)
+    )
     if kind.cut:
         dim, sizes = kind.cut
         _check_sizes(sizes, given[sizes], comm, total=x.shape[given[dim]])
@@ -144,7 +183,9 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     if kind.map is maps.InPlace:
         _check_writable(x)
     if not 0 <= given.get("root", 0) < comm.size:
-        raise ShapeError(f"root={given['root']} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}.")
+        raise ShapeError(
+            f"root={given['root']} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}."
+        )
     if not kind.joined:
         return 0
     dim, sizes = kind.joined
@@ -165,10 +206,14 @@ def check_device(x: Tensor, comm: Communicator) -> None:
 def check_tensor(x: Tensor, comm: Communicator) -> None:
     """Raise unless x is a dense tensor on the device of the communicator."""
     if not isinstance(x, Tensor):
-        raise DtypeError(f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
+        raise DtypeError(
+            f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it."
+        )
     check_device(x, comm)
     if x.layout is not torch.strided:
-        raise ShapeError(f"a tensor of layout {x.layout} was given; a dense one is needed. Pass x.to_dense().")
+        raise ShapeError(
+            f"a tensor of layout {x.layout} was given; a dense one is needed. Pass x.to_dense()."
+        )
 
 
 def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
@@ -182,7 +227,9 @@ def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
 def _check_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise DtypeError(f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first.")
+        raise DtypeError(
+            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first."
+        )
 
 
 def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, deterministic: bool) -> None:
@@ -199,23 +246,33 @@ def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, determinist
         )
 
 
-def _check_sizes(name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None) -> None:
+def _check_sizes(
+    name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None
+) -> None:
     """Raise if sizes do not describe this rank's tensor, of length `own` on this rank or `total` over all."""
     if sizes is None:
         return
     if len(sizes) != comm.size or min(sizes) < 0:
-        raise ShapeError(f"{name}={tuple(sizes)} was given; {comm.size} sizes >= 0 are needed, one per rank.")
+        raise ShapeError(
+            f"{name}={tuple(sizes)} was given; {comm.size} sizes >= 0 are needed, one per rank."
+        )
     if own is not None and sizes[comm.rank] != own:
-        raise ShapeError(f"{name}={tuple(sizes)} says that rank {comm.rank} has {sizes[comm.rank]}; its tensor has {own}.")
+        raise ShapeError(
+            f"{name}={tuple(sizes)} says that rank {comm.rank} has {sizes[comm.rank]}; its tensor has {own}."
+        )
     if total is not None and sum(sizes) != total:
-        raise ShapeError(f"{name}={tuple(sizes)} adds up to {sum(sizes)}; the tensor has {total} along that dim.")
+        raise ShapeError(
+            f"{name}={tuple(sizes)} adds up to {sum(sizes)}; the tensor has {total} along that dim."
+        )
 
 
 def _check_reduction(x: Tensor, op: str) -> None:
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {REDUCTIONS}. Pass one of them.")
     if op != "sum" and x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"all_reduce with op={op!r} has no gradient. Call it under torch.no_grad(), or on x.detach().")
+        raise ValueError(
+            f"all_reduce with op={op!r} has no gradient. Call it under torch.no_grad(), or on x.detach()."
+        )
 
 
 def _check_writable(x: Tensor) -> None:

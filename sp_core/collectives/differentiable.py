@@ -1,21 +1,26 @@
 """Maps and their transposes as autograd functions: all that a differentiable collective is.
 
-The loss convention, for everything in this package: every rank has a loss of its own, and what is differentiated is their SUM over
-the ranks. A collective is then a linear map from all shards to all results, and its backward is the transpose of that map:
+The loss convention, for everything in this package: every rank has a loss of its own, and what is
+differentiated is their SUM over the ranks. A collective is then a linear map from all shards to all
+results, and its backward is the transpose of that map:
 
     all_gather     <-> reduce_scatter       all_to_all <-> all_to_all, split and concat swapped
-    all_reduce     <-> all_reduce           broadcast  <-> reduce           shift <-> shift the other way
+    all_reduce     <-> all_reduce           broadcast  <-> reduce           shift <-> shift the
+    other way
 
-Tensor parallelism also has values that all ranks hold alike and that count once. Three functions say where such a value begins or
-ends; a self-adjoint all_reduce there would multiply gradients by the number of ranks:
+Tensor parallelism also has values that all ranks hold alike and that count once. Three functions
+say where such a value begins or ends; a self-adjoint all_reduce there would multiply gradients by
+the number of ranks:
 
-    copy_to_group      identity    forward, all_reduce backward      one value becomes a copy for every rank
-    reduce_from_group  all_reduce  forward, identity   backward      partial sums become one value
-    gather_replicated  all_gather  forward, own slice  backward      shards become one value
+    copy_to_group      identity    forward, all_reduce backward      one value becomes a copy for
+    every rank reduce_from_group  all_reduce  forward, identity   backward      partial sums become
+    one value gather_replicated  all_gather  forward, own slice  backward      shards become one
+    value
 
-torch runs the backward of the functions of a graph in the reverse order of their creation. A started collective gets its
-function when it is started, which every rank does in the same order. So the collectives of a backward run in one order on all
-ranks, whatever the order in which each rank waits.
+torch runs the backward of the functions of a graph in the reverse order of their creation. A
+started collective gets its function when it is started, which every rank does in the same order. So
+the collectives of a backward run in one order on all ranks, whatever the order in which each rank
+waits.
 """
 
 from __future__ import annotations
@@ -46,7 +51,13 @@ class _Apply(torch.autograd.Function):
     """Run a map, or start it; the backward runs its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mapping: Map | _Local, transpose: Map | _Local, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mapping: Map | _Local,
+        transpose: Map | _Local,
+        run: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.mapping, ctx.transpose = mapping, transpose
         if isinstance(transpose, Map):
             ctx.agree = mapping.comm.numbered()
@@ -59,7 +70,9 @@ class _Apply(torch.autograd.Function):
         return _apply(grads[0], ctx.transpose, ctx.mapping, ctx.transpose.run), None, None, None
 
 
-_apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]], Tensor] = _Apply.apply
+_apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]], Tensor] = (
+    _Apply.apply
+)
 
 
 def apply(x: Tensor, mapping: Map) -> Tensor:
@@ -76,11 +89,15 @@ class Pending:
     def __init__(self, x: Tensor, mapping: Map) -> None:
         self._mapping = mapping
         self._started: Started | None = None
-        self._result = _apply(x, mapping, mapping.transpose, self._start)  # nobody can read it before `wait` has returned
+        self._result = _apply(
+            x, mapping, mapping.transpose, self._start
+        )  # nobody can read it before `wait` has returned
 
     def _start(self, x: Tensor) -> Tensor:
         self._started = self._mapping.start(x.detach())
-        return self._started.out.detach()  # the same memory; writing into a view of it would change the graph
+        return (
+            self._started.out.detach()
+        )  # the same memory; writing into a view of it would change the graph
 
     def wait(self) -> Tensor:
         """Return the result, a differentiable function of the input. A second call returns the same tensor."""
@@ -149,7 +166,12 @@ def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto")
 
 
 def gather_replicated(
-    x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sequence[int] | None = None, algorithm: str = "auto"
+    x: Tensor,
+    *,
+    comm: Communicator,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     """Put shards together into one value that all ranks hold alike, and that counts once.
 
@@ -165,7 +187,9 @@ def gather_replicated(
     Raises:
         As `all_gather`.
     """
-    gather = build("gather_replicated", "all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
+    gather = build(
+        "gather_replicated", "all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm
+    )
     assert isinstance(gather, AllGather)
     place, mine = sum(gather.sizes[: comm.rank]), gather.sizes[comm.rank]
     own = _Local(comm, "slice", lambda whole: whole.narrow(gather.dim, place, mine).clone())
@@ -187,8 +211,12 @@ class _CopyAllToGroup(torch.autograd.Function):
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in sorted({grad.dtype for grad in grads}, key=str):
             places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
-            flat = AllReduce(ctx.comm).run(torch.cat([grads[place].reshape(-1) for place in places]))
-            for place, part in zip(places, flat.split([grads[p].numel() for p in places]), strict=True):
+            flat = AllReduce(ctx.comm).run(
+                torch.cat([grads[place].reshape(-1) for place in places])
+            )
+            for place, part in zip(
+                places, flat.split([grads[p].numel() for p in places]), strict=True
+            ):
                 summed[place] = part.view(grads[place].shape)
         return None, *summed
 
@@ -204,7 +232,8 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
         The tensors; the gradient of each is the sum of the gradients of all ranks.
 
     Communication:
-        One agreement forward. Backward one all-reduce per dtype, once the gradients of all of them have been computed.
+        One agreement forward. Backward one all-reduce per dtype, once the gradients of all of them
+        have been computed.
 
     Raises:
         As `all_gather`.

@@ -1,8 +1,9 @@
 """Carry a collective out: in messages, or in memory that the ranks share.
 
-A program is bound to memory once: its regions become views, its messages what the transport takes, its combinations calls that
-write into existing memory. After that a run makes no tensor. All messages of a run are announced when it starts, under a tag of
-their own; so each rank posts them when it is ready, and several collectives may be under way on a communicator.
+A program is bound to memory once: its regions become views, its messages what the transport takes,
+its combinations calls that write into existing memory. After that a run makes no tensor. All
+messages of a run are announced when it starts, under a tag of their own; so each rank posts them
+when it is ready, and several collectives may be under way on a communicator.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ from sp_core.transport import Bound, Done, Handle, wait
 Work = Callable[[], object]
 
 
-def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> Handle:
+def start(
+    comm: Communicator,
+    operation: Operation,
+    send: Tensor | None,
+    recv: Tensor | None,
+    algorithm: str,
+) -> Handle:
     """Begin a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
     if algorithm != "mpi":
         return comm.track(Once(bind(comm, operation, send, recv, algorithm, comm.scratch)))
@@ -51,14 +58,23 @@ def start(comm: Communicator, operation: Operation, send: Tensor | None, recv: T
         return comm.start(operation, send, recv)
     assert send is not None
     assert recv is not None
-    dest, source = (comm.rank + operation.root) % comm.size, (comm.rank - operation.root) % comm.size
+    dest, source = (
+        (comm.rank + operation.root) % comm.size,
+        (comm.rank - operation.root) % comm.size,
+    )
     if dest == comm.rank:
         recv.copy_(send)
         return comm.exchange([], [], "shift")
     return comm.exchange([(dest, send)], [(source, recv)], "shift")
 
 
-def run(comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, algorithm: str) -> None:
+def run(
+    comm: Communicator,
+    operation: Operation,
+    send: Tensor | None,
+    recv: Tensor | None,
+    algorithm: str,
+) -> None:
     """Carry out a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
     if operation.op != Op.SHIFT and algorithm == "mpi":
         comm.run(operation, send, recv)
@@ -98,7 +114,12 @@ class Ready(ABC):
     """A collective on memory, ready to run any number of times, one after the other. The arguments are those of `bind`."""
 
     def __init__(
-        self, comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, scratch: Scratch
+        self,
+        comm: Communicator,
+        operation: Operation,
+        send: Tensor | None,
+        recv: Tensor | None,
+        scratch: Scratch,
     ) -> None:
         like = send if send is not None else recv
         assert like is not None
@@ -125,17 +146,30 @@ class Ready(ABC):
     def _view(self, region: Region) -> Tensor:
         return self._memory[region.rank, region.buffer][region.start : region.stop]
 
-    def _work(self, program: Program, copying: Callable[[Tensor, Tensor], Work]) -> list[tuple[Work, ...]]:
+    def _work(
+        self, program: Program, copying: Callable[[Tensor, Tensor], Work]
+    ) -> list[tuple[Work, ...]]:
         """Take scratch memory for sums in float32, and for TMP unless it is shared. Return the calls of each step."""
         length = wide_length(program, self.dtype)
         nbytes = 8 * length + (0 if program.shared else program.scratch * self.dtype.itemsize)
         if self._block.numel() < nbytes:
             self._block = self._scratch.take(nbytes)
         room = self._block[: 8 * length].view(torch.float32)
-        self._memory.setdefault((OWN, Buffer.TMP), self._block[8 * length : nbytes].view(self.dtype))
-        bring = partial(combination, wide=(room[:length], room[length:]), reduction=self.operation.reduction, copying=copying)
+        self._memory.setdefault(
+            (OWN, Buffer.TMP), self._block[8 * length : nbytes].view(self.dtype)
+        )
+        bring = partial(
+            combination,
+            wide=(room[:length], room[length:]),
+            reduction=self.operation.reduction,
+            copying=copying,
+        )
         return [
-            tuple(item for c in step.then for item in bring(self._view(c.into), [self._view(part) for part in c.parts]))
+            tuple(
+                item
+                for c in step.then
+                for item in bring(self._view(c.into), [self._view(part) for part in c.parts])
+            )
             for step in program.steps
         ]
 
@@ -186,8 +220,8 @@ class BoundProgram(Ready):
 class Running:
     """A run under way; a handle.
 
-    What it launches on a device follows what was launched before it began, whoever asks how far it is, and the results are complete
-    on the stream of whoever is told that it is done.
+    What it launches on a device follows what was launched before it began, whoever asks how far it
+    is, and the results are complete on the stream of whoever is told that it is done.
     """
 
     def __init__(self, bound: BoundProgram) -> None:
@@ -195,8 +229,12 @@ class Running:
         self._tag = bound.comm.next_tag()
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
-        self._leaving: list[tuple[int, Handle]] = []  # sends, and the step that has to wait for them
-        self._stream = torch.cuda.current_stream(bound.device) if bound.device.type == "cuda" else None
+        self._leaving: list[
+            tuple[int, Handle]
+        ] = []  # sends, and the step that has to wait for them
+        self._stream = (
+            torch.cuda.current_stream(bound.device) if bound.device.type == "cuda" else None
+        )
         self._post()
 
     def test(self) -> bool:
@@ -225,7 +263,11 @@ class Running:
     def _post(self) -> None:
         """Post steps until `depth` are under way, or the next one writes to memory that is still being sent."""
         bound = self._bound
-        while len(self._under_way) < bound.depth and self._posted < len(bound.steps) and self._have_left(self._posted):
+        while (
+            len(self._under_way) < bound.depth
+            and self._posted < len(bound.steps)
+            and self._have_left(self._posted)
+        ):
             step = bound.steps[self._posted]
             handle = self._begin(step) if step.sends or step.recvs else _DONE
             self._posted += 1
@@ -243,33 +285,50 @@ class Running:
     def _have_left(self, step: int) -> bool:
         """Return whether all sends have completed that must do so before a step."""
         if self._leaving:
-            self._leaving = [(first, handle) for first, handle in self._leaving if not handle.test()]
+            self._leaving = [
+                (first, handle) for first, handle in self._leaving if not handle.test()
+            ]
         return all(first > step for first, _ in self._leaving)
 
 
 class BoundWindow(Ready):
     """A collective in shared memory.
 
-    Its steps depend on the slots that it begins with; they are bound to memory when they are first needed, and kept for the next
-    run. The operation says whether IN lives in shared memory on every rank, at the same place.
+    Its steps depend on the slots that it begins with; they are bound to memory when they are first
+    needed, and kept for the next run. The operation says whether IN lives in shared memory on every
+    rank, at the same place.
     """
 
     def __init__(
-        self, comm: Communicator, operation: Operation, send: Tensor | None, recv: Tensor | None, scratch: Scratch
+        self,
+        comm: Communicator,
+        operation: Operation,
+        send: Tensor | None,
+        recv: Tensor | None,
+        scratch: Scratch,
     ) -> None:
         super().__init__(comm, operation, send, recv, scratch)
         assert comm.window is not None
         self._window = window = comm.window
         self._operation = operation._replace(
-            slot=window.slot_bytes // self.dtype.itemsize, in_place=send is not None and send is recv
+            slot=window.slot_bytes // self.dtype.itemsize,
+            in_place=send is not None and send is recv,
         )
-        self._memory |= {(rank, Buffer.TMP): memory.view(self.dtype) for rank, memory in enumerate(window.slots)}
+        self._memory |= {
+            (rank, Buffer.TMP): memory.view(self.dtype) for rank, memory in enumerate(window.slots)
+        }
         self._memory[OWN, Buffer.TMP] = self._memory[comm.rank, Buffer.TMP]
         if operation.resident and send is not None:
             peers = enumerate(window.peers(send))
-            self._memory |= {(rank, buffer): memory for rank, memory in peers for buffer in (Buffer.IN, Buffer.OUT)}
+            self._memory |= {
+                (rank, buffer): memory
+                for rank, memory in peers
+                for buffer in (Buffer.IN, Buffer.OUT)
+            }
         vector = f"{operation.longest} x {self.dtype}"
-        self._what = f"{operation.op} in a window: {operation.reduction}, {vector}, {operation.root}"
+        self._what = (
+            f"{operation.op} in a window: {operation.reduction}, {vector}, {operation.root}"
+        )
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
     def start(self) -> Handle:
@@ -285,7 +344,10 @@ class BoundWindow(Ready):
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")
-            self._bound[first] = self._work(program, self._window.copying), cost(program, self.dtype)
+            self._bound[first] = (
+                self._work(program, self._window.copying),
+                cost(program, self.dtype),
+            )
         steps, figures = self._bound[first]
         count = self.comm.counters[self.name]
         count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
@@ -318,15 +380,26 @@ def _rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Se
     """
     if send is None or recv is None or not _overlap(send, recv):
         return program.rewritten
-    return program.rewritten_in_place if send.data_ptr() == recv.data_ptr() else range(len(program.steps))
+    return (
+        program.rewritten_in_place
+        if send.data_ptr() == recv.data_ptr()
+        else range(len(program.steps))
+    )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+    return (
+        one.data_ptr() < other.data_ptr() + other.nbytes
+        and other.data_ptr() < one.data_ptr() + one.nbytes
+    )
 
 
 def combination(
-    into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], reduction: str, copying: Callable[[Tensor, Tensor], Work]
+    into: Tensor,
+    parts: list[Tensor],
+    wide: tuple[Tensor, Tensor],
+    reduction: str,
+    copying: Callable[[Tensor, Tensor], Work],
 ) -> Iterator[Work]:
     """Yield the calls that write the sum (or max, min) of some vectors into another one. Half types are added in `wide`."""
     together = REDUCTIONS[reduction]
@@ -346,7 +419,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.numel() > 0
 
 
-def _add_wide(into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]) -> None:
+def _add_wide(
+    into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]
+) -> None:
     """Add half types in float32 and round once, block by block, in existing memory."""
     for start in range(0, into.numel(), WIDE_BLOCK):
         first, *rest = (part[start : start + WIDE_BLOCK] for part in parts)

@@ -1,9 +1,10 @@
 """Every collective as a linear map from the shards of all ranks to the results of all ranks, with its transpose.
 
-    AllGather  <-> ReduceScatter        AllToAll <-> AllToAll with split and concat swapped      Broadcast <-> Reduce
-    AllReduce  <-> AllReduce            Shift    <-> Shift the other way
+    AllGather  <-> ReduceScatter        AllToAll <-> AllToAll with split and concat swapped
+    Broadcast <-> Reduce AllReduce  <-> AllReduce            Shift    <-> Shift the other way
 
-A map knows all sizes, so running it needs no agreement. It brings a tensor into the flat form that a transport moves, and back.
+A map knows all sizes, so running it needs no agreement. It brings a tensor into the flat form that
+a transport moves, and back.
 Shapes: `*` stands for the other dimensions.
 """
 
@@ -36,7 +37,8 @@ class Prepared:
         operation: what moves.
         send, recv: the flat buffers.
         out: the result. Its memory is there from the beginning, its values are not.
-        refresh: brings the input into `send` again, where that is not the memory of the input itself.
+        refresh: brings the input into `send` again, where that is not the memory of the input
+            itself.
         finish: brings what was received into `out`, where that is not the memory that receives.
     """
 
@@ -77,7 +79,8 @@ def _finished(out: Tensor, finish: Callable[[], object] | None) -> Tensor:
 class Map(ABC):
     """A collective over `comm` with all its sizes known, which an algorithm or the MPI library carries out over flat buffers.
 
-    `name` is what it is counted under. `algorithm` goes over to the map of the gradients, which uses it if it has one of that name.
+    `name` is what it is counted under. `algorithm` goes over to the map of the gradients, which
+    uses it if it has one of that name.
     """
 
     name: ClassVar[str]
@@ -96,7 +99,13 @@ class Map(ABC):
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        execution.run(self.comm, prepared.operation, prepared.send, prepared.recv, self.chosen(prepared.operation.nbytes))
+        execution.run(
+            self.comm,
+            prepared.operation,
+            prepared.send,
+            prepared.recv,
+            self.chosen(prepared.operation.nbytes),
+        )
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
@@ -110,19 +119,23 @@ class Map(ABC):
     def named(self) -> str:
         """The algorithm that the call, or else the mesh, asks for; "auto" if they leave it open.
 
-        A name that the collective does not have counts as "auto": it was given to the collective whose gradients these are. So
-        does "window" if a communicator has none.
+        A name that the collective does not have counts as "auto": it was given to the collective
+        whose gradients these are. So does "window" if a communicator has none.
         """
         for name in (self.algorithm, self.comm.algorithms[self.name]):
-            if name != "auto" and name in ALGORITHMS[self.name] and not (name == "window" and self.comm.window is None):
+            if (
+                name != "auto"
+                and name in ALGORITHMS[self.name]
+                and not (name == "window" and self.comm.window is None)
+            ):
                 return name
         return "auto"
 
     def chosen(self, nbytes: int = 0, *, planned: bool = False) -> str:
         """Return the algorithm that carries it out: the one that is `named`.
 
-        If nothing but "auto" is said, constants decide for tensors in host memory, if there are any. Else it is the window, or the
-        library if there is none.
+        If nothing but "auto" is said, constants decide for tensors in host memory, if there are
+        any. Else it is the window, or the library if there is none.
 
         Args:
             nbytes: of the whole vector, the same on every rank.
@@ -138,9 +151,19 @@ class Map(ABC):
         among = usable(comm.nodes, self.name, window=comm.window is not None)
         return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
 
-    def operation(self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum") -> Operation:
+    def operation(
+        self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum"
+    ) -> Operation:
         """Return this rank's view of it, as in `sp_core.schedules.operation`."""
-        return operation(self.name, self.comm.rank, self.comm.size, counts, root, reduction=reduction, itemsize=x.itemsize)
+        return operation(
+            self.name,
+            self.comm.rank,
+            self.comm.size,
+            counts,
+            root,
+            reduction=reduction,
+            itemsize=x.itemsize,
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +185,9 @@ class _AlongDim(Map):
         recv = x.new_empty((self.received, *rows.shape[1:]))
         send, refresh = flattened(rows)
         moves = self.operation(x, tuple(size * width for size in self.sizes), self.offset)
-        out = recv.movedim(0, self.dim) if self.dim else recv  # the tensor itself, not a view of it, where the rows lie in order
+        out = (
+            recv.movedim(0, self.dim) if self.dim else recv
+        )  # the tensor itself, not a view of it, where the rows lie in order
         return Prepared(moves, send, recv.view(-1), out, refresh)
 
 
@@ -200,7 +225,9 @@ class Shift(_AlongDim):
 
     @property
     def transpose(self) -> Map:
-        moved = tuple(self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size))
+        moved = tuple(
+            self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size)
+        )
         return replace(self, offset=-self.offset, sizes=moved)
 
 
@@ -221,7 +248,9 @@ class AllReduce(Map):
             return self._prepare_extremum(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
-        return Prepared(self.operation(x, (x.numel(),), reduction=self.op), send, out.view(-1), out, refresh)
+        return Prepared(
+            self.operation(x, (x.numel(),), reduction=self.op), send, out.view(-1), out, refresh
+        )
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
         """Send marks for NaN beside the numbers, because MPI libraries differ in how they compare it."""
@@ -229,7 +258,9 @@ class AllReduce(Map):
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
         unmark = lambda: out.copy_(recv[0]).masked_fill_(recv[1] != 0, torch.nan)  # noqa: E731
-        return Prepared(moves, send.view(-1), recv.view(-1), out, lambda: send.copy_(self._marked(x)), unmark)
+        return Prepared(
+            moves, send.view(-1), recv.view(-1), out, lambda: send.copy_(self._marked(x)), unmark
+        )
 
     def _marked(self, x: Tensor) -> Tensor:
         """Stack the numbers, with NaN replaced, and marks where NaN was."""
@@ -254,8 +285,9 @@ class InPlace(AllReduce):
 class AllToAll(Map):
     """Rank r keeps part r of `split_dim` of everybody's tensor, put together along `concat_dim`.
 
-    Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and `split_sizes[r]` of `split_dim` and all of
-    `concat_dim` after. Each piece travels with `concat_dim` first, so that what arrives is the result without another copy.
+    Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and
+    `split_sizes[r]` of `split_dim` and all of `concat_dim` after. Each piece travels with
+    `concat_dim` first, so that what arrives is the result without another copy.
     """
 
     name = "all_to_all"
@@ -266,7 +298,14 @@ class AllToAll(Map):
 
     @property
     def transpose(self) -> Map:
-        return AllToAll(self.comm, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes, algorithm=self.algorithm)
+        return AllToAll(
+            self.comm,
+            self.concat_dim,
+            self.split_dim,
+            self.concat_sizes,
+            self.split_sizes,
+            algorithm=self.algorithm,
+        )
 
     def prepare(self, x: Tensor) -> Prepared:
         rank = self.comm.rank
@@ -276,11 +315,21 @@ class AllToAll(Map):
         going = tuple(mine * part * rest for part in self.split_sizes)
         coming = tuple(part * kept * rest for part in self.concat_sizes)
         longest = max(self.split_sizes) * max(self.concat_sizes) * rest
-        moves = Operation(Op.ALL_TO_ALL, rank, self.comm.size, going, coming, longest, itemsize=x.itemsize)
+        moves = Operation(
+            Op.ALL_TO_ALL, rank, self.comm.size, going, coming, longest, itemsize=x.itemsize
+        )
         pieces = rows.detach().split(list(self.split_sizes), 1)
-        send, refresh = flattened(rows) if mine == 1 else packed(pieces)  # of a single row the pieces lie one after the other
+        send, refresh = (
+            flattened(rows) if mine == 1 else packed(pieces)
+        )  # of a single row the pieces lie one after the other
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
-        return Prepared(moves, send, recv.view(-1), recv.movedim((0, 1), (self.concat_dim, self.split_dim)), refresh)
+        return Prepared(
+            moves,
+            send,
+            recv.view(-1),
+            recv.movedim((0, 1), (self.concat_dim, self.split_dim)),
+            refresh,
+        )
 
 
 @dataclass(frozen=True)

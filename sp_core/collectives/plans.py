@@ -43,7 +43,9 @@ class Plan:
         self._bound: execution.Ready | None = None
         if self.algorithm != "mpi":
             own = Scratch(comm.device)
-            self._bound = execution.bind(comm, moves, send, recv, self.algorithm, own, resident=resident)
+            self._bound = execution.bind(
+                comm, moves, send, recv, self.algorithm, own, resident=resident
+            )
             self._call: Callable[[], object] = self._run
         elif moves.op is Op.SHIFT:
             self._call = partial(execution.run, comm, moves, send, recv, "mpi")
@@ -69,7 +71,9 @@ class Plan:
         if prepared.refresh is not None:
             prepared.refresh()
         if self._bound is None:
-            return execution.start(self._comm, prepared.operation, prepared.send, prepared.recv, "mpi")
+            return execution.start(
+                self._comm, prepared.operation, prepared.send, prepared.recv, "mpi"
+            )
         return self._comm.track(self._bound.start())
 
     def finish(self, handle: Handle) -> Tensor:
@@ -86,7 +90,11 @@ class Plan:
 
 def _resident(comm: Communicator, prepared: Prepared, asked: str) -> bool:
     """Return whether every rank has its tensor in the same place of shared memory, so that others read it there."""
-    if comm.window is None or asked not in ("auto", "window") or prepared.operation.op is Op.ALL_TO_ALL:
+    if (
+        comm.window is None
+        or asked not in ("auto", "window")
+        or prepared.operation.op is Op.ALL_TO_ALL
+    ):
         return False  # the pieces of an all-to-all are packed first
     if asked == "auto" and prepared.operation.nbytes < RESIDENT_BYTES:
         return False
@@ -99,19 +107,22 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     """Prepare a collective on one tensor, to be run many times.
 
     Args:
-        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or "reduce"; or "all_reduce_", in
-            place.
-        x: what every run reads. Contiguous memory is read where it is, anything else is copied first in every run. In a window a
-            tensor of `shared_empty` is read in place by the other ranks too.
+        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
+            "reduce"; or "all_reduce_", in place.
+        x: what every run reads. Contiguous memory is read where it is, anything else is copied
+            first in every run. In a window a tensor of `shared_empty` is read in place by the other
+            ranks too.
         comm: the ranks.
-        arguments: those of the function of that name. "auto" takes the window for a tensor that lives there and is not small.
+        arguments: those of the function of that name. "auto" takes the window for a tensor that
+            lives there and is not small.
 
     Returns:
-        A plan. With `check="off"` its `run` agrees on nothing, because that is done here. In host memory it makes no tensor, unless
-        `transport="distributed"` carries it.
+        A plan. With `check="off"` its `run` agrees on nothing, because that is done here. In host
+        memory it makes no tensor, unless `transport="distributed"` carries it.
 
     Communication:
-        One agreement, in a window two. Each run: as the function of that name; its agreement compares which plan is run.
+        One agreement, in a window two. Each run: as the function of that name; its agreement
+        compares which plan is run.
 
     Raises:
         As the function of that name; ValueError for another `op`.
@@ -126,7 +137,14 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     return Plan(mapping, x, mapping.prepare(x.detach()))
 
 
-def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: str = "auto", deterministic: bool = False) -> Tensor:
+def all_reduce_(
+    x: Tensor,
+    *,
+    comm: Communicator,
+    op: str = "sum",
+    algorithm: str = "auto",
+    deterministic: bool = False,
+) -> Tensor:
     """Replace x by the sum of the tensors of all ranks.
 
     Args:
@@ -137,10 +155,12 @@ def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: st
         x.
 
     Communication:
-        One all-reduce. The algorithms of `sp_core.schedules` need their scratch, the MPI library a copy of x.
+        One all-reduce. The algorithms of `sp_core.schedules` need their scratch, the MPI library a
+        copy of x.
 
     Raises:
-        As `all_reduce`; ValueError for a tensor that requires a gradient, ShapeError for one whose elements share memory.
+        As `all_reduce`; ValueError for a tensor that requires a gradient, ShapeError for one whose
+        elements share memory.
     """
     given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
     return _in_place("all_reduce_", x, comm, planned=False, **given).run(x)
@@ -148,7 +168,9 @@ def all_reduce_(x: Tensor, *, comm: Communicator, op: str = "sum", algorithm: st
 
 def _in_place(name: str, x: Tensor, comm: Communicator, *, planned: bool, **given: Any) -> Map:
     mapping = build(name, "all_reduce_", x, comm, **given)
-    return replace(mapping, algorithm=mapping.chosen(x.numel() * x.itemsize, planned=planned))  # it says where the result is made
+    return replace(
+        mapping, algorithm=mapping.chosen(x.numel() * x.itemsize, planned=planned)
+    )  # it says where the result is made
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Start a program on several ranks and see to its end: `sp-core run -n 4 -- python program.py`.
 
-A launch that hangs, or of which a rank dies, is ended in bounded time. What is known of every rank is printed: how it died, its
-stacks, its last place and, in a test session, the example in flight. Nothing but the standard library is imported.
+A launch that hangs, or of which a rank dies, is ended in bounded time. What is known of every rank
+is printed: how it died, its stacks, its last place and, in a test session, the example in flight.
+Nothing but the standard library is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ ENVIRONMENT = {
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
 }
-SESSION_DIR, SESSION_DIR_HERE = "PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"  # Open MPI refuses both at once
+SESSION_DIR, SESSION_DIR_HERE = (
+    "PRTE_MCA_prte_tmpdir_base",
+    "PRTE_MCA_prte_local_tmpdir_base",
+)  # Open MPI refuses both at once
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -59,10 +63,14 @@ def find_mpiexec() -> str:
 def session_dir(folder: Path) -> dict[str, str]:
     """Return variables that have Open MPI keep its files in a folder, unless the environment names one.
 
-    If launches share one, about 2 of 1000 starts beside five others end with "The PMIx server's listener thread failed to
-    start" (Open MPI 5.0.11), before any rank is there.
+    If launches share one, about 2 of 1000 starts beside five others end with "The PMIx server's
+    listener thread failed to start" (Open MPI 5.0.11), before any rank is there.
     """
-    return {} if {SESSION_DIR, SESSION_DIR_HERE} & os.environ.keys() else {SESSION_DIR_HERE: str(folder)}
+    return (
+        {}
+        if {SESSION_DIR, SESSION_DIR_HERE} & os.environ.keys()
+        else {SESSION_DIR_HERE: str(folder)}
+    )
 
 
 def environment(run_dir: Path) -> dict[str, str]:
@@ -96,7 +104,12 @@ class Launch:
     """
 
     def __init__(
-        self, ranks: int, command: Sequence[str], mpi_args: Sequence[str], run_dir: Path, output: int | None = None
+        self,
+        ranks: int,
+        command: Sequence[str],
+        mpi_args: Sequence[str],
+        run_dir: Path,
+        output: int | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.deaths = Deaths(run_dir, ranks)
@@ -121,7 +134,9 @@ class Launch:
             return "a rank has reached its time limit"
         if self.process.poll() is None or (self.run_dir / RESULT).exists():
             return ""
-        died = (self.run_dir / STARTED).exists() or (self.process.returncode and self.deaths.was_killed())
+        died = (self.run_dir / STARTED).exists() or (
+            self.process.returncode and self.deaths.was_killed()
+        )
         return f"a rank died (mpiexec: exit code {self.process.returncode})" if died else ""
 
     def wait(self, timeout: float) -> str:
@@ -194,12 +209,21 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the whole launch (default: 600)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for the whole launch (default: 600)"
+    )
     parser.add_argument("--mpi-args", default="", help="more arguments for mpiexec, in one string")
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks are ended too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the ranks are ended too
     try:
-        return run(options.ranks, options.command, timeout=options.timeout, mpi_args=shlex.split(options.mpi_args))
+        return run(
+            options.ranks,
+            options.command,
+            timeout=options.timeout,
+            mpi_args=shlex.split(options.mpi_args),
+        )
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -20,13 +20,16 @@ KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, PAUSE_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, fields that are not used here, exit_code
 _INFO_EXIT = 1 << 3
-_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
+_GET_INFO = (
+    (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
+)  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
 
 
 class Deaths:
     """Watch the ranks of a launch by the process numbers that they leave.
 
-    mpiexec kills the other ranks as soon as one has died. Only the order of deaths tells which one it was.
+    mpiexec kills the other ranks as soon as one has died. Only the order of deaths tells which one
+    it was.
 
     Args:
         run_dir: where the ranks leave their numbers.
@@ -38,7 +41,9 @@ class Deaths:
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
         self._ends = select.epoll()  # tells events in the order in which they happened
-        self._ended: dict[int, None] = {}  # ranks in the order in which their files were closed, else in which they died
+        self._ended: dict[
+            int, None
+        ] = {}  # ranks in the order in which their files were closed, else in which they died
         self._dead: dict[int, str] = {}  # rank: cause
         self._stopped: set[int] = set()
         self._rank_of: dict[int, int] = {}  # by file descriptor, of the process or of its pipe
@@ -68,7 +73,9 @@ class Deaths:
             pid, end = self._watched.get(rank, (0, -1))
             if fd == end:
                 self._dead[rank] = _cause(pid, fd)
-        self._ended |= {rank: None for rank in self._dead if rank not in self._ended}  # ranks without a pipe
+        self._ended |= {
+            rank: None for rank in self._dead if rank not in self._ended
+        }  # ranks without a pipe
 
     def _watch(self, rank: int, pid: int) -> None:
         try:
@@ -102,7 +109,9 @@ class Deaths:
         """Return the rank that died first. One that ended by itself goes before those that mpiexec kills."""
         self.look(0.0)
         dead = [rank for rank in self._ended if rank in self._dead]
-        by_themselves = [rank for rank in dead if not any(name in self._dead[rank] for name in KILLED_BY_MPIEXEC)]
+        by_themselves = [
+            rank for rank in dead if not any(name in self._dead[rank] for name in KILLED_BY_MPIEXEC)
+        ]
         return next(iter(by_themselves or dead), None)
 
     def was_killed(self) -> bool:
@@ -119,13 +128,20 @@ class Deaths:
         """Return a line for each rank that explains the end: the first to die, or those that did not wait for the others."""
         first = self.first()
         if self._stopped:
-            return [f"rank {rank} is stopped by a signal{self._place(rank, '; ')}" for rank in sorted(self._stopped)]
+            return [
+                f"rank {rank} is stopped by a signal{self._place(rank, '; ')}"
+                for rank in sorted(self._stopped)
+            ]
         if first is not None:
             return [f"rank {first} died first: {self._dead[first]}{self._place(first, '; ')}"]
         if not (self._dir / STARTED).exists():  # only the kit's waits can be told from work
             return []
         busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
-        return [f"rank {rank} waits for nobody: it is at {place}" for rank, place in busy.items() if place]
+        return [
+            f"rank {rank} waits for nobody: it is at {place}"
+            for rank, place in busy.items()
+            if place
+        ]
 
     def _place(self, rank: int, separator: str) -> str:
         place = self._text(rank, "place")
@@ -147,7 +163,11 @@ class Deaths:
 
     def _text(self, rank: int, kind: str) -> str:
         path = file_of(self._dir, rank, kind)
-        return path.read_bytes().split(b"\0")[0].decode(errors="replace").strip() if path.exists() else ""
+        return (
+            path.read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+            if path.exists()
+            else ""
+        )
 
 
 def _pipe(run_dir: Path, rank: int) -> int:
@@ -159,7 +179,10 @@ def _pipe(run_dir: Path, rank: int) -> int:
 
 def _owners(stacks: str) -> list[tuple[str, str]]:
     """Return each line of a stack dump with the owner of the file that it names, if it names one."""
-    return [(line, owner(match[1]) if (match := _FRAME.match(line)) else "") for line in stacks.splitlines()]
+    return [
+        (line, owner(match[1]) if (match := _FRAME.match(line)) else "")
+        for line in stacks.splitlines()
+    ]
 
 
 def innermost(stacks: str) -> str:
@@ -173,10 +196,16 @@ def innermost(stacks: str) -> str:
 def shortened(stacks: str) -> str:
     """Remove the frames of the kit and of the callers of the test from a dump, unless nothing else is there."""
     lines = _owners(stacks)
-    last = max((index for index, (_, who) in enumerate(lines) if who in ("test", "library")), default=None)
+    last = max(
+        (index for index, (_, who) in enumerate(lines) if who in ("test", "library")), default=None
+    )
     if last is None:
         return stacks
-    return "\n".join(line for index, (line, who) in enumerate(lines) if not who or (index <= last and who != "kit"))
+    return "\n".join(
+        line
+        for index, (line, who) in enumerate(lines)
+        if not who or (index <= last and who != "kit")
+    )
 
 
 def _cause(pid: int, fd: int) -> str:
@@ -187,7 +216,9 @@ def _cause(pid: int, fd: int) -> str:
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        time.sleep(PAUSE_SECONDS)  # between reaping and the write to pidfs the kernel knows neither status
+        time.sleep(
+            PAUSE_SECONDS
+        )  # between reaping and the write to pidfs the kernel knows neither status
     return "how is not known here, mpiexec may say above"
 
 
@@ -219,8 +250,14 @@ def stat(pid: int | str) -> list[str]:
 def processes_of(leader: int) -> set[int]:
     """Return the processes of the session that `leader` leads, and all that descend from them."""
     stats = {int(path.name): stat(path.name) for path in Path("/proc").glob("[0-9]*")}
-    found = {pid for pid, fields in stats.items() if pid == leader or (fields and int(fields[3]) == leader)}
-    while new := {pid for pid, fields in stats.items() if fields and int(fields[1]) in found} - found:
+    found = {
+        pid
+        for pid, fields in stats.items()
+        if pid == leader or (fields and int(fields[3]) == leader)
+    }
+    while (
+        new := {pid for pid, fields in stats.items() if fields and int(fields[1]) in found} - found
+    ):
         found |= new
     return found
 
@@ -265,4 +302,8 @@ class SharedFiles:
 def mpi_file(line: str) -> Path | None:
     """Return the file that a line of /proc/PID/maps names, if an MPI library gives files such a name."""
     _, found, name = line.partition(f"{FOLDER}/")
-    return FOLDER / name if found and name.startswith(NAMES) and "/" not in name and not name.endswith(" (deleted)") else None
+    return (
+        FOLDER / name
+        if found and name.startswith(NAMES) and "/" not in name and not name.endswith(" (deleted)")
+        else None
+    )

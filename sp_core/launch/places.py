@@ -36,7 +36,10 @@ def here() -> str:
     inner = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        who, place = owner(frame.f_code.co_filename), f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        who, place = (
+            owner(frame.f_code.co_filename),
+            f"{short(frame.f_code.co_filename)}:{frame.f_lineno}",
+        )
         if who == "test":
             return f"{inner} (called from {place})" if inner else place
         inner = inner or (place if who == "library" else "")

@@ -45,10 +45,20 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         if "xml" in line:
             wanted = line
         else:
-            old = cases.get(line["test"], {"outcome": "", "seconds": 0.0, "text": "", "ended": False})
+            old = cases.get(
+                line["test"], {"outcome": "", "seconds": 0.0, "text": "", "ended": False}
+            )
             worst = max(old["outcome"], line.get("outcome", ""), key=_ORDER.index)
-            seconds, said = old["seconds"] + line.get("seconds", 0.0), old["text"] + line.get("text", "")
-            cases[line["test"]] = {"outcome": worst, "seconds": seconds, "text": said, "ended": "ended" in line}
+            seconds, said = (
+                old["seconds"] + line.get("seconds", 0.0),
+                old["text"] + line.get("text", ""),
+            )
+            cases[line["test"]] = {
+                "outcome": worst,
+                "seconds": seconds,
+                "text": said,
+                "ended": "ended" in line,
+            }
     return wanted, cases
 
 
@@ -57,8 +67,12 @@ def told(directory: Path) -> list[str]:
     _, cases = read(directory)
     ended = {name: case["outcome"] for name, case in cases.items() if case["ended"]}
     counts = Counter(ended.values())
-    lines = [f"tests that had ended: {', '.join(f'{counts[name]} {name}' for name in _ORDER if counts[name]) or 'none'}"]
-    lines += [f"  {outcome}: {name}" for name, outcome in ended.items() if outcome in ("failed", "error")]
+    lines = [
+        f"tests that had ended: {', '.join(f'{counts[name]} {name}' for name in _ORDER if counts[name]) or 'none'}"
+    ]
+    lines += [
+        f"  {outcome}: {name}" for name, outcome in ended.items() if outcome in ("failed", "error")
+    ]
     lines += [f"test under way: {name}" for name in cases if name not in ended]
     return lines if cases else []
 
@@ -82,9 +96,14 @@ def write_junit(directory: Path, report: str) -> Path | None:
         if not case["ended"]:
             case.update(outcome="error", text=f"{case['text']}\n{report}".strip())
     outcomes = Counter(case["outcome"] for case in cases.values())
-    counts = {name: str(outcomes[kind]) for kind, name in (("failed", "failures"), ("error", "errors"), ("skipped", "skipped"))}
+    counts = {
+        name: str(outcomes[kind])
+        for kind, name in (("failed", "failures"), ("error", "errors"), ("skipped", "skipped"))
+    }
     root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", {"name": wanted["suite"], "tests": str(len(cases)), **counts})
+    suite = ET.SubElement(
+        root, "testsuite", {"name": wanted["suite"], "tests": str(len(cases)), **counts}
+    )
     for name, case in sorted(cases.items(), key=lambda item: not item[1]["ended"]):
         _add_case(suite, name, case)
     file = Path(wanted["xml"])
@@ -96,7 +115,15 @@ def write_junit(directory: Path, report: str) -> Path | None:
 def _add_case(suite: ET.Element, name: str, case: dict[str, Any]) -> None:
     path, *parts = name.split("::")
     classname = ".".join([path.removesuffix(".py").replace("/", "."), *parts[:-1]])
-    made = ET.SubElement(suite, "testcase", classname=classname, name=(parts or [path])[-1], time=f"{case['seconds']:.3f}")
+    made = ET.SubElement(
+        suite,
+        "testcase",
+        classname=classname,
+        name=(parts or [path])[-1],
+        time=f"{case['seconds']:.3f}",
+    )
     if tag := _TAGS.get(case["outcome"]):
-        text = "".join(letter for letter in case["text"] if letter.isprintable() or letter in "\n\t")  # XML knows no others
+        text = "".join(
+            letter for letter in case["text"] if letter.isprintable() or letter in "\n\t"
+        )  # XML knows no others
         ET.SubElement(made, tag, message=text.partition("\n")[0]).text = text

@@ -1,8 +1,9 @@
 """Keep what a rank knows where it outlives the process: its process number, its stacks and its last place.
 
-The launcher runs this file in front of a Python program: `python watch.py program.py arguments`. A test session also sets a time
-limit. At the limit the stacks of all threads go to a file, and five seconds later the kernel's alarm ends the process. Neither
-needs the interpreter's lock, which a rank blocked inside MPI may hold. Nothing but the standard library is imported.
+The launcher runs this file in front of a Python program: `python watch.py program.py arguments`. A
+test session also sets a time limit. At the limit the stacks of all threads go to a file, and five
+seconds later the kernel's alarm ends the process. Neither needs the interpreter's lock, which a
+rank blocked inside MPI may hold. Nothing but the standard library is imported.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ class Watch:
         rank: of this process in the world.
 
     Attributes:
-        directory: the launcher's, or a temporary one without a launcher. Then stacks go to standard error.
+        directory: the launcher's, or a temporary one without a launcher. Then stacks go to standard
+            error.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.temporary = None if RUN_DIR in os.environ else tempfile.TemporaryDirectory(prefix="sp_core-")
-        self.directory = Path(os.environ[RUN_DIR] if self.temporary is None else self.temporary.name)
+        self.temporary = (
+            None if RUN_DIR in os.environ else tempfile.TemporaryDirectory(prefix="sp_core-")
+        )
+        self.directory = Path(
+            os.environ[RUN_DIR] if self.temporary is None else self.temporary.name
+        )
         self.limits: list[float] = []
         self.hang, self.stack, self.flying = self._open("hang"), self._open("stack"), -1
         place = file_of(self.directory, rank, "place")
@@ -48,10 +54,14 @@ class Watch:
             self.place = mmap.mmap(file.fileno(), PLACE_BYTES)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as it is again in MPI_Finalize, after the interpreter's end
+        signal.signal(
+            signal.SIGUSR1, signal.SIG_IGN
+        )  # as it is again in MPI_Finalize, after the interpreter's end
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
         hold_life(self.directory, rank)
-        file_of(self.directory, rank, "pid").write_text(str(os.getpid()))  # last: the launcher may send a signal from now on
+        file_of(self.directory, rank, "pid").write_text(
+            str(os.getpid())
+        )  # last: the launcher may send a signal from now on
 
     def _open(self, kind: str) -> int:
         if self.temporary is not None:
@@ -93,7 +103,8 @@ def file_of(directory: Path, rank: int, kind: str) -> Path:
 def hold_life(directory: Path, rank: int) -> int:
     """Open a pipe that only the end of the process closes. The launcher hears of it as early as mpiexec hears of its own.
 
-    The system first closes a process's files and then says that it is dead. In between mpiexec can have killed the others.
+    The system first closes a process's files and then says that it is dead. In between mpiexec can
+    have killed the others.
 
     Returns:
         The file descriptor; -1 if no launcher listens.
@@ -184,7 +195,13 @@ def run_program(arguments: list[str]) -> None:
     """Run a Python program as the interpreter would: a file, `-m module` or `-c code`, with its arguments."""
     kind, *rest = arguments
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        sys.path[0] = "" if kind == "-c" else os.getcwd() if kind == "-m" else os.path.dirname(os.path.abspath(kind))
+        sys.path[0] = (
+            ""
+            if kind == "-c"
+            else os.getcwd()
+            if kind == "-m"
+            else os.path.dirname(os.path.abspath(kind))
+        )
     sys.argv = [kind, *rest[1:]] if kind == "-c" else rest if kind == "-m" else arguments
     try:
         if kind == "-m":

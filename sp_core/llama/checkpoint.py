@@ -1,6 +1,7 @@
 """Model folders in Hugging Face's format. Nothing is unpickled.
 
-Each rank reads its own slices of the tensors in `*.safetensors`. A folder is written from any mesh, whole or not at all.
+Each rank reads its own slices of the tensors in `*.safetensors`. A folder is written from any mesh,
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class Checkpoint:
         self.folder = Path(folder)
         places = self._read_index() if (self.folder / INDEX).exists() else {}
         if not places and not (self.folder / SINGLE).exists():
-            pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
+            pickled = sorted(
+                path.name
+                for pattern in ("*.bin", "*.pt", "*.pth")
+                for path in self.folder.glob(pattern)
+            )
             hint = (
                 f" There is {pickled[0]}, which would have to be unpickled and never is: convert it to safetensors."
                 if pickled
@@ -88,7 +93,8 @@ class Checkpoint:
             )
         view = self._slice(name)
         cut: list[Any] = [
-            view[part.start : part.stop] if placement.dim == 0 else view[:, part.start : part.stop] for part in placement.held[rank]
+            view[part.start : part.stop] if placement.dim == 0 else view[:, part.start : part.stop]
+            for part in placement.held[rank]
         ]
         return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
 
@@ -110,8 +116,14 @@ class Checkpoint:
     def _read_index(self) -> dict[str, str]:
         """Return the file of each tensor."""
         places = read_json(self.folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places or not all(isinstance(x, str) and Path(x).name == x for x in places.values()):
-            raise CheckpointError(f"{self.folder / INDEX} has no weight_map from tensors to files of this folder. Copy it again.")
+        if (
+            not isinstance(places, dict)
+            or not places
+            or not all(isinstance(x, str) and Path(x).name == x for x in places.values())
+        ):
+            raise CheckpointError(
+                f"{self.folder / INDEX} has no weight_map from tensors to files of this folder. Copy it again."
+            )
         return places
 
 
@@ -120,22 +132,32 @@ def _opened(path: Path, number: int) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
-        raise CheckpointError("reading a model needs safetensors; install it with pip install 'sp-core[llama]'.") from error
+        raise CheckpointError(
+            "reading a model needs safetensors; install it with pip install 'sp-core[llama]'."
+        ) from error
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing, of {number} that {INDEX} names. Copy it too.") from error
+        raise CheckpointError(
+            f"{path} is missing, of {number} that {INDEX} names. Copy it too."
+        ) from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
 
 def load(
-    folder: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, scheme: str | None = None, tp_sp: bool = False
+    folder: str | Path,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    scheme: str | None = None,
+    tp_sp: bool = False,
 ) -> Llama:
     """Load a LLaMA from a folder in Hugging Face's format. Each rank reads only its own slices of its own layers.
 
     Args:
-        folder: holds `config.json` and either `model.safetensors`, or several files and `model.safetensors.index.json`.
+        folder: holds `config.json` and either `model.safetensors`, or several files and
+            `model.safetensors.index.json`.
         mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
         dtype: in which to compute; that of the file if not given.
         scheme: as in `Grid.of`.
@@ -160,13 +182,17 @@ def load(
     def call() -> str:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
-        layers = len({name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")})
+        layers = len(
+            {name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")}
+        )
         if layers != config.num_hidden_layers:  # before so many layers are built
             raise CheckpointError(
                 f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in {folder} are those of {layers}. "
                 "They belong to different models."
             )
-        model = Llama(config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp)
+        model = Llama(
+            config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp
+        )
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
         found.append(model)
@@ -191,11 +217,17 @@ def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
     expected = parameter_names(model)
     missing = sorted(expected - set(checkpoint.names))
     if missing:
-        raise CheckpointError(f"{_some(missing)} missing from the weights in {checkpoint.folder}; config.json asks for them.")
+        raise CheckpointError(
+            f"{_some(missing)} missing from the weights in {checkpoint.folder}; config.json asks for them."
+        )
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    extra = sorted(name for name in set(checkpoint.names) - expected - tied if not name.endswith(_UNUSED))
+    extra = sorted(
+        name for name in set(checkpoint.names) - expected - tied if not name.endswith(_UNUSED)
+    )
     if extra:
-        raise CheckpointError(f"{_some(extra)} in {checkpoint.folder}, for which a model with its config.json has no place.")
+        raise CheckpointError(
+            f"{_some(extra)} in {checkpoint.folder}, for which a model with its config.json has no place."
+        )
     for name in expected:
         checkpoint.dtype(name)
 
@@ -204,24 +236,32 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {'is' if len(names) == 1 else 'are'}"
 
 
-def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None, max_file_bytes: int | None = None) -> None:
+def save(
+    model: Llama,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_file_bytes: int | None = None,
+) -> None:
     """Write a model as an ordinary folder of Hugging Face, which `load` and transformers read.
 
-    The folder gets its name when everything is in it; what a save that is killed leaves behind has another name, and no
-    `config.json`.
+    The folder gets its name when everything is in it; what a save that is killed leaves behind has
+    another name, and no `config.json`.
 
     Args:
         model: on any mesh.
         folder: where nothing is yet, or an empty folder.
         tokenizer: for `tokenizer.json`, such as `byte_tokenizer()`. That of rank 0 is written.
-        max_file_bytes: the weights go into several files, each of at most so many bytes or one tensor; into one if not given.
+        max_file_bytes: the weights go into several files, each of at most so many bytes or one
+            tensor; into one if not given.
 
     Communication:
-        Over the tensor ranks one all-gather of each weight; over all ranks three agreements, and one for each file.
+        Over the tensor ranks one all-gather of each weight; over all ranks three agreements, and
+        one for each file.
 
     Raises:
-        CheckpointError: something is there already, the folder cannot be written, max_file_bytes is less than 1, or the layers
-            are split over stages.
+        CheckpointError: something is there already, the folder cannot be written, max_file_bytes is
+            less than 1, or the layers are split over stages.
         CollectiveMismatch: ranks that save differently. Both on every rank.
     """
     check_model(model)
@@ -230,23 +270,34 @@ def save(model: Llama, folder: str | Path, *, tokenizer: Tokenizer | None = None
     def call() -> str:
         arguments.check(folder=folder, tokenizer=tokenizer, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
-            raise CheckpointError(f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file.")
+            raise CheckpointError(
+                f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file."
+            )
         return f"save({folder}, {max_file_bytes}) on {everyone.name}"
 
     everyone.agree_on(call)
     target = Path(folder)
-    files = _files({checkpoint_name(name): weight for name, weight in model.named_parameters()}, max_file_bytes)
+    files = _files(
+        {checkpoint_name(name): weight for name, weight in model.named_parameters()}, max_file_bytes
+    )
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
     def on_first(write: Callable[[], None]) -> None:
         everyone.agree_on(
-            lambda: f"save({target}, {max_file_bytes}) on {everyone.name}", partial(_attempt, write, target, everyone.rank)
+            lambda: f"save({target}, {max_file_bytes}) on {everyone.name}",
+            partial(_attempt, write, target, everyone.rank),
         )
 
     try:
         on_first(partial(_begin, model.grid.stages.size, target, draft))
         for file, weights in files.items():
-            on_first(partial(_write, {name: _gathered(weight, model).cpu() for name, weight in weights.items()}, draft / file))
+            on_first(
+                partial(
+                    _write,
+                    {name: _gathered(weight, model).cpu() for name, weight in weights.items()},
+                    draft / file,
+                )
+            )
         on_first(partial(_end, model, tokenizer, files, draft, target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has its name by now
@@ -257,19 +308,30 @@ def _gathered(weight: nn.Parameter, model: Llama) -> Tensor:
     """Gather the whole of a weight on every tensor rank."""
     placement = placement_of(weight)
     sizes = [sum(map(len, held)) for held in placement.held]
-    return placement.join(all_gather(weight.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes))
+    return placement.join(
+        all_gather(weight.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
+    )
 
 
-def _files(weights: Mapping[str, nn.Parameter], limit: int | None) -> dict[str, dict[str, nn.Parameter]]:
+def _files(
+    weights: Mapping[str, nn.Parameter], limit: int | None
+) -> dict[str, dict[str, nn.Parameter]]:
     """Assign the weights to files in their order. A file takes as many as fit into `limit` bytes, but at least one."""
     groups: list[dict[str, nn.Parameter]] = [{}]
     for name, weight in weights.items():
-        if limit is not None and groups[-1] and sum(map(_size, (*groups[-1].values(), weight))) > limit:
+        if (
+            limit is not None
+            and groups[-1]
+            and sum(map(_size, (*groups[-1].values(), weight))) > limit
+        ):
             groups.append({})
         groups[-1][name] = weight
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+    return {
+        f"model-{number:05}-of-{len(groups):05}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
 
 
 def _size(weight: nn.Parameter) -> int:
@@ -283,15 +345,23 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
         if rank == 0:
             write()
     except (OSError, ModuleNotFoundError) as error:
-        hint = " pip install 'sp-core[llama]' installs it." if isinstance(error, ModuleNotFoundError) else ""
+        hint = (
+            " pip install 'sp-core[llama]' installs it."
+            if isinstance(error, ModuleNotFoundError)
+            else ""
+        )
         raise CheckpointError(f"{target} cannot be written: {error}.{hint}") from error
 
 
 def _begin(stages: int, target: Path, draft: Path) -> None:
     if stages > 1:
-        raise CheckpointError(f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out.")
+        raise CheckpointError(
+            f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out."
+        )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{target} is there already, and is no empty folder. Delete it, or save under another name.")
+        raise CheckpointError(
+            f"{target} is there already, and is no empty folder. Delete it, or save under another name."
+        )
     draft.mkdir(parents=True)
 
 
@@ -306,7 +376,11 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _end(
-    model: Llama, tokenizer: Tokenizer | None, files: Mapping[str, Mapping[str, nn.Parameter]], draft: Path, target: Path
+    model: Llama,
+    tokenizer: Tokenizer | None,
+    files: Mapping[str, Mapping[str, nn.Parameter]],
+    draft: Path,
+    target: Path,
 ) -> None:
     """Write the other files of the folder, config.json last, and give the folder its name."""
     if list(files) != [SINGLE]:
@@ -315,7 +389,10 @@ def _end(
         _write_json({"metadata": {"total_size": total}, "weight_map": places}, draft / INDEX)
     if tokenizer is not None:
         tokenizer.save(str(draft / "tokenizer.json"))
-    _write_json({**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}, draft / "config.json")
+    _write_json(
+        {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")},
+        draft / "config.json",
+    )
     draft.rename(target)
 
 

@@ -20,7 +20,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """Settings for which only these values are supported."""
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class LlamaConfig:
     """The architecture of a LLaMA, with the names of Hugging Face.
 
     Args:
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: V, E, F,
-            layers, H, K (a divisor of H) and D (even).
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+            num_key_value_heads, head_dim: V, E, F, layers, H, K (a divisor of H) and D (even).
         rms_norm_eps: added to the mean square.
         rope_theta, rope_scaling: base and scaling of `Rope`.
         tie_word_embeddings: the head is the embedding.
@@ -56,10 +62,15 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit together."""
-        sizes = {name: getattr(self, name) for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")}
+        sizes = {
+            name: getattr(self, name)
+            for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
+        }
         wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
         if wrong:
-            raise CheckpointError(f"the configuration says {wrong}; whole numbers of at least 1 are needed.")
+            raise CheckpointError(
+                f"the configuration says {wrong}; whole numbers of at least 1 are needed."
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise CheckpointError(
                 f"num_attention_heads={self.num_attention_heads} and num_key_value_heads={self.num_key_value_heads} were given; "
@@ -68,7 +79,9 @@ class LlamaConfig:
         try:
             self.rope()
         except (ShapeError, ValueError, TypeError) as error:
-            raise CheckpointError(f"the rotary embedding of the configuration is not supported: {error}") from error
+            raise CheckpointError(
+                f"the rotary embedding of the configuration is not supported: {error}"
+            ) from error
 
     @property
     def layer_weights(self) -> int:
@@ -108,12 +121,16 @@ class LlamaConfig:
             )
         for name, supported in _ONLY.items():
             if values.get(name, supported[0]) not in (*supported, None):
-                raise CheckpointError(f"{name}={values[name]!r} is not supported; only {supported[0]!r} is.")
+                raise CheckpointError(
+                    f"{name}={values[name]!r} is not supported; only {supported[0]!r} is."
+                )
         missing = [name for name in _SIZES if name not in values]
         if missing:
             raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
-        head_dim = values.get("head_dim") or (hidden // heads if _is_size(heads) and _is_size(hidden) else 0)
+        head_dim = values.get("head_dim") or (
+            hidden // heads if _is_size(heads) and _is_size(hidden) else 0
+        )
         return cls(
             **{name: values[name] for name in _SIZES},
             num_key_value_heads=values.get("num_key_value_heads") or heads,
@@ -148,11 +165,15 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there. Give the folder of a model in Hugging Face's format.") from error
+        raise CheckpointError(
+            f"{path} is not there. Give the folder of a model in Hugging Face's format."
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a {type(values).__name__}, needed an object. Copy it again.")
+        raise CheckpointError(
+            f"{path} holds a {type(values).__name__}, needed an object. Copy it again."
+        )
     return values
 
 
@@ -172,7 +193,9 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     joint = values.get("rope_parameters") or {}
     scaling = joint or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
-        raise CheckpointError(f"the scaling of the rotary embedding is {scaling!r}, needed an object or null.")
+        raise CheckpointError(
+            f"the scaling of the rotary embedding is {scaling!r}, needed an object or null."
+        )
     base = _number({**values, **joint}, "rope_theta", 10000.0)
     kept = {name: value for name, value in scaling.items() if name != "rope_theta"}
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
@@ -183,5 +206,7 @@ def _tokens(value: object) -> tuple[int, ...]:
     """Return one token, a list of tokens or None as a tuple."""
     items = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise CheckpointError(f"eos_token_id={value!r} was given, needed a number, a list of numbers, or null.")
+        raise CheckpointError(
+            f"eos_token_id={value!r} was given, needed a number, a list of numbers, or null."
+        )
     return tuple(items)

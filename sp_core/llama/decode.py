@@ -1,13 +1,17 @@
 """Sequences that grow: by many tokens, which the ranks divide among them, or by single tokens. The cache is split over the ranks.
 
-    prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept      q_r  (k v)_0..P-1
-    decode:  every rank has the new tokens and attends to what it keeps; the parts are merged       merge_r attend(q, (k v)_r)
+    prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept
+    q_r  (k v)_0..P-1
+    decode:  every rank has the new tokens and attends to what it keeps; the parts are merged
+    merge_r attend(q, (k v)_r)
 
-Shapes: N sequences, S new tokens, E model dim, H heads, D head dim, V vocabulary, P sequence ranks, T tensor ranks.
+Shapes: N sequences, S new tokens, E model dim, H heads, D head dim, V vocabulary, P sequence ranks,
+T tensor ranks.
 
-The cache keeps keys and values of all tokens so far, each rank those of about 1/P of them. The sequences of a batch lie one after
-the other on one line of positions, each in a slot of its own: token t of sequence i is at i * slot + t. So sequences of any lengths
-need no padding, and masks and rotary angles follow from positions alone.
+The cache keeps keys and values of all tokens so far, each rank those of about 1/P of them. The
+sequences of a batch lie one after the other on one line of positions, each in a slot of its own:
+token t of sequence i is at i * slot + t. So sequences of any lengths need no padding, and masks and
+rotary angles follow from positions alone.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ class New:
     Args:
         tokens: for each sequence its new ones.
         positions: the position of each new token in the cache, over all sequences.
-        shares: for each rank the indices, into `positions`, of the tokens whose keys and values it keeps.
+        shares: for each rank the indices, into `positions`, of the tokens whose keys and values it
+            keeps.
     """
 
     tokens: Tokens
@@ -47,7 +52,11 @@ class New:
 
     def ends(self) -> list[int]:
         """Return the place of the last new token of each sequence that got any."""
-        return [stop - 1 for new, stop in zip(self.tokens, accumulate(map(len, self.tokens)), strict=True) if new]
+        return [
+            stop - 1
+            for new, stop in zip(self.tokens, accumulate(map(len, self.tokens)), strict=True)
+            if new
+        ]
 
 
 class Cache:
@@ -57,7 +66,8 @@ class Cache:
         model: whose keys and values these are.
         room: for each sequence, how many tokens it may get.
 
-    The tensors are made at once: for each layer of this stage, 2 * K/T * D numbers for ceil(sum(room) / P) tokens on every rank.
+    The tensors are made at once: for each layer of this stage, 2 * K/T * D numbers for
+    ceil(sum(room) / P) tokens on every rank.
     """
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
@@ -67,7 +77,13 @@ class Cache:
         self.slot = max(room, default=0)
         self.lengths = [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
-        shape = (len(model.own), 2, -(-sum(room) // comm.size), len(model.kv_heads), config.head_dim)
+        shape = (
+            len(model.own),
+            2,
+            -(-sum(room) // comm.size),
+            len(model.kv_heads),
+            config.head_dim,
+        )
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
 
     def place(self, tokens: Tokens, first: int = 0) -> list[int]:
@@ -80,13 +96,17 @@ class Cache:
         Raises:
             ShapeError: there is no room for them.
         """
-        for number, (length, new, room) in enumerate(zip(self.lengths, tokens, self.room, strict=True), first):
+        for number, (length, new, room) in enumerate(
+            zip(self.lengths, tokens, self.room, strict=True), first
+        ):
             if length + len(new) > room:
                 raise ShapeError(
                     f"sequence {number} has {length} tokens and room for {room}; {len(new)} more were given. Make more room."
                 )
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
-        return [start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))]
+        return [
+            start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))
+        ]
 
     def add(self, tokens: Tokens, positions: list[int]) -> New:
         """Add new tokens at the positions that `place` has returned, and divide them among the ranks."""
@@ -110,20 +130,26 @@ class Cache:
     def mask(self, end: int, kv_end: int) -> Mask:
         """Return a causal mask with each sequence as a document, for queries below `end` and keys below `kv_end`."""
         slots = [number * self.slot for number in range(len(self.room))]
-        documents, kv_documents = ((*(min(start, stop) for start in slots), stop) for stop in (end, kv_end))
+        documents, kv_documents = (
+            (*(min(start, stop) for start in slots), stop) for stop in (end, kv_end)
+        )
         return Mask(causal=True, documents=documents, kv_documents=kv_documents)
 
     def shares(self, number: int) -> list[list[int]]:
         """Divide so many new tokens among the ranks, so that their totals differ by at most one.
 
-        Each rank gets a piece from the front and one from the back, in opposite orders: under a causal mask these are equal work.
+        Each rank gets a piece from the front and one from the back, in opposite orders: under a
+        causal mask these are equal work.
         """
         counts = [len(owned) for owned in self.owned]
         each, more = divmod(sum(counts) + number, len(counts))
         first = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))[:more]
         quotas = [each + (rank in first) - count for rank, count in enumerate(counts)]
         fronts = [quota - quota // 2 for quota in quotas]
-        pieces = [*enumerate(fronts), *((rank, quotas[rank] - fronts[rank]) for rank in reversed(range(len(counts))))]
+        pieces = [
+            *enumerate(fronts),
+            *((rank, quotas[rank] - fronts[rank]) for rank in reversed(range(len(counts)))),
+        ]
         shares: list[list[int]] = [[] for _ in quotas]
         start = 0
         for rank, length in pieces:
@@ -135,18 +161,22 @@ class Cache:
 class Decoder:
     """A batch of sequences, of any lengths, that one model continues.
 
-    Where the layers of the model are split over stages, the sequences go through these in micro-batches, several at a time.
+    Where the layers of the model are split over stages, the sequences go through these in
+    micro-batches, several at a time.
 
     Args:
         model: the weights.
         room: for each sequence, how many tokens it may get in all.
-        micro_batches: into how many parts the batch is cut; as many as there are stages if not given.
+        micro_batches: into how many parts the batch is cut; as many as there are stages if not
+            given.
 
     Raises:
         ShapeError: less than one micro-batch.
     """
 
-    def __init__(self, model: Llama, room: Sequence[int], *, micro_batches: int | None = None) -> None:
+    def __init__(
+        self, model: Llama, room: Sequence[int], *, micro_batches: int | None = None
+    ) -> None:
         count = model.grid.stages.size if micro_batches is None else micro_batches
         if count < 1:
             raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
@@ -161,16 +191,19 @@ class Decoder:
             tokens: for each sequence its new tokens, on every rank; none for one that waits.
 
         Returns:
-            (N', V): the logits after the last new token of each sequence that got one, on every rank.
+            (N', V): the logits after the last new token of each sequence that got one, on every
+            rank.
 
         Communication:
-            Per layer that of the scheme, with everything that is kept as keys, and two all-reduces over the tensor ranks; one more
-            for the embedding. Then one all-gather of (N', E) and one of (N', V). With `tp_sp` as `Llama.forward`, and one more
-            all-gather of (N', E). Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch; then one broadcast
-            of (N', V).
+            Per layer that of the scheme, with everything that is kept as keys, and two all-reduces
+            over the tensor ranks; one more for the embedding. Then one all-gather of (N', E) and
+            one of (N', V). With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E).
+            Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch; then one
+            broadcast of (N', V).
 
         Raises:
-            ShapeError, ValueError: no room, no token, or one that is not in the vocabulary. On every rank.
+            ShapeError, ValueError: no room, no token, or one that is not in the vocabulary. On
+                every rank.
         """
         return self._run("prefill", tokens, self._spread)
 
@@ -180,8 +213,9 @@ class Decoder:
         Args, returns, raises: as `prefill`.
 
         Communication:
-            Per layer one all-gather of (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks; one more
-            for the embedding. Then one all-gather of (N', V). Between stages as `prefill`.
+            Per layer one all-gather of (S, H/T, D + 1) over the sequence ranks, and two all-reduces
+            over the tensor ranks; one more for the embedding. Then one all-gather of (N', V).
+            Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 
@@ -190,7 +224,9 @@ class Decoder:
         """Agree on a call, then compute it for one micro-batch after the other."""
         model, tensor = self.model, self.model.grid.tensor
         vocab, stages = model.config.vocab_size, model.grid.stages
-        passes, lasts = zip(*(step_of(cache, new) for cache, new in self._add(what, tokens)), strict=True)
+        passes, lasts = zip(
+            *(step_of(cache, new) for cache, new in self._add(what, tokens)), strict=True
+        )
         hidden = pipeline.forward(model, passes)
         logits = torch.empty(sum(map(bool, tokens)), vocab, dtype=model.dtype, device=stages.device)
         if model.is_last:
@@ -201,13 +237,17 @@ class Decoder:
     def _spread(self, cache: Cache, new: New) -> Step:
         """Prepare a step in which each rank computes some of the new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
-        sharding = Sharding.from_positions([[new.positions[place] for place in share] for share in new.shares])
+        sharding = Sharding.from_positions(
+            [[new.positions[place] for place in share] for share in new.shares]
+        )
         kept = Sharding.from_positions(cache.owned)
         mask = cache.mask(sharding.end, kept.end)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, k, v)
-            return self.model.attend(q, *cache.read(layer), sharding=sharding, kv_sharding=kept, mask=mask)
+            return self.model.attend(
+                q, *cache.read(layer), sharding=sharding, kv_sharding=kept, mask=mask
+            )
 
         one = self._pass(cache, new, mine, attend, self.model.lengths(len(mine)))
         return one, lambda hidden: self._last(hidden, new, one.lengths)
@@ -217,13 +257,22 @@ class Decoder:
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end = len(cache.room) * cache.slot
-        visible = cache.mask(end, end).allowed(new.positions, cache.owned[comm.rank]).to(comm.device)
+        visible = (
+            cache.mask(end, end).allowed(new.positions, cache.owned[comm.rank]).to(comm.device)
+        )
         kind, allowed = ("full", None) if visible.all() else ("partial", visible)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, k[:, mine], v[:, mine])
             keys, values = (model.spread(x).transpose(1, 2) for x in cache.read(layer))
-            part = block_attention(q.transpose(1, 2), keys, values, kind=kind, allowed=allowed, scale=q.shape[-1] ** -0.5)
+            part = block_attention(
+                q.transpose(1, 2),
+                keys,
+                values,
+                kind=kind,
+                allowed=allowed,
+                scale=q.shape[-1] ** -0.5,
+            )
             return _merged(*part, comm).transpose(1, 2).to(q.dtype)
 
         one = self._pass(cache, new, range(len(new.positions)), attend)
@@ -252,7 +301,14 @@ class Decoder:
         added = [(cache, cache.add(own, positions)) for cache, own, positions in found]
         return [(cache, new) for cache, new in added if new.positions]
 
-    def _pass(self, cache: Cache, new: New, places: Sequence[int], attend: LayerAttend, lengths: Lengths = None) -> Pass:
+    def _pass(
+        self,
+        cache: Cache,
+        new: New,
+        places: Sequence[int],
+        attend: LayerAttend,
+        lengths: Lengths = None,
+    ) -> Pass:
         """Describe the pass of the new tokens with these indices, as one row (1, S)."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
@@ -266,8 +322,13 @@ class Decoder:
         if lengths is None:
             rows = hidden[0, mine]
         else:
-            parts = [[index - part.start for index in mine if index in part] for part in split_ranges(sum(lengths), tensor.size)]
-            rows = all_gather(hidden[0, parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts)))
+            parts = [
+                [index - part.start for index in mine if index in part]
+                for part in split_ranges(sum(lengths), tensor.size)
+            ]
+            rows = all_gather(
+                hidden[0, parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts))
+            )
         rows = all_gather(rows, comm=comm, sizes=list(map(len, held)))
         order = torch.tensor([place for part in held for place in part]).argsort()
         return rows[order.to(rows.device)]
@@ -279,7 +340,9 @@ Step = tuple[Pass, Callable[[Tensor], Tensor]]
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
     """Merge the attention of all ranks, (1, H/T, S, D) with its log-sum-exp (1, H/T, S), in one order on every rank."""
-    parts = all_gather(torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size)
+    parts = all_gather(
+        torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size
+    )
     total, total_lse = parts[:1, ..., :-1].clone(), parts[:1, ..., -1].clone()
     for rank in range(1, comm.size):
         part = parts[rank : rank + 1]

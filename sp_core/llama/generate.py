@@ -26,13 +26,15 @@ class Sampling:
     Args:
         temperature: 0 takes the most likely one; else the logits are divided by it.
         top_k: only from so many of the most likely ones; all if None.
-        top_p: only from the fewest most likely ones whose probabilities add up to this; all if None.
+        top_p: only from the fewest most likely ones whose probabilities add up to this; all if
+            None.
         seed: of the random numbers, any whole number; each prompt has its own sequence of them.
 
     Raises:
         ValueError: a number that makes no sense.
 
-    Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv:1904.09751, section 3.1 (top-p).
+    Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv:1904.09751,
+    section 3.1 (top-p).
     """
 
     temperature: float = 0.0
@@ -43,11 +45,17 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
         if not 0 <= self.temperature < torch.inf:
-            raise ValueError(f"temperature={self.temperature} was given; pass a number of at least 0.")
+            raise ValueError(
+                f"temperature={self.temperature} was given; pass a number of at least 0."
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} was given; pass at least 1, or None for all tokens.")
+            raise ValueError(
+                f"top_k={self.top_k} was given; pass at least 1, or None for all tokens."
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for all tokens.")
+            raise ValueError(
+                f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for all tokens."
+            )
 
     def random(self, prompt: int) -> torch.Generator:
         """Return the random numbers of a prompt. They do not depend on the ranks."""
@@ -58,13 +66,17 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
-        p = ((order.values - order.values[0]) / self.temperature).softmax(0)  # at most 0: no quotient is infinity
+        p = ((order.values - order.values[0]) / self.temperature).softmax(
+            0
+        )  # at most 0: no quotient is infinity
         if self.top_k is not None:
             p[self.top_k :] = 0
         if self.top_p is not None:
             p[p.cumsum(0) - p >= self.top_p * p.sum()] = 0
         chances = p.cumsum(0)
-        drawn = torch.rand((), generator=random, dtype=torch.float64).to(chances.device) * chances[-1]
+        drawn = (
+            torch.rand((), generator=random, dtype=torch.float64).to(chances.device) * chances[-1]
+        )
         return int(order.indices[int((chances <= drawn).sum())])
 
 
@@ -81,7 +93,8 @@ def generate(
 
     Args:
         model: the weights.
-        prompts: of any lengths, at least one token each; the same on every rank. Replicas take shares of them.
+        prompts: of any lengths, at least one token each; the same on every rank. Replicas take
+            shares of them.
         max_tokens: how many to add at most.
         sampling: how to choose; greedily if not given.
         stop: tokens after which a sequence ends; those of the model's configuration if not given.
@@ -91,11 +104,12 @@ def generate(
         The new tokens of each prompt, with the one that stopped it, on every rank.
 
     Communication:
-        That of `Decoder.prefill` once and of `Decoder.decode` for each further token, and each time a broadcast of the tokens
-        chosen. In the end an all-gather of the results over the replicas.
+        That of `Decoder.prefill` once and of `Decoder.decode` for each further token, and each time
+        a broadcast of the tokens chosen. In the end an all-gather of the results over the replicas.
 
     Raises:
-        ValueError: an empty prompt, a token that is not in the vocabulary, or more tokens than the model has positions.
+        ValueError: an empty prompt, a token that is not in the vocabulary, or more tokens than the
+            model has positions.
         CollectiveMismatch: ranks with different arguments. On every rank.
     """
     check_model(model)
@@ -103,12 +117,16 @@ def generate(
     stop = model.config.eos_token_id if stop is None else stop
     sampling = Sampling() if sampling is None else sampling
     grid.everyone.agree_on(
-        lambda: f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))})",
+        lambda: (
+            f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))})"
+        ),
         lambda: _check(model, prompts, max_tokens, sampling, stop, on_token),
     )
     share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
     decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in share])
-    new = {number: list(prompts[number]) for number in share}  # for each sequence the tokens that the decoder has not seen
+    new = {
+        number: list(prompts[number]) for number in share
+    }  # for each sequence the tokens that the decoder has not seen
     results: dict[int, list[int]] = {number: [] for number in share}
     randoms = {number: sampling.random(number) for number in share}
     step = decoder.prefill
@@ -116,8 +134,15 @@ def generate(
         logits, step = step(list(new.values())), decoder.decode
         going_on = [number for number, tokens in new.items() if tokens]
         new = {number: [] for number in share}
-        chosen = torch.tensor([sampling.choose(row, randoms[number]) for number, row in zip(going_on, logits, strict=True)])
-        for number, token in zip(going_on, broadcast(chosen.to(logits.device), comm=grid.model).tolist(), strict=True):
+        chosen = torch.tensor(
+            [
+                sampling.choose(row, randoms[number])
+                for number, row in zip(going_on, logits, strict=True)
+            ]
+        )
+        for number, token in zip(
+            going_on, broadcast(chosen.to(logits.device), comm=grid.model).tolist(), strict=True
+        ):
             results[number].append(token)
             new[number] = [] if token in stop else [token]
             if on_token is not None:
@@ -125,21 +150,36 @@ def generate(
         if not any(new.values()):
             break
     line = [number for tokens in results.values() for number in (len(tokens), *tokens)]
-    everybodys = iter(all_gather(torch.tensor(line, dtype=torch.int64, device=grid.replicas.device), comm=grid.replicas).tolist())
-    return [list(islice(everybodys, length)) for length in everybodys]  # each sequence travels behind its length
+    everybodys = iter(
+        all_gather(
+            torch.tensor(line, dtype=torch.int64, device=grid.replicas.device), comm=grid.replicas
+        ).tolist()
+    )
+    return [
+        list(islice(everybodys, length)) for length in everybodys
+    ]  # each sequence travels behind its length
 
 
 def _check(
-    model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, stop: Sequence[int], on_token: OnToken | None
+    model: Llama,
+    prompts: Tokens,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[int],
+    on_token: OnToken | None,
 ) -> None:
     arguments.check(prompts=prompts, max_tokens=max_tokens, stop=stop, on_token=on_token)
-    arguments.check_type("sampling", sampling, Sampling, "Pass Sampling(...), or None to choose greedily.")
+    arguments.check_type(
+        "sampling", sampling, Sampling, "Pass Sampling(...), or None to choose greedily."
+    )
     limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {number} is empty; give at least one token, such as the one that begins a text.")
+            raise ValueError(
+                f"prompt {number} is empty; give at least one token, such as the one that begins a text."
+            )
         if len(prompt) + max_tokens > limit:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the model's {limit} positions."

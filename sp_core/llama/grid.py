@@ -30,9 +30,11 @@ class Grid:
     Args:
         tensor: split heads, feed-forward features and vocabulary; they have the same tokens.
         sequence: split each sequence.
-        stages: hold the layers one after the other; each computes its own for a micro-batch and passes it on.
+        stages: hold the layers one after the other; each computes its own for a micro-batch and
+            passes it on.
         replicas: hold the same weights for other sequences.
-        data: sequence ranks and replicas together: all that hold the same slices of the weights and have other tokens.
+        data: sequence ranks and replicas together: all that hold the same slices of the weights and
+            have other tokens.
         model: tensor and sequence ranks of all stages together: all that work on one sequence.
         everyone: all ranks of the mesh.
         attention: the scheme over `sequence`.
@@ -53,18 +55,22 @@ class Grid:
 
         Args:
             mesh: the ranks.
-            scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid"; if not given, what the axes are named after.
+            scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid"; if not given, what the axes
+                are named after.
 
         Communication:
             One agreement.
 
         Raises:
-            ShapeError: other axes; ValueError: another scheme, or "hybrid" without both of its axes. On every rank.
+            ShapeError: other axes; ValueError: another scheme, or "hybrid" without both of its
+                axes. On every rank.
         """
         arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, tp=2).")
         unknown = [axis for axis in mesh.axes if axis not in AXES]
         if unknown:
-            raise ShapeError(f"the mesh has the axes {tuple(mesh.axes)}; a LLaMA can use {AXES}. Name them so.")
+            raise ShapeError(
+                f"the mesh has the axes {tuple(mesh.axes)}; a LLaMA can use {AXES}. Name them so."
+            )
 
         def group(*names: str) -> Communicator:
             return mesh[tuple(axis for axis in mesh.axes if axis in names)]
@@ -94,5 +100,9 @@ def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttent
         return f"Grid.of(scheme={name!r})"
 
     mesh[tuple(mesh.axes)].agree_on(call)
-    scheme_of_axes = partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1])) if name == HYBRID else SCHEMES[name]
+    scheme_of_axes = (
+        partial(hybrid_attention, mesh=mesh, axes=(axes[0], axes[1]))
+        if name == HYBRID
+        else SCHEMES[name]
+    )
     return partial(scheme_of_axes, comm=comm)

@@ -46,7 +46,8 @@ class Pass:
         tokens: int64 (B, S), those of this rank.
         positions: where each token is in its own sequence.
         attend: how the tokens attend.
-        lengths: with TP-SP, how many of the tokens each tensor rank has between the splits of the weights.
+        lengths: with TP-SP, how many of the tokens each tensor rank has between the splits of the
+            weights.
     """
 
     tokens: Tensor
@@ -61,11 +62,18 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = split_heads(config.num_attention_heads, config.num_key_value_heads, comm.size)
+        heads, kv_heads = split_heads(
+            config.num_attention_heads, config.num_key_value_heads, comm.size
+        )
         width = config.num_attention_heads * dim
         cut = tuple((range(part.start * dim, part.stop * dim),) for part in heads)
-        kv_held = tuple(tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(heads))) for heads in kv_heads)
-        shared = sum(map(len, kv_held)) > config.num_key_value_heads  # the gradients of shared heads are parts of a sum
+        kv_held = tuple(
+            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(heads)))
+            for heads in kv_heads
+        )
+        shared = (
+            sum(map(len, kv_held)) > config.num_key_value_heads
+        )  # the gradients of shared heads are parts of a sum
         kv = Placement((config.num_key_value_heads * dim, hidden), 0, kv_held, partial=shared)
         self.head_dim = dim
         self.q_proj = Weight(Placement((width, hidden), 0, cut), comm, dtype)
@@ -73,7 +81,9 @@ class Attention(nn.Module):
         self.v_proj = Weight(kv, comm, dtype)
         self.o_proj = Weight(Placement((hidden, width), 1, cut), comm, dtype)
 
-    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths
+    ) -> Tensor:
         """Map x (B, S*, E) to (B, S*, E).
 
         Communication:
@@ -111,14 +121,22 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool) -> None:
+    def __init__(
+        self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool
+    ) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
+        self.input_layernorm = Norm(
+            config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp
+        )
         self.self_attn = Attention(config, comm, dtype)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
+        self.post_attention_layernorm = Norm(
+            config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp
+        )
         self.mlp = FeedForward(config, comm, dtype)
 
-    def forward(self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths
+    ) -> Tensor:
         """Map x (B, S*, E) to (B, S*, E)."""
         x = x + self.self_attn(self.input_layernorm(x), rope, positions, attend, lengths)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), lengths)
@@ -128,21 +146,30 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """A LLaMA whose weights have not been set yet; `load` makes one from a model folder, and `fill` sets them from anywhere.
 
-    Each parameter carries its placement (see `sp_core.nn.gradients`). It has the name of Hugging Face's, without "model.".
+    Each parameter carries its placement (see `sp_core.nn.gradients`). It has the name of Hugging
+    Face's, without "model.".
 
     Args:
         config: the architecture.
         grid: the ranks, as from `Grid.of`.
         dtype: of the weights, and in which everything is computed.
-        tp_sp: between the splits of the weights each tensor rank has a part of the tokens, which takes 1/T of the memory; but not
-            where a decoder takes single tokens. The gradients of norms are then `partial`.
+        tp_sp: between the splits of the weights each tensor rank has a part of the tokens, which
+            takes 1/T of the memory; but not where a decoder takes single tokens. The gradients of
+            norms are then `partial`.
 
     Raises:
-        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary, or more stages than layers. On
-            every rank.
+        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary,
+            or more stages than layers. On every rank.
     """
 
-    def __init__(self, config: LlamaConfig, grid: Grid, *, dtype: torch.dtype = torch.float32, tp_sp: bool = False) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        grid: Grid,
+        *,
+        dtype: torch.dtype = torch.float32,
+        tp_sp: bool = False,
+    ) -> None:
         super().__init__()
         check_ranks(config, grid.tensor.size)
         self.config = config
@@ -151,20 +178,34 @@ class Llama(nn.Module):
         self.tp_sp = tp_sp
         comm = grid.tensor
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
-        self.is_first, self.is_last = grid.stages.rank == 0, grid.stages.rank == grid.stages.size - 1
+        self.is_first, self.is_last = (
+            grid.stages.rank == 0,
+            grid.stages.rank == grid.stages.size - 1,
+        )
         if self.is_first or (self.is_last and config.tie_word_embeddings):
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first)
+            self.embed_tokens = Embedding(
+                config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first
+            )
         self.layers = nn.ModuleList(
-            [Layer(config, comm, dtype, tp_sp) if number in self.own else nn.Module() for number in range(config.num_hidden_layers)]
+            [
+                Layer(config, comm, dtype, tp_sp) if number in self.own else nn.Module()
+                for number in range(config.num_hidden_layers)
+            ]
         )
         if self.is_last:
             self.norm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
         if self.is_last and not config.tie_word_embeddings:
-            self.lm_head = Weight(Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype)
+            self.lm_head = Weight(
+                Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype
+            )
         self.rope = config.rope()
-        slots = split_heads(config.num_attention_heads, config.num_key_value_heads, comm.size)[1][comm.rank]
+        slots = split_heads(config.num_attention_heads, config.num_key_value_heads, comm.size)[1][
+            comm.rank
+        ]
         self.kv_heads = sorted(set(slots))
-        self.slots = None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
+        self.slots = (
+            None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
+        )
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
@@ -184,14 +225,15 @@ class Llama(nn.Module):
             (B, S/P, V/T).
 
         Communication:
-            Per layer that of the scheme over the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more
-            for the embedding. Backward as many again. With `tp_sp` each of these is a reduce-scatter, and an all-gather comes
-            before each split; backward the same, and each all-gather once more.
+            Per layer that of the scheme over the sequence ranks, and two all-reduces of (B, S/P, E)
+            over the tensor ranks; one more for the embedding. Backward as many again. With `tp_sp`
+            each of these is a reduce-scatter, and an all-gather comes before each split; backward
+            the same, and each all-gather once more.
 
         Raises:
-            ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are not in the vocabulary, or layers
-                that are split over stages, for which there are `Decoder` and `pipeline.loss_and_gradients`. On every rank of the
-                mesh.
+            ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are
+                not in the vocabulary, or layers that are split over stages, for which there are
+                `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
         """
 
         def call() -> str:
@@ -211,7 +253,9 @@ class Llama(nn.Module):
         """Describe how the scheme of the grid takes these tokens through the layers. Arguments as in `forward`."""
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
-        return Pass(tokens, positions, lambda layer, q, k, v: attend(q, k, v), self.lengths(tokens.shape[1]))
+        return Pass(
+            tokens, positions, lambda layer, q, k, v: attend(q, k, v), self.lengths(tokens.shape[1])
+        )
 
     def lengths(self, count: int) -> Lengths:
         """Return how many of so many tokens each tensor rank has between the splits; None if they have them all."""
@@ -224,7 +268,9 @@ class Llama(nn.Module):
         """
         x = self.embed_tokens(x, one.lengths) if self.is_first else x
         for place, number in enumerate(self.own):
-            x = self.layers[number](x, self.rope, one.positions, partial(one.attend, place), one.lengths)
+            x = self.layers[number](
+                x, self.rope, one.positions, partial(one.attend, place), one.lengths
+            )
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
@@ -233,10 +279,19 @@ class Llama(nn.Module):
         return project(hidden, head, lengths=lengths)[0]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sharding: Sharding, kv_sharding: Sharding | None = None, mask: Mask
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sharding: Sharding,
+        kv_sharding: Sharding | None = None,
+        mask: Mask,
     ) -> Tensor:
         """Compute the attention of this rank's heads by the scheme of the grid."""
-        out = self.grid.attention(q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask)
+        out = self.grid.attention(
+            q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask
+        )
         assert isinstance(out, Tensor)
         return out
 
@@ -274,7 +329,9 @@ def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> No
     """
     wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
     if wrong.numel():
-        raise ValueError(f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}.")
+        raise ValueError(
+            f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}."
+        )
 
 
 def checkpoint_name(name: str) -> str:
@@ -285,7 +342,11 @@ def checkpoint_name(name: str) -> str:
 def parameter_names(model: Llama) -> set[str]:
     """Return the names of the parameters of all stages in a Hugging Face checkpoint."""
     layer = [name for name, _ in model.layers[model.own[0]].named_parameters()]
-    names = [f"layers.{number}.{name}" for number in range(model.config.num_hidden_layers) for name in layer]
+    names = [
+        f"layers.{number}.{name}"
+        for number in range(model.config.num_hidden_layers)
+        for name in layer
+    ]
     head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
     return {checkpoint_name(name) for name in ("embed_tokens.weight", *names, "norm.weight", *head)}
 
@@ -296,7 +357,11 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
     Raises:
         ShapeError: more stages than layers.
     """
-    return split_stages([config.layer_weights] * config.num_hidden_layers, stages, last=config.hidden_size * config.vocab_size)
+    return split_stages(
+        [config.layer_weights] * config.num_hidden_layers,
+        stages,
+        last=config.hidden_size * config.vocab_size,
+    )
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:
@@ -310,7 +375,8 @@ def check_ranks(config: LlamaConfig, size: int) -> None:
     """Refuse more tensor ranks than there is work for.
 
     Raises:
-        ShapeError: there are more of them than heads, feed-forward features or tokens in the vocabulary.
+        ShapeError: there are more of them than heads, feed-forward features or tokens in the
+            vocabulary.
     """
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) < size:
@@ -346,19 +412,26 @@ def create(
         Two agreements.
 
     Raises:
-        ShapeError: too many ranks; CollectiveMismatch: ranks that ask for different models. On every rank.
+        ShapeError: too many ranks; CollectiveMismatch: ranks that ask for different models. On
+            every rank.
     """
     grid = Grid.of(mesh, scheme)
     made: list[Llama] = []
 
     def call() -> str:
         arguments.check(seed=seed, tp_sp=tp_sp)
-        arguments.check_type("config", config, LlamaConfig, "Make one, or read it with LlamaConfig.from_folder.")
+        arguments.check_type(
+            "config", config, LlamaConfig, "Make one, or read it with LlamaConfig.from_folder."
+        )
         made.append(Llama(config, grid, dtype=dtype, tp_sp=tp_sp))
         return f"create({config}, {seed}, {dtype}, {tp_sp})"
 
     grid.everyone.agree_on(call)
-    made[0].fill(lambda name, placement: placement.take(random_weight(name, placement, seed), grid.tensor.rank))
+    made[0].fill(
+        lambda name, placement: placement.take(
+            random_weight(name, placement, seed), grid.tensor.rank
+        )
+    )
     return made[0]
 
 

@@ -1,8 +1,10 @@
 """Micro-batches through the stages of a model. Each stage computes its own layers, several micro-batches at the same time.
 
-    stage s:  x <- s - 1    y = layers_s(x)    y -> s + 1          backward:  dy <- s + 1    dx = layers_s'(x)^T dy    dx -> s - 1
+    stage s:  x <- s - 1    y = layers_s(x)    y -> s + 1          backward:  dy <- s + 1    dx =
+    layers_s'(x)^T dy    dx -> s - 1
 
-Shapes: B sequences of a micro-batch, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
+Shapes: B sequences of a micro-batch, S tokens, E model dim, V vocabulary, P sequence ranks, T
+tensor ranks.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ class MicroBatch:
 class _Mail:
     """The messages of one step between neighbouring stages: hidden states to the next stage, their gradients to the one before.
 
-    All messages of a step are announced when it begins. Each stage posts its own as soon as they are ready, so no stage waits for
-    one that does not have its input. The receive of the next message is always posted before the stage computes.
+    All messages of a step are announced when it begins. Each stage posts its own as soon as they
+    are ready, so no stage waits for one that does not have its input. The receive of the next
+    message is always posted before the stage computes.
 
     Args:
         model: every stage makes this at the same point, for the same micro-batches.
@@ -59,7 +62,9 @@ class _Mail:
         backward: likewise for their gradients.
     """
 
-    def __init__(self, model: Llama, forward: Sequence[Pass], backward: Sequence[Pass] = ()) -> None:
+    def __init__(
+        self, model: Llama, forward: Sequence[Pass], backward: Sequence[Pass] = ()
+    ) -> None:
         self._comm = stages = model.grid.stages
         stages.ensure_open()
         self._tag, self._dtype = stages.next_tag(), model.dtype
@@ -70,9 +75,16 @@ class _Mail:
         before, after = stages.rank - 1, stages.rank + 1
 
         def listed(peer: int, shapes: list[torch.Size]) -> list[tuple[int, Tensor]]:
-            return [(peer, blank.expand(shape.numel())) for shape in shapes] if 0 <= peer < stages.size else []
+            return (
+                [(peer, blank.expand(shape.numel())) for shape in shapes]
+                if 0 <= peer < stages.size
+                else []
+            )
 
-        stages.transport.announce([*listed(after, there), *listed(before, back)], [*listed(before, there), *listed(after, back)])
+        stages.transport.announce(
+            [*listed(after, there), *listed(before, back)],
+            [*listed(before, there), *listed(after, back)],
+        )
         stages.counters[NAME].add()
         self._left = (there if before >= 0 else [], back if after < stages.size else [])
         for way in (False, True):
@@ -81,9 +93,16 @@ class _Mail:
     def _expect(self, backward: bool) -> None:
         """Post the receive of the next message that goes this way."""
         if self._left[backward]:
-            x = torch.empty(self._left[backward].pop(0), dtype=self._dtype, device=self._comm.device)
-            bound = self._comm.transport.bind([(self._comm.rank + (1 if backward else -1), x.view(-1))])
-            self._coming[backward] = self._comm.track(self._comm.transport.post([], bound, self._tag)), x
+            x = torch.empty(
+                self._left[backward].pop(0), dtype=self._dtype, device=self._comm.device
+            )
+            bound = self._comm.transport.bind(
+                [(self._comm.rank + (1 if backward else -1), x.view(-1))]
+            )
+            self._coming[backward] = (
+                self._comm.track(self._comm.transport.post([], bound, self._tag)),
+                x,
+            )
 
     def receive(self, *, backward: bool = False) -> Tensor:
         """Return the next hidden state from the stage before this one, or gradient from the one after it."""
@@ -121,7 +140,9 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
     return results
 
 
-def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering: Ordering = one_forward_one_backward) -> Tensor:
+def loss_and_gradients(
+    model: Llama, batches: Sequence[MicroBatch], *, ordering: Ordering = one_forward_one_backward
+) -> Tensor:
     """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients to those of the parameters.
 
     Then `sum_tied_gradients`, and `reduce_gradients` as for any model.
@@ -129,18 +150,20 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
     Args:
         model: with any number of stages.
         batches: at least one; as many on every rank. Replicas may have others.
-        ordering: a schedule with backwards, such as `gpipe`; the gradients are the same sums in another order.
+        ordering: a schedule with backwards, such as `gpipe`; the gradients are the same sums in
+            another order.
 
     Returns:
         The mean on every rank, a scalar without gradient.
 
     Communication:
-        For each micro-batch one message of (B, S/P, E), or (B, S/P/T, E), from each stage to the next, and one back; one broadcast
-        of a number. Over the other ranks that of the layers and of `next_token_loss`.
+        For each micro-batch one message of (B, S/P, E), or (B, S/P/T, E), from each stage to the
+        next, and one back; one broadcast of a number. Over the other ranks that of the layers and
+        of `next_token_loss`.
 
     Raises:
-        ShapeError, DtypeError, ValueError: no micro-batch, no valid label, or tokens, labels or a mask that do not fit. On every
-            rank of the mesh.
+        ShapeError, DtypeError, ValueError: no micro-batch, no valid label, or tokens, labels or a
+            mask that do not fit. On every rank of the mesh.
     """
     check_model(model)
     grid = model.grid
@@ -148,9 +171,13 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=grid.data))
     if count == 0:  # on every stage: the loss, which would say so, is computed on the last one only
-        raise ValueError(f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not defined.")
+        raise ValueError(
+            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not defined."
+        )
     passes = [model.one_pass(batch.tokens, batch.sharding, batch.mask) for batch in batches]
-    mail = _Mail(model, *([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB"))
+    mail = _Mail(
+        model, *([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB")
+    )
     total = torch.zeros((), dtype=torch.float64, device=grid.everyone.device)
     held: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -158,7 +185,9 @@ def loss_and_gradients(model: Llama, batches: Sequence[MicroBatch], *, ordering:
         x, y = _compute(model, mail, passes[number])
         if model.is_last:
             logits = model.logits(y, passes[number].lengths)
-            y = next_token_loss(logits, batches[number].labels, tensor=grid.tensor, data=grid.data, count=count)
+            y = next_token_loss(
+                logits, batches[number].labels, tensor=grid.tensor, data=grid.data, count=count
+            )
             total.add_(y.detach())
         held[number] = x, y
 
@@ -187,10 +216,12 @@ def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
 def sum_tied_gradients(model: Llama) -> None:
     """Add the gradients of a tied embedding and head, which the first and the last stage hold, on both of them.
 
-    Every rank calls this, once before each step of the optimizer, before or after `reduce_gradients`.
+    Every rank calls this, once before each step of the optimizer, before or after
+    `reduce_gradients`.
 
     Communication:
-        One message of the embedding each way between the first and the last stage, if the head is tied and they differ.
+        One message of the embedding each way between the first and the last stage, if the head is
+        tied and they differ.
     """
     stages = model.grid.stages
     if not model.config.tie_word_embeddings or stages.size == 1:
@@ -201,7 +232,9 @@ def sum_tied_gradients(model: Llama) -> None:
     weight = model.embed_tokens.weight
     weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
     other, theirs = 0 if model.is_last else stages.size - 1, torch.empty_like(weight)
-    exchange = stages.exchange([(other, weight.grad.clone().view(-1))], [(other, theirs.view(-1))], "tied")
+    exchange = stages.exchange(
+        [(other, weight.grad.clone().view(-1))], [(other, theirs.view(-1))], "tied"
+    )
     stages.wait(exchange, "tied")
     weight.grad += theirs
 
@@ -228,7 +261,9 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
 
     @cache
     def same_tokens() -> str:
-        return f"{call()} of {[(batch.tokens.tolist(), batch.labels.tolist()) for batch in batches]}"
+        return (
+            f"{call()} of {[(batch.tokens.tolist(), batch.labels.tolist()) for batch in batches]}"
+        )
 
     def same_shapes() -> str:
         return f"{call()} of {[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
@@ -239,7 +274,11 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
 
     with agreeing_in_turn() as agree_on:
         agree_on(grid.stages, same_tokens, check)
-        for comm, text in ((grid.tensor, same_tokens), (grid.model, same_shapes), (grid.everyone, call)):
+        for comm, text in (
+            (grid.tensor, same_tokens),
+            (grid.model, same_shapes),
+            (grid.everyone, call),
+        ):
             agree_on(comm, text)
     return orders[0]
 
@@ -249,7 +288,9 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
     if not batches:
         raise ShapeError("no micro-batch was given; give at least one.")
     for batch in batches:
-        arguments.check_type("a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding.")
+        arguments.check_type(
+            "a micro-batch", batch, MicroBatch, "Make it from tokens, labels and their sharding."
+        )
         model.check(batch.tokens, batch.sharding, batch.mask)
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
             raise ShapeError(

@@ -23,7 +23,9 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
-        raise CheckpointError("prompts need tokenizers; install it with pip install 'sp-core[llama]'.") from error
+        raise CheckpointError(
+            "prompts need tokenizers; install it with pip install 'sp-core[llama]'."
+        ) from error
     if not path.exists():
         raise CheckpointError(f"{path} is not there. Copy it from the model.")
     try:
@@ -55,9 +57,15 @@ def byte_tokenizer() -> Tokenizer:
     """Make a tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}  # the library writes the others as characters from 256 on
+    printable = {
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    }  # the library writes the others as characters from 256 on
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
+    letters = {
+        chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)
+    }
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

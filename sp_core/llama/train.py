@@ -1,6 +1,7 @@
 """One step of training a LLaMA over a mesh, on sequences of any lengths.
 
-each replica packs its sequences into one row, without padding    loss -> backward -> reduce -> clip -> optimizer
+each replica packs its sequences into one row, without padding    loss -> backward -> reduce -> clip
+-> optimizer
 """
 
 from __future__ import annotations
@@ -38,13 +39,19 @@ class Step:
 
 
 def train_step(
-    model: Llama, optimizer: torch.optim.Optimizer, sequences: Tokens, *, max_norm: float, layout: Layout = Sharding.zigzag
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    sequences: Tokens,
+    *,
+    max_norm: float,
+    layout: Layout = Sharding.zigzag,
 ) -> Step:
     """Train the weights for one step on the next tokens of these sequences.
 
     Args:
         model: on any mesh.
-        optimizer: of `model.parameters()`; one that treats each element by itself, as AdamW and SGD do, for weights are split.
+        optimizer: of `model.parameters()`; one that treats each element by itself, as AdamW and SGD
+            do, for weights are split.
         sequences: as in `backward`.
         max_norm: to which the norm of all gradients together is clipped; infinity for no clipping.
         layout: as in `backward`.
@@ -53,7 +60,8 @@ def train_step(
         That of `backward` and of `clip_gradient_norm`.
 
     Raises:
-        ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On every rank.
+        ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On
+            every rank.
     """
     loss = _backward(f"train_step({max_norm=})", model, sequences, layout, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
@@ -66,24 +74,28 @@ def backward(model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigza
 
     Args:
         model: on any mesh.
-        sequences: tokens, at least one in each; the same ones on every rank. Replicas take shares of them.
+        sequences: tokens, at least one in each; the same ones on every rank. Replicas take shares
+            of them.
         layout: how a replica's tokens are dealt to its sequence ranks.
 
     Returns:
         The loss: mean over all tokens that have a next one in their sequence.
 
     Communication:
-        One agreement; that of the model and of `next_token_loss` forward and backward, of `next_token_labels`, and of
-        `reduce_gradients`.
+        One agreement; that of the model and of `next_token_loss` forward and backward, of
+        `next_token_labels`, and of `reduce_gradients`.
 
     Raises:
-        ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no token with a next one.
+        ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no
+            token with a next one.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
     return _backward("backward()", model, sequences, layout)
 
 
-def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **others: object) -> float:
+def _backward(
+    call: str, model: Llama, sequences: Tokens, layout: Layout, **others: object
+) -> float:
     """Carry out `backward`, as part of a call that has other arguments to check."""
     check_model(model)
     grid, dealt = model.grid, list[Sharding]()
@@ -92,11 +104,18 @@ def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **othe
         arguments.check(sequences=sequences, layout=layout, **others)
         for number, sequence in enumerate(sequences):
             if not sequence:
-                raise ValueError(f"sequence {number} is empty; leave it out, or give it at least one token.")
+                raise ValueError(
+                    f"sequence {number} is empty; leave it out, or give it at least one token."
+                )
         for share in split_ranges(len(sequences), grid.replicas.size):
-            dealt.append(layout(sum(len(sequences[number]) for number in share), grid.sequence.size))
+            dealt.append(
+                layout(sum(len(sequences[number]) for number in share), grid.sequence.size)
+            )
             arguments.check_type(
-                "a layout's result", dealt[-1], Sharding, "Pass a function that makes one, such as Sharding.zigzag."
+                "a layout's result",
+                dealt[-1],
+                Sharding,
+                "Pass a function that makes one, such as Sharding.zigzag.",
             )
         return f"{call} of {list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
 
@@ -116,4 +135,6 @@ def _backward(call: str, model: Llama, sequences: Tokens, layout: Layout, **othe
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
     """Put sequences one after the other in a row (1, S). Return it with the mask under which none sees another."""
-    return flat(sequences).unsqueeze(0), Mask(causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None)
+    return flat(sequences).unsqueeze(0), Mask(
+        causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None
+    )

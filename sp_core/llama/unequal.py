@@ -1,6 +1,7 @@
 """Prefill of sequences of unequal length as a plan says: some shared by all sequence ranks, the others each whole on one of them.
 
-    shared:  q_r, (k v)_r of a zigzag shard -> the grid's scheme            packed: whole sequences as documents -> local attention
+    shared:  q_r, (k v)_r of a zigzag shard -> the grid's scheme            packed: whole sequences
+    as documents -> local attention
 
 Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
 """
@@ -19,7 +20,16 @@ from sp_core.attention import local_attention
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
-from sp_core.llama.model import CAUSAL, Llama, Pass, Tokens, check_model, check_tokens, document_positions, flat
+from sp_core.llama.model import (
+    CAUSAL,
+    Llama,
+    Pass,
+    Tokens,
+    check_model,
+    check_tokens,
+    document_positions,
+    flat,
+)
 from sp_core.llama.train import packed
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
@@ -34,10 +44,14 @@ Rows = dict[int, Tensor]
 def work_of(config: LlamaConfig) -> Work:
     """Return the floating-point operations of the layers in a forward pass, without embedding, norms and head."""
     attention = 4 * config.num_attention_heads * config.head_dim
-    return Work(2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers)
+    return Work(
+        2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers
+    )
 
 
-def prefill_unequal(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Tensor:
+def prefill_unequal(
+    model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS
+) -> Tensor:
     """Compute the logits after the last token of each sequence.
 
     Args:
@@ -50,14 +64,15 @@ def prefill_unequal(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens:
         (N, V) in the order of the sequences, on every rank.
 
     Communication:
-        For a shared sequence that of the scheme over the sequence ranks; none over them for a packed one; for a run of waiting
-        ones an access to a shared counter. Over the tensor ranks two all-reduces per layer, and one for the embedding, for each
-        shared sequence and each run of others; and a broadcast of a number for each access. In the end two all-gathers over the
+        For a shared sequence that of the scheme over the sequence ranks; none over them for a
+        packed one; for a run of waiting ones an access to a shared counter. Over the tensor ranks
+        two all-reduces per layer, and one for the embedding, for each shared sequence and each run
+        of others; and a broadcast of a number for each access. In the end two all-gathers over the
         sequence ranks, of (N/P, V/T) and of N/P numbers, and one of (N, V/T) over the tensor ranks.
 
     Raises:
-        ShapeError, ValueError: a plan for other lengths or ranks, an empty sequence, a token that is not in the vocabulary, or
-            a mesh with replicas or stages.
+        ShapeError, ValueError: a plan for other lengths or ranks, an empty sequence, a token that
+            is not in the vocabulary, or a mesh with replicas or stages.
         CollectiveMismatch: ranks with different sequences or plans.
 
     All of these on every rank.
@@ -66,7 +81,9 @@ def prefill_unequal(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens:
 
     def call() -> str:
         _check(model, sequences, plan, pass_tokens)
-        digest = hashlib.blake2b(repr((list(map(list, sequences)), plan)).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(
+            repr((list(map(list, sequences)), plan)).encode(), digest_size=8
+        ).hexdigest()
         return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
 
     model.grid.everyone.agree_on(call)
@@ -96,7 +113,9 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
     order = all_gather(numbers, comm=sequence).argsort()
     assert len(order) == count
     gathered = all_gather(own, comm=sequence)[order]
-    return all_gather(gathered, comm=tensor, dim=1, sizes=split_sizes(config.vocab_size, tensor.size))
+    return all_gather(
+        gathered, comm=tensor, dim=1, sizes=split_sizes(config.vocab_size, tensor.size)
+    )
 
 
 def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
@@ -119,7 +138,9 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan)
         assert isinstance(out, Tensor)
         return out
 
-    hidden = model.hidden(tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend))
+    hidden = model.hidden(
+        tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend)
+    )
     starts = zip(numbers, mask.documents or (), strict=False)
     return {number: hidden[0, start + len(sequences[number]) - 1] for number, start in starts}
 
@@ -130,7 +151,9 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
         return
     counter = model.grid.sequence.counter()
     while True:
-        drawn = torch.tensor([counter.take() if model.grid.tensor.rank == 0 else 0], device=model.grid.tensor.device)
+        drawn = torch.tensor(
+            [counter.take() if model.grid.tensor.rank == 0 else 0], device=model.grid.tensor.device
+        )
         place = int(broadcast(drawn, comm=model.grid.tensor))
         if place >= len(waiting):
             break
@@ -145,16 +168,24 @@ def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
 
 def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
-    arguments.check_type("plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced.")
+    arguments.check_type(
+        "plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced."
+    )
     grid, lengths = model.grid, tuple(map(len, sequences))
     if grid.everyone.size > grid.model.size:
-        raise ShapeError(f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. Leave dp out.")
+        raise ShapeError(
+            f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. Leave dp out."
+        )
     if plan.lengths != lengths or plan.size != grid.sequence.size:
         raise ShapeError(
             f"the plan is for {len(plan.lengths)} sequences of {sum(plan.lengths)} tokens on {plan.size} ranks; given were "
             f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks. Make a plan for these."
         )
     if pass_tokens < 1 or 0 in lengths:
-        what = f"pass_tokens={pass_tokens}" if pass_tokens < 1 else f"sequence {lengths.index(0)} without tokens"
+        what = (
+            f"pass_tokens={pass_tokens}"
+            if pass_tokens < 1
+            else f"sequence {lengths.index(0)} without tokens"
+        )
         raise ValueError(f"{what} was given; needed at least 1.")
     check_tokens(flat(sequences), model.config)

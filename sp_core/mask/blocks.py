@@ -17,15 +17,19 @@ Kind = Literal["full", "causal", "partial"]
 
 FAR = 1 << 62  # an index difference that no shard reaches: "no limit" in integer arithmetic
 CHUNK = 128  # tokens per side of a block where positions have no usable structure
-TILE = (64, 256)  # least and greatest rows of a window tile: a call each, against work outside the band
+TILE = (
+    64,
+    256,
+)  # least and greatest rows of a window tile: a call each, against work outside the band
 
 
 class Block(NamedTuple):
     """One unit of attention work: queries q_start..q_stop against keys kv_start..kv_stop of a shard, all in one document.
 
-    kind "full": every pair is visible. "causal": square, key j of the block is visible to query i of the block when j <= i.
-    "partial": some pairs are visible; `band` = (lo, hi) says which, lo <= i - j <= hi counted inside the block, and None
-    means that only the positions say it. `pairs` counts the visible pairs.
+    kind "full": every pair is visible. "causal": square, key j of the block is visible to query i
+    of the block when j <= i. "partial": some pairs are visible; `band` = (lo, hi) says which, lo <=
+    i - j <= hi counted inside the block, and None means that only the positions say it. `pairs`
+    counts the visible pairs.
     """
 
     q_start: int
@@ -52,7 +56,9 @@ class Block(NamedTuple):
         return self.q_stop - self.q_start, self.kv_stop - self.kv_start
 
 
-def plan_blocks(q_positions: Positions, kv_positions: Positions, mask: Mask | None = None) -> tuple[Block, ...]:
+def plan_blocks(
+    q_positions: Positions, kv_positions: Positions, mask: Mask | None = None
+) -> tuple[Block, ...]:
     """Plan blocks for the visible pairs of two shards. Each visible pair lies in exactly one block.
 
     Args:
@@ -127,7 +133,13 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
     elif whole == "partial":
         for a in range(0, q.run.length, CHUNK):
             for b in range(0, kv.run.length, CHUNK):
-                yield from _stepped_block(q, kv, range(q.run.length)[a : a + CHUNK], range(kv.run.length)[b : b + CHUNK], mask)
+                yield from _stepped_block(
+                    q,
+                    kv,
+                    range(q.run.length)[a : a + CHUNK],
+                    range(kv.run.length)[b : b + CHUNK],
+                    mask,
+                )
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
@@ -160,7 +172,9 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
     size = columns.stop - corner
     if corner > columns.start:
         yield _full(rows[:size], range(columns.start, corner))
-    yield Block(rows.start, rows.start + size, corner, columns.stop, "causal", size * (size + 1) // 2)
+    yield Block(
+        rows.start, rows.start + size, corner, columns.stop, "causal", size * (size + 1) // 2
+    )
     if size < len(rows):
         yield _full(rows[size:], columns)
 
@@ -197,12 +211,18 @@ def _below(rows: int, columns: int, limit: int) -> int:
     first = max(0, -limit)  # the first column that has such a row
     whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
     ramp = whole - first
-    return ramp * (limit + 1 + first) + ramp * (ramp - 1) // 2 + max(0, columns - max(whole, first)) * rows
+    return (
+        ramp * (limit + 1 + first)
+        + ramp * (ramp - 1) // 2
+        + max(0, columns - max(whole, first)) * rows
+    )
 
 
 def _full(rows: range, columns: range) -> Block:
     """Make a block in which every pair is visible."""
-    return Block(rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns))
+    return Block(
+        rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns)
+    )
 
 
 def _by_bounds(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> str:
@@ -236,7 +256,9 @@ def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
         yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs)
 
 
-def _chunk_blocks(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> Iterator[Block]:
+def _chunk_blocks(
+    q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask
+) -> Iterator[Block]:
     """Yield blocks for positions without structure: chunk by chunk, with a dense mask if bounds do not decide."""
     q_all, kv_all = _positions(q_shard), _positions(kv_shard)
     kv_chunks = chunk(kv_shard, CHUNK)
@@ -246,7 +268,9 @@ def _chunk_blocks(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mas
             if kind == "full" and _one_document(q_least, q_greatest, kv_least, kv_greatest, mask):
                 yield _full(rows, columns)
             elif kind != "empty":
-                visible = mask.allowed(q_all[rows.start : rows.stop], kv_all[columns.start : columns.stop])
+                visible = mask.allowed(
+                    q_all[rows.start : rows.stop], kv_all[columns.start : columns.stop]
+                )
                 yield from _counted(rows, columns, visible)
 
 
@@ -256,12 +280,17 @@ def _positions(shard: tuple[Run, ...]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _one_document(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> bool:
+def _one_document(
+    q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask
+) -> bool:
     """Return whether all queries and keys of two chunks lie in documents of one number."""
     if mask.documents is None or mask.key_documents is None:
         return True
     numbers = {document_number(p, mask.documents) for p in (q_least, q_greatest)}
-    return len(numbers | {document_number(p, mask.key_documents) for p in (kv_least, kv_greatest)}) == 1
+    return (
+        len(numbers | {document_number(p, mask.key_documents) for p in (kv_least, kv_greatest)})
+        == 1
+    )
 
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:
@@ -271,7 +300,10 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
     for block in blocks:
         (full if block.kind == "full" else rest).append(block)
     wide = _join(sorted(full), lambda a, b: a[:2] == b[:2] and a.kv_stop == b.kv_start)
-    tall = _join(sorted(wide, key=lambda b: (b[2:4], b[:2])), lambda a, b: a[2:4] == b[2:4] and a.q_stop == b.q_start)
+    tall = _join(
+        sorted(wide, key=lambda b: (b[2:4], b[:2])),
+        lambda a, b: a[2:4] == b[2:4] and a.q_stop == b.q_start,
+    )
     return rest + tall
 
 

@@ -22,20 +22,25 @@ class Mask:
 
     Query position q sees key position k when all of these hold:
         causal: k <= q, also when query and key lengths differ.
-        window w: the w nearest keys on each allowed side, itself included: 0 <= q - k < w when causal, |q - k| < w when not.
-        documents: both lie in the document of the same number. Positions stay global: with kv_documents, document i of the queries
-            sees document i of the keys, and causal and window still compare q and k as they are, not relative to their documents.
+        window w: the w nearest keys on each allowed side, itself included: 0 <= q - k < w when
+        causal, |q - k| < w when not.
+        documents: both lie in the document of the same number. Positions stay global: with
+            kv_documents, document i of the queries sees document i of the keys, and causal and
+            window still compare q and k as they are, not relative to their documents.
 
     Args:
         causal: hide the keys after the query.
         window: tokens, at least 1.
-        documents: boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (the cu_seqlens of the field); an empty document is allowed.
-        kv_documents: boundaries of the keys' documents where they differ (cross attention); the same number of documents.
+        documents: boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (the cu_seqlens of the field); an
+            empty document is allowed.
+        kv_documents: boundaries of the keys' documents where they differ (cross attention); the
+            same number of documents.
 
     Raises:
         TypeError: causal is not a bool, window or a boundary is not an integer.
         ValueError: window is below 1.
-        ShapeError: boundaries that do not start at 0, decrease, or number differently for queries and keys.
+        ShapeError: boundaries that do not start at 0, decrease, or number differently for queries
+            and keys.
     """
 
     causal: bool = False
@@ -84,7 +89,10 @@ class Mask:
         if greatest is not None:
             visible &= difference <= greatest
         if self.documents is not None and self.key_documents is not None:
-            visible &= document_of(q, self.documents)[:, None] == document_of(k, self.key_documents)[None, :]
+            visible &= (
+                document_of(q, self.documents)[:, None]
+                == document_of(k, self.key_documents)[None, :]
+            )
         return visible
 
     def check_lengths(self, seq_len: int, kv_seq_len: int | None = None) -> None:
@@ -101,7 +109,9 @@ class Mask:
         if self.documents is not None and self.documents[-1] != seq_len:
             raise ShapeError(_length_text("documents", self.documents[-1], "seq_len", seq_len))
         if self.key_documents is not None and self.key_documents[-1] != kv_seq_len:
-            raise ShapeError(_length_text("kv_documents", self.key_documents[-1], "kv_seq_len", kv_seq_len))
+            raise ShapeError(
+                _length_text("kv_documents", self.key_documents[-1], "kv_seq_len", kv_seq_len)
+            )
 
 
 def position_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
@@ -114,13 +124,21 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
     if isinstance(positions, range):
         tensor = torch.arange(positions.start, positions.stop, positions.step, device=device)
     elif isinstance(positions, Tensor):
-        if positions.dtype.is_floating_point or positions.dtype in (torch.bool, torch.complex64, torch.complex128):
-            raise TypeError(f"positions have dtype {positions.dtype}, needed an integer dtype; pass global token positions")
+        if positions.dtype.is_floating_point or positions.dtype in (
+            torch.bool,
+            torch.complex64,
+            torch.complex128,
+        ):
+            raise TypeError(
+                f"positions have dtype {positions.dtype}, needed an integer dtype; pass global token positions"
+            )
         tensor = positions.to(device=device or positions.device, dtype=torch.int64)
     else:
         tensor = torch.tensor(list(positions), dtype=torch.int64, device=device)
     if tensor.dim() != 1:
-        raise ShapeError(f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves the whole batch")
+        raise ShapeError(
+            f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves the whole batch"
+        )
     return tensor
 
 
@@ -159,9 +177,13 @@ def _window(window: int | None) -> int | None:
     if window is None:
         return None
     if isinstance(window, bool) or not hasattr(window, "__index__"):
-        raise TypeError(f"window is {window!r}, needed an integer number of tokens, or None for no window")
+        raise TypeError(
+            f"window is {window!r}, needed an integer number of tokens, or None for no window"
+        )
     if window.__index__() < 1:
-        raise ValueError(f"window is {window}, needed at least 1, because a query counts itself; use None for no window")
+        raise ValueError(
+            f"window is {window}, needed at least 1, because a query counts itself; use None for no window"
+        )
     return window.__index__()
 
 
@@ -171,10 +193,14 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
         return None
     items = values.tolist() if isinstance(values, Tensor) else list(values)
     if any(isinstance(b, bool) or not hasattr(b, "__index__") for b in items):
-        raise TypeError(f"{name} is {values!r}, needed integers: the boundaries 0 = b0 <= ... <= bn = seq_len")
+        raise TypeError(
+            f"{name} is {values!r}, needed integers: the boundaries 0 = b0 <= ... <= bn = seq_len"
+        )
     bounds = tuple(b.__index__() for b in items)
     if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ShapeError(f"{name} is {_short(bounds)}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (cu_seqlens)")
+        raise ShapeError(
+            f"{name} is {_short(bounds)}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (cu_seqlens)"
+        )
     return bounds
 
 
@@ -201,4 +227,8 @@ def _length_text(name: str, given: int, needed_name: str, needed: int) -> str:
 
 def _short(bounds: tuple[int, ...]) -> str:
     """Show boundaries in an error text. Cut them if they are many."""
-    return str(bounds) if len(bounds) <= 12 else f"({', '.join(map(str, bounds[:12]))}, ... {len(bounds)} boundaries)"
+    return (
+        str(bounds)
+        if len(bounds) <= 12
+        else f"({', '.join(map(str, bounds[:12]))}, ... {len(bounds)} boundaries)"
+    )

@@ -66,7 +66,11 @@ def _greedy(values: Tensor) -> Iterator[Run]:
     stretches = list(zip(steps.tolist(), counts.tolist(), strict=True))
     for number, (step, count) in enumerate(stretches):
         stop += count
-        longer_follows = number + 1 < len(stretches) and stretches[number + 1][0] >= 1 and stretches[number + 1][1] > 1
+        longer_follows = (
+            number + 1 < len(stretches)
+            and stretches[number + 1][0] >= 1
+            and stretches[number + 1][1] > 1
+        )
         if step < 1 or (stop - first == 1 and longer_follows):
             yield from (_run(int(values[i]), 1, 1) for i in range(first, stop))
             first = stop

@@ -1,7 +1,7 @@
 """Dropout that does not depend on the number of ranks: a hash of the seed and the global indices decides for each element.
 
-There is no state and nothing to synchronise: ranks that hold the same token drop the same elements, a checkpointed forward drops
-them again, and one device drops what many ranks drop.
+There is no state and nothing to synchronise: ranks that hold the same token drop the same elements,
+a checkpointed forward drops them again, and one device drops what many ranks drop.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ from torch import Tensor
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # as signed 64-bit numbers, which torch has
+_MULTIPLIERS = (
+    0xBF58476D1CE4E5B9 - 2**64,
+    0x94D049BB133111EB - 2**64,
+)  # as signed 64-bit numbers, which torch has
 _SHIFTS = (30, 27, 31)
 _BITS = 53
 
 
 def dropout(
-    x: Tensor, p: float, *, seed: int, positions: Positions, features: Positions | None = None, training: bool = True
+    x: Tensor,
+    p: float,
+    *,
+    seed: int,
+    positions: Positions,
+    features: Positions | None = None,
+    training: bool = True,
 ) -> Tensor:
     """Set elements to zero with probability p, and multiply the others by 1 / (1 - p).
 
@@ -27,7 +36,8 @@ def dropout(
         p: in [0, 1).
         seed: 0 <= seed < 2^62; the same on all ranks, another one for each layer and step.
         positions: S global positions.
-        features: E global numbers of the last dim, where a rank holds some of them; 0 .. E - 1 when None.
+        features: E global numbers of the last dim, where a rank holds some of them; 0 .. E - 1 when
+            None.
         training: False returns x as it is.
 
     Returns:
@@ -38,7 +48,8 @@ def dropout(
         DtypeError: x is not floating.
         ValueError: p or seed out of range.
 
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure 16, for the hash.
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
+    16, for the hash.
     """
     if not 0 <= p < 1:
         raise ValueError(f"p={p} was given; pass a probability in [0, 1).")
@@ -47,13 +58,22 @@ def dropout(
     if not x.dtype.is_floating_point:
         raise DtypeError(f"a tensor of {x.dtype} was given; dropout needs a floating one.")
     if x.dim() < 3 or len(positions) != x.shape[1]:
-        raise ShapeError(f"{len(positions)} positions for a tensor of shape {tuple(x.shape)}; pass (B, S, ..., E) and S positions.")
+        raise ShapeError(
+            f"{len(positions)} positions for a tensor of shape {tuple(x.shape)}; pass (B, S, ..., E) and S positions."
+        )
     if features is not None and len(features) != x.shape[-1]:
-        raise ShapeError(f"{len(features)} features for a last dim of {x.shape[-1]}; pass the global number of each.")
+        raise ShapeError(
+            f"{len(features)} features for a last dim of {x.shape[-1]}; pass the global number of each."
+        )
     if not training or p == 0:
         return x
     middle = [range(length) for length in x.shape[2:-1]]
-    places = [range(x.shape[0]), positions, *middle, range(x.shape[-1]) if features is None else features]
+    places = [
+        range(x.shape[0]),
+        positions,
+        *middle,
+        range(x.shape[-1]) if features is None else features,
+    ]
     kept = _uniform(seed, places, x.device) >= p
     dropped: Tensor = x * kept.to(x.dtype) * (1.0 / (1.0 - p))
     return dropped

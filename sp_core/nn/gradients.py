@@ -1,8 +1,10 @@
 """Gradients over a mesh: each parameter's is summed over exactly the ranks that have a part of it, and counted once in the norm.
 
-A parameter carries as data what each rank along the tensor axis holds of it (`Placement`). Tokens differ along the data axes, so
-every gradient is summed over these. Along the tensor axis ranks see the same tokens: a slice that one rank holds is complete there,
-and so is the gradient of a parameter that all ranks use alike. What several ranks hold and each uses in its own way is `partial`.
+A parameter carries as data what each rank along the tensor axis holds of it (`Placement`). Tokens
+differ along the data axes, so every gradient is summed over these. Along the tensor axis ranks see
+the same tokens: a slice that one rank holds is complete there, and so is the gradient of a
+parameter that all ranks use alike. What several ranks hold and each uses in its own way is
+`partial`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Placement:
     Args:
         shape: of the whole parameter.
         dim: along which it is cut.
-        held: for each rank the ranges of slices that it holds, in ascending order; ranks may hold the same ones.
+        held: for each rank the ranges of slices that it holds, in ascending order; ranks may hold
+            the same ones.
         partial: several ranks hold a slice, and the gradient of each is only a part of the sum.
         copy: another pipeline stage holds the same parameter, and counts it in the norm.
     """
@@ -58,7 +61,11 @@ class Placement:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part of a rank."""
-        return (*self.shape[: self.dim], sum(map(len, self.held[rank])), *self.shape[self.dim + 1 :])
+        return (
+            *self.shape[: self.dim],
+            sum(map(len, self.held[rank])),
+            *self.shape[self.dim + 1 :],
+        )
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a rank, from the whole parameter."""
@@ -66,17 +73,25 @@ class Placement:
 
     def spread(self, part: Tensor, rank: int) -> Tensor:
         """Return the whole parameter with the part of a rank in its place, and zeros elsewhere."""
-        return part.new_zeros(self.shape).index_copy_(self.dim, _indices(self.held[rank], part), part)
+        return part.new_zeros(self.shape).index_copy_(
+            self.dim, _indices(self.held[rank], part), part
+        )
 
     def join(self, parts: Tensor) -> Tensor:
         """Return the whole parameter, from the parts of all ranks put together along `dim` in rank order."""
-        return parts.new_empty(self.shape).index_copy_(self.dim, _indices(sum(self.held, ()), parts), parts)
+        return parts.new_empty(self.shape).index_copy_(
+            self.dim, _indices(sum(self.held, ()), parts), parts
+        )
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
         """Return the slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
-        return part if first.all() else part.index_select(self.dim, first.nonzero().squeeze(1).to(part.device))
+        return (
+            part
+            if first.all()
+            else part.index_select(self.dim, first.nonzero().squeeze(1).to(part.device))
+        )
 
 
 def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
@@ -100,22 +115,27 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     """
     found = vars(parameter).get("placement")
     if not isinstance(found, Placement):
-        raise ShapeError(f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one with `place`.")
+        raise ShapeError(
+            f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one with `place`."
+        )
     return found
 
 
 @torch.no_grad()
-def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator) -> None:
+def reduce_gradients(
+    parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator
+) -> None:
     """Turn the gradients that a backward has left on each rank into those of the sum of all ranks' losses, in place.
 
     Args:
-        parameters: the same ones in the same order on every rank, each with a placement; one without a gradient counts as zero.
+        parameters: the same ones in the same order on every rank, each with a placement; one
+            without a gradient counts as zero.
         data: the ranks that hold the same slices and have other tokens.
         tensor: the ranks along the tensor axis, which share their tokens.
 
     Communication:
-        One agreement over `tensor`, one over `data`. One all-reduce over `data` per dtype, of all gradients; one over `tensor` per
-        dtype, of the partial ones, whole.
+        One agreement over `tensor`, one over `data`. One all-reduce over `data` per dtype, of all
+        gradients; one over `tensor` per dtype, of the partial ones, whole.
 
     Raises:
         ShapeError: a parameter without a placement, or with one that does not fit.
@@ -136,7 +156,11 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
             parameter.grad = parameter.grad.contiguous()
     gradients = [parameter.grad for parameter, _ in wanted if parameter.grad is not None]
     _sum_in_place(gradients, data)
-    shared = [(x, placement) for x, (_, placement) in zip(gradients, wanted, strict=True) if placement.partial]
+    shared = [
+        (x, placement)
+        for x, (_, placement) in zip(gradients, wanted, strict=True)
+        if placement.partial
+    ]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
     _sum_in_place(wholes, tensor)
     for (x, placement), whole in zip(shared, wholes, strict=True):
@@ -145,7 +169,11 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], *, data: Communicator, 
 
 @torch.no_grad()
 def clip_gradient_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, *, tensor: Communicator, stages: Communicator | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    tensor: Communicator,
+    stages: Communicator | None = None,
 ) -> float:
     """Scale reduced gradients so that the norm of all of them together is at most `max_norm`.
 
@@ -172,35 +200,59 @@ def clip_gradient_norm(
 
     def check() -> None:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm!r} was given; pass a number above 0, or infinity to only measure.")
+            raise ValueError(
+                f"max_norm={max_norm!r} was given; pass a number above 0, or infinity to only measure."
+            )
         wanted.extend(_placed(parameters, tensor, lambda p: p.grad is not None))
 
     others = () if stages is None else (stages,)
-    _agree_in_turn(lambda: f"clip_gradient_norm({max_norm=})", check, tensor, *others, own=lambda: _listed(wanted))
+    _agree_in_turn(
+        lambda: f"clip_gradient_norm({max_norm=})",
+        check,
+        tensor,
+        *others,
+        own=lambda: _listed(wanted),
+    )
     gradients = [(p.grad, placement) for p, placement in wanted if p.grad is not None]
     own = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in gradients:
-        own += torch.linalg.vector_norm(placement.counted(x, tensor.rank), dtype=torch.float64).square()
+        own += torch.linalg.vector_norm(
+            placement.counted(x, tensor.rank), dtype=torch.float64
+        ).square()
     total = all_reduce(own, comm=tensor)
     norm = float((total if stages is None else all_reduce(total, comm=stages)).sqrt())
     if not norm < torch.inf:
-        raise ValueError(f"the norm of the gradients is {norm}; skip this step, or look for what overflows.")
+        raise ValueError(
+            f"the norm of the gradients is {norm}; skip this step, or look for what overflows."
+        )
     if norm > max_norm:
         for x, _ in gradients:
             x.mul_(max_norm / norm)
     return norm
 
 
-def _placed(parameters: Iterable[nn.Parameter], tensor: Communicator, is_wanted: Callable[[nn.Parameter], bool]) -> Placed:
+def _placed(
+    parameters: Iterable[nn.Parameter],
+    tensor: Communicator,
+    is_wanted: Callable[[nn.Parameter], bool],
+) -> Placed:
     """Return some of the parameters with their placements, each of which must be that of the part that this rank holds."""
     arguments.check(parameters=parameters)
     found = []
     for parameter in parameters:
-        arguments.check_type("a parameter", parameter, nn.Parameter, "Pass those of a module, such as model.parameters().")
+        arguments.check_type(
+            "a parameter",
+            parameter,
+            nn.Parameter,
+            "Pass those of a module, such as model.parameters().",
+        )
         if not is_wanted(parameter):
             continue
         placement = placement_of(parameter)
-        if len(placement.held) != tensor.size or placement.local_shape(tensor.rank) != parameter.shape:
+        if (
+            len(placement.held) != tensor.size
+            or placement.local_shape(tensor.rank) != parameter.shape
+        ):
             raise ShapeError(
                 f"a parameter of shape {tuple(parameter.shape)} carries a placement for {len(placement.held)} ranks, of which rank "
                 f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut over {tensor.name}."
@@ -210,7 +262,11 @@ def _placed(parameters: Iterable[nn.Parameter], tensor: Communicator, is_wanted:
 
 
 def _agree_in_turn(
-    call: Callable[[], str], check: Callable[[], None], first: Communicator, *others: Communicator, own: Callable[[], str] = str
+    call: Callable[[], str],
+    check: Callable[[], None],
+    first: Communicator,
+    *others: Communicator,
+    own: Callable[[], str] = str,
 ) -> None:
     """Agree on communicators that are axes of one grid. The text of `own` has to be the same along the first axis only."""
     for each in (first, *others):
@@ -223,7 +279,10 @@ def _agree_in_turn(
 
 
 def _listed(parameters: Placed) -> str:
-    return ", ".join(f"{placement.shape} {x.dtype}{' partial' * placement.partial}" for x, placement in parameters)
+    return ", ".join(
+        f"{placement.shape} {x.dtype}{' partial' * placement.partial}"
+        for x, placement in parameters
+    )
 
 
 def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:

@@ -1,8 +1,10 @@
 """Transformer layers over the tokens of one rank, with weights that all ranks of a group hold alike.
 
-Every rank runs a layer on its own tokens, so the gradient that it computes for a weight is only its tokens' part. Each layer here
-sums these parts over the ranks in its backward: after `loss.backward()` every rank holds the gradient of the sum of all losses, and
-replicas stay equal. Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head dim, P ranks.
+Every rank runs a layer on its own tokens, so the gradient that it computes for a weight is only its
+tokens' part. Each layer here sums these parts over the ranks in its backward: after
+`loss.backward()` every rank holds the gradient of the sum of all losses, and replicas stay equal.
+Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head
+dim, P ranks.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ class ReplicatedLayer(nn.Module):
         """Return the parameters by name, for one forward pass on x. Their gradients are summed over the ranks.
 
         Communication:
-            One agreement forward, and where a gradient may follow one all-reduce of all gradients of the layer backward.
+            One agreement forward, and where a gradient may follow one all-reduce of all gradients
+            of the layer backward.
 
         Raises:
-            ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's input is wrong.
+            ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
+                input is wrong.
             CollectiveMismatch: ranks whose weights, or what needs a gradient, differ.
         """
         names, parameters = zip(*self.named_parameters(), strict=True)
@@ -62,12 +66,23 @@ class ReplicatedLayer(nn.Module):
             if sharding is not None:
                 check_sharding(sharding, self.comm, kind)
             tokens = None if sharding is None else sharding.local_len(self.comm.rank)
-            check_input(x, self.comm, f"{kind} of hidden size {self.hidden}", parameters[0], self.hidden, tokens)
+            check_input(
+                x,
+                self.comm,
+                f"{kind} of hidden size {self.hidden}",
+                parameters[0],
+                self.hidden,
+                tokens,
+            )
             owned = "" if sharding is None else f", {sharding.fingerprint}"
             return f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): {describe_all(parameters, self.comm)}"
 
         self.comm.agree_on(call)
-        if self.comm.size > 1 and torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+        if (
+            self.comm.size > 1
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in parameters)
+        ):
             parameters = copy_all(parameters, self.comm)
         return dict(zip(names, parameters, strict=True))
 
@@ -78,7 +93,15 @@ def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
 
 
 class _Norm(ReplicatedLayer):
-    def __init__(self, hidden: int, *, comm: Communicator, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        comm: Communicator,
+        eps: float = 1e-6,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__(hidden, comm)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
@@ -93,7 +116,8 @@ class RMSNorm(_Norm):
         eps: added to the mean square.
         device, dtype: of the weight.
 
-    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
+    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467,
+    equation 4.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +137,15 @@ class LayerNorm(_Norm):
     Source: Ba et al. 2016, Layer Normalization, arXiv:1607.06450, equation 4.
     """
 
-    def __init__(self, hidden: int, *, comm: Communicator, eps: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        comm: Communicator,
+        eps: float = 1e-5,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__(hidden, comm=comm, eps=eps, device=device, dtype=dtype)
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
 
@@ -131,7 +163,8 @@ class SelfAttention(ReplicatedLayer):
         num_kv_heads: K, a divisor of H; H if not given.
         head_dim: D; E/H if not given.
         comm: the ranks that share the sequence and hold the weights alike.
-        attention: the scheme; `functools.partial(hybrid_attention, mesh=mesh)` over two axes of a mesh.
+        attention: the scheme; `functools.partial(hybrid_attention, mesh=mesh)` over two axes of a
+            mesh.
         rope: rotary embedding of queries and keys by global position; none if not given.
         bias: of the projections.
         device, dtype: of the weights.
@@ -239,14 +272,16 @@ class TransformerBlock(nn.Module):
         norm: "layer" or "rms".
         mask: who sees whom, where a call does not say.
         bias: of all linear layers.
-        dropout: probability with which an element of what attention and feed-forward add to x is dropped, in training.
+        dropout: probability with which an element of what attention and feed-forward add to x is
+            dropped, in training.
         device, dtype: of the weights.
 
     Raises:
         ShapeError: numbers of heads that do not divide.
         ValueError: another `norm`.
 
-    Source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture, arXiv:2002.04745, figure 1 b.
+    Source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture,
+    arXiv:2002.04745, figure 1 b.
     """
 
     def __init__(
@@ -287,16 +322,20 @@ class TransformerBlock(nn.Module):
             dtype=dtype,
         )
         self.norm2 = make_norm(hidden, comm=comm, device=device, dtype=dtype)
-        self.feed_forward = FeedForward(hidden, ffn_hidden, comm=comm, gated=gated, bias=bias, device=device, dtype=dtype)
+        self.feed_forward = FeedForward(
+            hidden, ffn_hidden, comm=comm, gated=gated, bias=bias, device=device, dtype=dtype
+        )
 
-    def forward(self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None
+    ) -> Tensor:
         """(B, S/P, E) to (B, S/P, E), where `sharding` says which tokens these are.
 
         With dropout, `seed` is the same on all ranks and another one for each block and step.
 
         Communication:
-            That of the scheme; with gradients also one all-reduce per layer backward, of all its weights. With dropout one
-            agreement.
+            That of the scheme; with gradients also one all-reduce per layer backward, of all its
+            weights. With dropout one agreement.
 
         Raises:
             ValueError: dropout without a seed, on every rank.
@@ -305,7 +344,9 @@ class TransformerBlock(nn.Module):
 
         def call() -> str:
             if seed is None:
-                raise ValueError("a block with dropout was called in training without seed=; pass a number, the same on all ranks.")
+                raise ValueError(
+                    "a block with dropout was called in training without seed=; pass a number, the same on all ranks."
+                )
             return f"a block with dropout={self.dropout}, seed={seed}"
 
         drops = self.training and self.dropout != 0
@@ -314,7 +355,11 @@ class TransformerBlock(nn.Module):
 
         def drop(y: Tensor, place: int) -> Tensor:
             positions = sharding.positions(self.comm.rank)
-            return dropout(y, self.dropout, seed=2 * (seed or 0) + place, positions=positions) if drops else y
+            return (
+                dropout(y, self.dropout, seed=2 * (seed or 0) + place, positions=positions)
+                if drops
+                else y
+            )
 
         mask = self.mask if mask is None else mask
         x = x + drop(self.attention(self.norm1(x), sharding=sharding, mask=mask), 0)
@@ -327,14 +372,23 @@ def check_sharding(sharding: Sharding, comm: Communicator, layer: str) -> None:
     Raises:
         TypeError, ShapeError: naming the layer.
     """
-    arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
+    arguments.check_type(
+        "sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
+    )
     if sharding.size != comm.size:
         raise ShapeError(
             f"{layer}: the sharding is for {sharding.size} ranks, {comm.name} has {comm.size}. Make it with size={comm.size}."
         )
 
 
-def check_input(x: Tensor, comm: Communicator, layer: str, weight: Tensor, features: int, tokens: int | None = None) -> None:
+def check_input(
+    x: Tensor,
+    comm: Communicator,
+    layer: str,
+    weight: Tensor,
+    features: int,
+    tokens: int | None = None,
+) -> None:
     """Refuse an input of a layer that is not (batch, tokens, features); or not (..., features), if any number of tokens will do.
 
     Raises:
@@ -342,7 +396,15 @@ def check_input(x: Tensor, comm: Communicator, layer: str, weight: Tensor, featu
     """
     check_tensor(x, comm)
     needed = f"(..., {features})" if tokens is None else f"(batch, {tokens}, {features})"
-    if x.dim() == 0 or x.shape[-1] != features or (tokens is not None and (x.dim() != 3 or x.shape[1] != tokens)):
-        raise ShapeError(f"{layer}: x has shape {tuple(x.shape)}; {needed} is needed on rank {comm.rank}.")
+    if (
+        x.dim() == 0
+        or x.shape[-1] != features
+        or (tokens is not None and (x.dim() != 3 or x.shape[1] != tokens))
+    ):
+        raise ShapeError(
+            f"{layer}: x has shape {tuple(x.shape)}; {needed} is needed on rank {comm.rank}."
+        )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise DtypeError(f"{layer} has weights of {weight.dtype} and was given {x.dtype}. Convert one of them.")
+        raise DtypeError(
+            f"{layer} has weights of {weight.dtype} and was given {x.dtype}. Convert one of them."
+        )

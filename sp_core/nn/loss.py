@@ -1,7 +1,8 @@
 """The loss of the next token, over tokens that are split over ranks and a vocabulary that is split over others.
 
     label of the token at position t = the token at position t + 1, whoever owns it
-    loss = sum over the valid tokens of all ranks (log sum exp(logits) - logit of the label) / number of them
+    loss = sum over the valid tokens of all ranks (log sum exp(logits) - logit of the label) /
+    number of them
 
 Shapes: B batch, S sequence, V vocabulary, P ranks that share a sequence.
 """
@@ -29,7 +30,9 @@ IGNORED = -100
 
 
 @torch.no_grad()
-def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None) -> Tensor:
+def next_token_labels(
+    tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None
+) -> Tensor:
     """Return the label of each of this rank's tokens: the token at the next global position, which may be on another rank.
 
     Args:
@@ -45,7 +48,8 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
         One all-gather of the tokens: 8 (P-1) B S/P bytes sent per rank.
 
     Raises:
-        ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On every rank.
+        ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On
+            every rank.
     """
     arguments.check_communicator(comm)
 
@@ -70,10 +74,18 @@ def next_token_labels(tokens: Tensor, *, comm: Communicator, sharding: Sharding,
 def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
     """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
     check_tensor(tokens, comm)
-    arguments.check_type("sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
+    arguments.check_type(
+        "sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
+    )
     if tokens.dtype != torch.int64:
-        raise DtypeError(f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long().")
-    if sharding.size != comm.size or tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(comm.rank):
+        raise DtypeError(
+            f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long()."
+        )
+    if (
+        sharding.size != comm.size
+        or tokens.dim() != 2
+        or tokens.shape[1] != sharding.local_len(comm.rank)
+    ):
         raise ShapeError(
             f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the sharding is for {sharding.size} "
             f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
@@ -81,25 +93,33 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
 
 
 def next_token_loss(
-    logits: Tensor, labels: Tensor, *, tensor: Communicator, data: Communicator, count: int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    tensor: Communicator,
+    data: Communicator,
+    count: int | None = None,
 ) -> Tensor:
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
-    It counts once: call backward on every rank, then `reduce_gradients`. The logits are never gathered.
+    It counts once: call backward on every rank, then `reduce_gradients`. The logits are never
+    gathered.
 
     Args:
         logits: (..., V/T), this rank's part of the vocabulary for its tokens.
         labels: int64 (...), numbers in the whole vocabulary, or `IGNORED`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have other tokens.
-        count: of valid tokens by which the sum is divided, the same on every rank; that of these labels if not given. Losses of
-            micro-batches with the count of all of them add up to the mean.
+        count: of valid tokens by which the sum is divided, the same on every rank; that of these
+            labels if not given. Losses of micro-batches with the count of all of them add up to the
+            mean.
 
     Returns:
         The mean on every rank, a scalar in float32 or wider.
 
     Communication:
-        Over `tensor` two all-reduces, of one number per token and of two; over `data` two of one number. None backward.
+        Over `tensor` two all-reduces, of one number per token and of two; over `data` two of one
+        number. None backward.
 
     Raises:
         ShapeError, DtypeError: logits and labels that do not fit.
@@ -115,20 +135,28 @@ def next_token_loss(
         return f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
 
     def same() -> str:
-        return f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
+        return (
+            f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
+        )
 
     with agreeing_in_turn() as agree_on:
         sizes = agree_on(tensor, same, lambda: _check_loss(logits, labels, tensor, count))
-        agree_on(data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes)))
+        agree_on(
+            data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes))
+        )
     valid = labels != IGNORED
     count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
     if count == 0:
-        raise ValueError(f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined.")
+        raise ValueError(
+            f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined."
+        )
     losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]
+) -> Tensor:
     """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)
@@ -143,7 +171,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, tensor: Communicator, sizes: 
 def _check_labels(labels: Tensor, vocabulary: int) -> None:
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():
-        raise ValueError(f"label {int(wrong[0])} was given; the vocabulary has 0..{vocabulary - 1}, and {IGNORED} means none.")
+        raise ValueError(
+            f"label {int(wrong[0])} was given; the vocabulary has 0..{vocabulary - 1}, and {IGNORED} means none."
+        )
 
 
 def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
@@ -152,7 +182,11 @@ def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int |
     for x in (logits, labels):
         check_tensor(x, comm)
     if logits.shape[:-1] != labels.shape or not logits.shape[-1]:
-        raise ShapeError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) and (...).")
+        raise ShapeError(
+            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) and (...)."
+        )
     if labels.dtype != torch.int64 or not logits.is_floating_point():
-        raise DtypeError(f"logits of {logits.dtype} and labels of {labels.dtype} given; needed floating ones and int64.")
+        raise DtypeError(
+            f"logits of {logits.dtype} and labels of {labels.dtype} given; needed floating ones and int64."
+        )
     return logits.shape[-1]

@@ -1,13 +1,16 @@
 """Layers whose weights are split over the ranks of a group.
 
-Between two splits all ranks hold the activations of a token, or, with Megatron's TP-SP, one of them does:
+Between two splits all ranks hold the activations of a token, or, with Megatron's TP-SP, one of them
+does:
 
-    copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)       x (B, S, E) on every rank
-    all_gather(x_r) W_r^T   ->  this rank's features  ->  reduce_scatter(y_r W_r^T)          x_r (B, S/P, E)
+    copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)       x (B,
+    S, E) on every rank all_gather(x_r) W_r^T   ->  this rank's features  ->  reduce_scatter(y_r
+    W_r^T)          x_r (B, S/P, E)
 
-The second one needs `lengths`, how many of the S tokens each rank has between the splits; None means the first one.
-Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank's part, which may be uneven; (B, S*, E) is either
-(B, S, E) or (B, S/P, E).
+The second one needs `lengths`, how many of the S tokens each rank has between the splits; None
+means the first one.
+Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank's part, which may
+be uneven; (B, S*, E) is either (B, S, E) or (B, S/P, E).
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
     """Multiply x (B, S*, E) by the weight of each layer: this rank's features, (B, S, out/P).
 
     Communication:
-        None forward and one all-reduce of the gradient of x backward; or, with `lengths`, as `gather_linears`.
+        None forward and one all-reduce of the gradient of x backward; or, with `lengths`, as
+        `gather_linears`.
     """
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
@@ -81,10 +85,13 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
 class Norm(Weight):
     """Divide each token by its root mean square; all ranks hold the weight, and if it is `partial` each for other tokens.
 
-    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
+    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467,
+    equation 4.
     """
 
-    def __init__(self, hidden: int, eps: float, comm: Communicator, dtype: torch.dtype, *, partial: bool) -> None:
+    def __init__(
+        self, hidden: int, eps: float, comm: Communicator, dtype: torch.dtype, *, partial: bool
+    ) -> None:
         super().__init__(Placement.replicated((hidden,), comm.size, partial=partial), comm, dtype)
         self.eps = eps
 
@@ -96,8 +103,12 @@ class Norm(Weight):
 class Embedding(Weight):
     """The vectors of tokens, of which each rank holds those of a part of the vocabulary; a `copy` is the head of a later stage."""
 
-    def __init__(self, vocab: int, hidden: int, comm: Communicator, dtype: torch.dtype, *, copy: bool) -> None:
-        super().__init__(replace(Placement.split((vocab, hidden), 0, comm.size), copy=copy), comm, dtype)
+    def __init__(
+        self, vocab: int, hidden: int, comm: Communicator, dtype: torch.dtype, *, copy: bool
+    ) -> None:
+        super().__init__(
+            replace(Placement.split((vocab, hidden), 0, comm.size), copy=copy), comm, dtype
+        )
 
     def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
         """Map tokens (B, S) to vectors (B, S*, E).
@@ -119,11 +130,19 @@ class _ParallelLinear(Weight):
 
     split_dim: int
 
-    def __init__(self, linear: nn.Linear, comm: Communicator, sharding: Sharding | None, sizes: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        comm: Communicator,
+        sharding: Sharding | None,
+        sizes: Sequence[int] | None,
+    ) -> None:
         arguments.check_communicator(comm)
         cut = _agreed_sizes(type(self), linear, comm, sharding, sizes)
         held = tuple((range(start, stop),) for start, stop in pairwise(accumulate(cut, initial=0)))
-        super().__init__(Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype)
+        super().__init__(
+            Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype
+        )
         self.sizes, self.lengths = cut, None if sharding is None else sharding.lengths
         if linear.bias is not None:
             whole = Placement.replicated(linear.bias.shape, comm.size)
@@ -135,19 +154,26 @@ class _ParallelLinear(Weight):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, comm: Communicator, sharding: Sharding | None = None, sizes: Sequence[int] | None = None
+        cls,
+        linear: nn.Linear,
+        *,
+        comm: Communicator,
+        sharding: Sharding | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Self:
         """Take this rank's part of an ordinary layer that all ranks hold alike.
 
         Args:
             linear: the whole layer.
             comm: the ranks.
-            sharding: who owns which tokens between the layers; if not given, every rank has all of them.
-            sizes: features of each rank, of the output (`ColumnParallelLinear`) or the input (`RowParallelLinear`); even if not
-                given.
+            sharding: who owns which tokens between the layers; if not given, every rank has all of
+                them.
+            sizes: features of each rank, of the output (`ColumnParallelLinear`) or the input
+                (`RowParallelLinear`); even if not given.
 
         Raises:
-            ShapeError: sizes or a sharding that do not fit; CollectiveMismatch: ranks that differ. On every rank.
+            ShapeError: sizes or a sharding that do not fit; CollectiveMismatch: ranks that differ.
+                On every rank.
         """
         return cls(linear, comm, sharding, sizes)
 
@@ -155,22 +181,29 @@ class _ParallelLinear(Weight):
         """Return the whole layer again, on every rank.
 
         Communication:
-            One agreement, one all-gather of the weight, and one of the bias if each rank has a part of it.
+            One agreement, one all-gather of the weight, and one of the bias if each rank has a part
+            of it.
         """
         self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
         weight = AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
-        linear = nn.Linear(weight.shape[1], weight.shape[0], self.bias is not None, weight.device, weight.dtype)
+        linear = nn.Linear(
+            weight.shape[1], weight.shape[0], self.bias is not None, weight.device, weight.dtype
+        )
         linear.weight.data.copy_(weight)
         if self.bias is not None:
             bias = self.bias.detach()
-            linear.bias.data.copy_(bias if self.split_dim else AllGather(self.comm, 0, self.sizes).run(bias))
+            linear.bias.data.copy_(
+                bias if self.split_dim else AllGather(self.comm, 0, self.sizes).run(bias)
+            )
         return linear
 
     def _agree(self, x: Tensor, tokens: int | None) -> None:
         """Compare a call over the ranks."""
 
         def call() -> str:
-            check_input(x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens)
+            check_input(
+                x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens
+            )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
             grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
             return f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on {self.comm.name}"
@@ -190,17 +223,20 @@ class ColumnParallelLinear(_ParallelLinear):
         """Map x (B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather; without `sharding` from (..., E).
 
         Communication:
-            As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the gradient of x backward.
+            As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the
+            gradient of x backward.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
-        return project(x, self, lengths=self.lengths)[0].to(x.dtype)  # autocast multiplies in another one
+        return project(x, self, lengths=self.lengths)[0].to(
+            x.dtype
+        )  # autocast multiplies in another one
 
 
 class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank has some input features. It sums over the ranks and gives each its tokens, or all of them.
 
-    Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks. Its gradient is that of all tokens
-    on every rank. Made by `from_linear`.
+    Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks. Its
+    gradient is that of all tokens on every rank. Made by `from_linear`.
     """
 
     split_dim = 1
@@ -209,18 +245,24 @@ class RowParallelLinear(_ParallelLinear):
         """Map x (B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E); without `sharding` (..., E).
 
         Communication:
-            As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient backward; without `sharding` one
-            all-reduce of the result.
+            As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient
+            backward; without `sharding` one all-reduce of the result.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
         out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
         if self.bias is None:
             return out
-        return out + (self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm))
+        return out + (
+            self.bias if self.lengths is None else copy_to_group(self.bias, comm=self.comm)
+        )
 
 
 def _agreed_sizes(
-    kind: type[_ParallelLinear], linear: Any, comm: Communicator, sharding: Sharding | None, sizes: Sequence[int] | None
+    kind: type[_ParallelLinear],
+    linear: Any,
+    comm: Communicator,
+    sharding: Sharding | None,
+    sizes: Sequence[int] | None,
 ) -> tuple[int, ...]:
     """Agree on a parallel layer, and return the features of each rank."""
     cut: tuple[int, ...] = ()
@@ -237,7 +279,9 @@ def _agreed_sizes(
             raise ShapeError(
                 f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to {features} are needed."
             )
-        shown = f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"
+        shown = (
+            f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"
+        )
         tokens = "all tokens" if sharding is None else sharding.fingerprint
         return f"{kind.__name__}.from_linear({shown}, sizes={cut}, {tokens}) on {comm.name}"
 

@@ -21,26 +21,33 @@ _FIELDS = {
 class Rope:
     """Rotary embedding in the half-split convention: dim i is rotated with dim i + head_dim / 2.
 
-    Nothing is cached by length or offset: the angles come from the positions of each call, in float64 for every dtype, because
-    a float32 angle of 10^6 radians is off by 0.06.
+    Nothing is cached by length or offset: the angles come from the positions of each call, in
+    float64 for every dtype, because a float32 angle of 10^6 radians is off by 0.06.
 
     Args:
         head_dim: even.
         base: of the frequencies base^(-2 i / head_dim), radians per token.
-        scaling: None, or a dict as in a Hugging Face configuration, {"rope_type": "linear", "factor": f} or {"rope_type":
-            "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}.
+        scaling: None, or a dict as in a Hugging Face configuration, {"rope_type": "linear",
+            "factor": f} or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
+            "original_max_position_embeddings"}.
 
     Raises:
         ShapeError: head_dim is odd or below 2.
         ValueError: base is not positive, or scaling is of an unknown type or incomplete.
 
-    Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation", 2023, equation 4; llama3:
-        https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py, _compute_llama3_parameters.
+    Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation",
+        2023, equation 4; llama3:
+        https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py,
+        _compute_llama3_parameters.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
+    ) -> None:
         if head_dim < 2 or head_dim % 2:
-            raise ShapeError(f"head_dim is {head_dim}, needed an even number of at least 2, because dims rotate in pairs")
+            raise ShapeError(
+                f"head_dim is {head_dim}, needed an even number of at least 2, because dims rotate in pairs"
+            )
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         self.head_dim = head_dim
@@ -56,7 +63,8 @@ class Rope:
             positions: S global positions, in the order of x's tokens.
 
         Returns:
-            (B, S, H, head_dim) in x's dtype; rotated in float64 for float64 and in float32 otherwise. Differentiable.
+            (B, S, H, head_dim) in x's dtype; rotated in float64 for float64 and in float32
+            otherwise. Differentiable.
 
         Raises:
             ShapeError: another head dim, or positions that do not number the tokens.
@@ -71,7 +79,9 @@ class Rope:
             raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = position_tensor(positions, x.device).double().outer(self._frequencies.to(x.device))
-        cos, sin = (t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))  # (S, 1, head_dim / 2)
+        cos, sin = (
+            t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin())
+        )  # (S, 1, head_dim / 2)
         a, b = x.to(dtype).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -83,10 +93,14 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) 
     if scaling is None or kind == "default":
         return plain
     if kind not in _FIELDS:
-        raise ValueError(f"scaling has rope_type {kind!r}, needed one of {sorted(_FIELDS)}, or None for no scaling")
+        raise ValueError(
+            f"scaling has rope_type {kind!r}, needed one of {sorted(_FIELDS)}, or None for no scaling"
+        )
     missing = [field for field in _FIELDS[kind] if field not in scaling]
     if missing:
-        raise ValueError(f"scaling of rope_type {kind!r} lacks {missing}, needed {list(_FIELDS[kind])}")
+        raise ValueError(
+            f"scaling of rope_type {kind!r} lacks {missing}, needed {list(_FIELDS[kind])}"
+        )
     return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
 
 

@@ -6,11 +6,12 @@ Six ranks, numbered from the root; who sends to whom in the steps of a broadcast
     step 1      0 ----> 2       4 (----> 6)
     step 2      0 -> 1  2 -> 3  4 -> 5
 
-A reduction runs the arrows backwards, last step first, and adds what arrives to what is there. Messages: P-1 in all, each of the
-whole vector. The addends are in the order of their numbers; a half type is rounded at every addition.
+A reduction runs the arrows backwards, last step first, and adds what arrives to what is there.
+Messages: P-1 in all, each of the whole vector. The addends are in the order of their numbers; a
+half type is rounded at every addition.
 
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005),
-sections 4.2 and 4.6.
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 19 (2005), sections 4.2 and 4.6.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def broadcast(rank: int, size: int, count: int, root: int) -> Program:
     number, whole = (rank - root) % size, range(count)
     have = inp(whole) if rank == root else out(whole)
     steps = [Step((), (Message(_rank(number & (number - 1), size, root), have),))] if number else []
-    steps += [Step((Message(_rank(child, size, root), have),)) for child in reversed(_children(number, size))]
+    steps += [
+        Step((Message(_rank(child, size, root), have),))
+        for child in reversed(_children(number, size))
+    ]
     return program(steps)
 
 

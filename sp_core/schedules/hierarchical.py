@@ -1,6 +1,7 @@
 """Hierarchical all-reduce: sum inside each node, send between nodes only what is summed there, and give it out inside each node.
 
-Two nodes of two ranks, the vector in two lanes `a` and `b`; what each rank has summed of which lane, and over how many ranks:
+Two nodes of two ranks, the vector in two lanes `a` and `b`; what each rank has summed of which
+lane, and over how many ranks:
 
     node                  0                    1
     rank              0        1           2        3
@@ -11,13 +12,15 @@ Two nodes of two ranks, the vector in two lanes `a` and `b`; what each rank has 
     0 <-> 1, 2 <-> 3 exchange lanes
                       ab       ab          ab       ab
 
-There are as many lanes as ranks in the largest node of L. In a smaller one a rank carries several of them, so nodes may have any
-number of ranks, in any order. With N nodes each sends 2 (N-1)/N n bytes to the next one, the least possible, where a ring over all
-ranks in an unlucky order sends up to L times as much; inside its node a rank sends 2 (L-1)/L n. The sum of a piece is made on one
-rank at a time and then copied, so that all ranks get the same bits. A half type is rounded at every addition.
+There are as many lanes as ranks in the largest node of L. In a smaller one a rank carries several
+of them, so nodes may have any number of ranks, in any order. With N nodes each sends 2 (N-1)/N n
+bytes to the next one, the least possible, where a ring over all ranks in an unlucky order sends up
+to L times as much; inside its node a rank sends 2 (L-1)/L n. The sum of a piece is made on one rank
+at a time and then copied, so that all ranks get the same bits. A half type is rounded at every
+addition.
 
-Source: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lane communication", IEEE Cluster 2020: the full-lane
-all-reduce.
+Source: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lane communication",
+IEEE Cluster 2020: the full-lane all-reduce.
 """
 
 from __future__ import annotations
@@ -25,7 +28,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sp_core.schedules.program import Combine, Message, Program, Region, Step, inp, out, program, spans, tmp
+from sp_core.schedules.program import (
+    Combine,
+    Message,
+    Program,
+    Region,
+    Step,
+    inp,
+    out,
+    program,
+    spans,
+    tmp,
+)
 from sp_core.segments import split_sizes
 
 Group = tuple[int, ...]
@@ -57,7 +71,9 @@ class _Place:
 def all_reduce(rank: int, size: int, count: int, nodes: Sequence[int] = ()) -> Program:
     """Sum inside the node, pass each lane round a ring of nodes, copy inside the node."""
     nodes = nodes or (0,) * size
-    groups = tuple(tuple(r for r in range(size) if nodes[r] == node) for node in dict.fromkeys(nodes))
+    groups = tuple(
+        tuple(r for r in range(size) if nodes[r] == node) for node in dict.fromkeys(nodes)
+    )
     home = next(number for number, group in enumerate(groups) if rank in group)
     place = _Place(rank, groups, home, spans(split_sizes(count, max(map(len, groups)))))
     widths = [len(place.lanes[lane]) for lane in place.carried_by(rank)]
@@ -72,11 +88,19 @@ def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
     """Sum each lane that this rank carries over its node, into OUT."""
     steps, have = [], inp
     for k in range(1, len(place.mates)):
-        dest, source = (place.mates[(place.mates.index(place.rank) + way * k) % len(place.mates)] for way in (1, -1))
+        dest, source = (
+            place.mates[(place.mates.index(place.rank) + way * k) % len(place.mates)]
+            for way in (1, -1)
+        )
         sends = tuple(Message(dest, inp(place.lanes[lane])) for lane in place.carried_by(dest))
         landed = {lane: tmp(slots[lane], len(place.lanes[lane])) for lane in slots}
-        sums = tuple(Combine(out(place.lanes[lane]), (landed[lane], have(place.lanes[lane]))) for lane in slots)
-        steps.append(Step(sends, tuple(Message(source, region) for region in landed.values()), sums))
+        sums = tuple(
+            Combine(out(place.lanes[lane]), (landed[lane], have(place.lanes[lane])))
+            for lane in slots
+        )
+        steps.append(
+            Step(sends, tuple(Message(source, region) for region in landed.values()), sums)
+        )
         have = out
     return steps
 
@@ -85,29 +109,50 @@ def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
     """All-reduce each lane over the nodes, all lanes of this rank side by side."""
     number, home = len(place.groups), place.home
     have = out if len(place.mates) > 1 else inp
-    parts = {lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start) for lane in slots}
+    parts = {
+        lane: spans(split_sizes(len(place.lanes[lane]), number), place.lanes[lane].start)
+        for lane in slots
+    }
     steps = []
     for k in range(number - 1):
-        going, coming = ({lane: parts[lane][(home - k - behind) % number] for lane in parts} for behind in (1, 2))
+        going, coming = (
+            {lane: parts[lane][(home - k - behind) % number] for lane in parts} for behind in (1, 2)
+        )
         landed = {lane: tmp(slots[lane], len(coming[lane])) for lane in parts}
-        sums = tuple(Combine(out(coming[lane]), (landed[lane], have(coming[lane]))) for lane in parts)
+        sums = tuple(
+            Combine(out(coming[lane]), (landed[lane], have(coming[lane]))) for lane in parts
+        )
         sent = out if k else have
         steps.append(_passed_on(place, {lane: sent(going[lane]) for lane in parts}, landed, sums))
     for k in range(number - 1):
-        sends, receives = ({lane: out(parts[lane][(home - k - behind) % number]) for lane in parts} for behind in (0, 1))
+        sends, receives = (
+            {lane: out(parts[lane][(home - k - behind) % number]) for lane in parts}
+            for behind in (0, 1)
+        )
         steps.append(_passed_on(place, sends, receives))
     return steps
 
 
-def _passed_on(place: _Place, going: dict[int, Region], coming: dict[int, Region], then: tuple[Combine, ...] = ()) -> Step:
+def _passed_on(
+    place: _Place,
+    going: dict[int, Region],
+    coming: dict[int, Region],
+    then: tuple[Combine, ...] = (),
+) -> Step:
     """Send a region of each lane to its carrier in the next node, and receive one from the node before."""
     sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
-    return Step(sends, tuple(Message(place.carrier(lane, -1), region) for lane, region in coming.items()), then)
+    return Step(
+        sends,
+        tuple(Message(place.carrier(lane, -1), region) for lane, region in coming.items()),
+        then,
+    )
 
 
 def _copies(place: _Place, slots: dict[int, int]) -> Step:
     """Copy every lane from the rank that carries it to the whole node."""
     others = [mate for mate in place.mates if mate != place.rank]
     sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in slots)
-    receives = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried_by(mate))
+    receives = tuple(
+        Message(mate, out(place.lanes[lane])) for mate in others for lane in place.carried_by(mate)
+    )
     return Step(sends, receives)

@@ -7,13 +7,14 @@ Four ranks; `a>b` is the piece of rank a that is meant for rank b:
       2          0>2        1>3        2>0        3>1
       3          0>3        1>0        2>1        3>2
 
-Reduce-scatter. Rank b keeps all addends of its piece in scratch, and adds them in the order of their ranks once it has them all:
-the result is bitwise that of a loop over the ranks, for any size and number of ranks; a half type is summed in float32 and rounded
-once. With segments the scratch is 2 (P-1) of them. All-reduce: a ring passes the sums round (see `ring`). Bytes per rank: those of
-the other ranks' pieces, the least possible.
+Reduce-scatter. Rank b keeps all addends of its piece in scratch, and adds them in the order of
+their ranks once it has them all: the result is bitwise that of a loop over the ranks, for any size
+and number of ranks; a half type is summed in float32 and rounded once. With segments the scratch is
+2 (P-1) of them. All-reduce: a ring passes the sums round (see `ring`). Bytes per rank: those of the
+other ranks' pieces, the least possible.
 
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005),
-sections 4.3 and 4.4.
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 19 (2005), sections 4.3 and 4.4.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sp_core.schedules.program import Combine, Message, Program, Step, copy, inp, out, program, spans, tmp
+from sp_core.schedules.program import (
+    Combine,
+    Message,
+    Program,
+    Step,
+    copy,
+    inp,
+    out,
+    program,
+    spans,
+    tmp,
+)
 from sp_core.schedules.ring import Cut, cut, gathered
 from sp_core.segments import moved, split_sizes
 
@@ -49,7 +61,9 @@ def all_to_all(rank: int, send: Sequence[int], recv: Sequence[int]) -> Program:
     steps = [Step(then=(copy(inp(going[rank]), out(coming[rank])),))]
     for k in range(1, size):
         dest, source = (rank + k) % size, (rank - k) % size
-        steps.append(Step((Message(dest, inp(going[dest])),), (Message(source, out(coming[source])),)))
+        steps.append(
+            Step((Message(dest, inp(going[dest])),), (Message(source, out(coming[source])),))
+        )
     return program(steps, depth=WINDOW)
 
 
@@ -59,10 +73,19 @@ def _sums(rank: int, parts: Cut, shift: int) -> list[Step]:
     steps: list[Step] = []
     for g, mine in enumerate(parts.parts[rank]):
         first = g % parts.depth * (size - 1) * parts.longest
-        landed = {(rank - k) % size: tmp(first + (k - 1) * parts.longest, len(mine)) for k in range(1, size)}
+        landed = {
+            (rank - k) % size: tmp(first + (k - 1) * parts.longest, len(mine))
+            for k in range(1, size)
+        }
         for k in range(1, size):
             dest, source = (rank + k) % size, (rank - k) % size
-            steps.append(Step((Message(dest, inp(parts.parts[dest][g])),), (Message(source, landed[source]),)))
-        total = Combine(out(moved(mine, shift)), tuple(landed.get(r, inp(mine)) for r in range(size)))
+            steps.append(
+                Step(
+                    (Message(dest, inp(parts.parts[dest][g])),), (Message(source, landed[source]),)
+                )
+            )
+        total = Combine(
+            out(moved(mine, shift)), tuple(landed.get(r, inp(mine)) for r in range(size))
+        )
         steps.append(replace(steps.pop(), then=(total,)))
     return steps

@@ -1,17 +1,21 @@
 """What each rank does in a collective: which regions of which buffers are sent, received and combined, in which order. Plain data.
 
-A rank has three flat buffers: IN holds what it contributes and is only read, OUT what it gets, TMP is scratch. OUT may be the same
-memory as IN (an operation in place). A program is a list of steps; a step sends and receives messages, all at once, and once they
-are complete it combines what is there:
+A rank has three flat buffers: IN holds what it contributes and is only read, OUT what it gets, TMP
+is scratch. OUT may be the same memory as IN (an operation in place). A program is a list of steps;
+a step sends and receives messages, all at once, and once they are complete it combines what is
+there:
 
     post step t   when step t - depth is complete and its combinations are made
-    complete      all messages of the step have been sent and received; then its combinations are made, in order
+    complete      all messages of the step have been sent and received; then its combinations are
+    made, in order
 
-So with depth 1 one step follows another, and with depth 2 the messages of the next step travel while this one's are added. Whoever
-carries it out may combine before a step's own messages have been sent, as long as no memory is written that is still being sent.
+So with depth 1 one step follows another, and with depth 2 the messages of the next step travel
+while this one's are added. Whoever carries it out may combine before a step's own messages have
+been sent, as long as no memory is written that is still being sent.
 
-In shared memory there are no messages: a combination reads regions of other ranks where they lie. All programs of a collective have
-equally many steps there, and step t may read what the others have written in their steps before t.
+In shared memory there are no messages: a combination reads regions of other ranks where they lie.
+All programs of a collective have equally many steps there, and step t may read what the others have
+written in their steps before t.
 """
 
 from __future__ import annotations
@@ -27,7 +31,11 @@ from torch import Tensor
 HALF = (torch.bfloat16, torch.float16)
 """Types whose sums are made in float32 and rounded once."""
 
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 WIDE_BLOCK = 1 << 15
 """Elements that are summed in float32 at a time where a half type has more than two addends."""
@@ -60,7 +68,9 @@ class Region:
         return self.stop - self.start
 
     def __str__(self) -> str:
-        return f"{self.buffer}[{self.start}:{self.stop}]" + (f" of rank {self.rank}" if self.rank != OWN else "")
+        return f"{self.buffer}[{self.start}:{self.stop}]" + (
+            f" of rank {self.rank}" if self.rank != OWN else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,8 @@ class Message:
 class Combine:
     """`into` becomes ((p0 + p1) + p2) + ... of `parts`, which are all read before it is written; a copy where there is one part.
 
-    Parts of a half type are added in float32 and rounded once. Instead of the sum it may be the maximum or minimum.
+    Parts of a half type are added in float32 and rounded once. Instead of the sum it may be the
+    maximum or minimum.
     """
 
     into: Region
@@ -157,7 +168,9 @@ class Cost:
 def cost(program: Program, dtype: torch.dtype) -> Cost:
     """Return what a program costs with elements of `dtype`."""
     messages, sent, largest, steps, _ = program.figures
-    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(program, dtype)
+    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(
+        program, dtype
+    )
     return Cost(messages, sent * dtype.itemsize, largest * dtype.itemsize, steps, scratch)
 
 
@@ -169,20 +182,31 @@ def wide_length(program: Program, dtype: torch.dtype) -> int:
 def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
     """For each step, find the first one, itself or later, before which its sends must have completed.
 
-    On a slow link a library calls a send complete only when the receiver has answered, so waiting for sends costs a round trip:
+    On a slow link a library calls a send complete only when the receiver has answered, so waiting
+    for sends costs a round trip:
 
         waiting for sends     |--- message --->|<--- answer ---|--- message --->|<--- answer ---|
         not waiting           |--- message --->|--- message --->|<--- answer ---|
     """
-    written = [[*(message.region for message in step.receives), *(combine.into for combine in step.then)] for step in steps]
+    written = [
+        [*(message.region for message in step.receives), *(combine.into for combine in step.then)]
+        for step in steps
+    ]
 
     def first(number: int, step: Step) -> int:
         last = min(number + AHEAD, len(steps))
         sent = [message.region for message in step.sends]
-        hits = (k for k in range(number, last) if any(overlap(one, other, in_place) for one in sent for other in written[k]))
+        hits = (
+            k
+            for k in range(number, last)
+            if any(overlap(one, other, in_place) for one in sent for other in written[k])
+        )
         return next(hits, last)
 
-    return tuple(first(number, step) if number + 1 < len(steps) else number for number, step in enumerate(steps))
+    return tuple(
+        first(number, step) if number + 1 < len(steps) else number
+        for number, step in enumerate(steps)
+    )
 
 
 def overlap(one: Region, other: Region, in_place: bool) -> bool:
@@ -193,7 +217,10 @@ def overlap(one: Region, other: Region, in_place: bool) -> bool:
 
 def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
     """Make a program without empty messages, empty combinations, and steps in which nothing happens."""
-    kept = [Step(_full(step.sends), _full(step.receives), tuple(c for c in step.then if len(c.into))) for step in steps]
+    kept = [
+        Step(_full(step.sends), _full(step.receives), tuple(c for c in step.then if len(c.into)))
+        for step in steps
+    ]
     if depth == 1:  # with more, how far two steps are apart says which of them may overlap
         kept = [step for step in kept if step != Step()]
     return Program(tuple(kept), scratch, depth)

@@ -1,7 +1,7 @@
 """Recursive doubling and halving: rank pairs at distances of powers of two exchange what they have. Few steps.
 
-Recursive doubling: in step m every rank exchanges all it has with the rank at distance 2^m. Groups of ranks whose parts each of
-four ranks has after each step:
+Recursive doubling: in step m every rank exchanges all it has with the rank at distance 2^m. Groups
+of ranks whose parts each of four ranks has after each step:
 
     rank       0       1       2       3
     0 <-> 1, 2 <-> 3
@@ -9,10 +9,11 @@ four ranks has after each step:
     0 <-> 2, 1 <-> 3
              0123    0123    0123    0123
 
-An all-reduce sends the whole vector in each of its log2 P steps; an all-gather sends what it has, P-1 pieces together.
+An all-reduce sends the whole vector in each of its log2 P steps; an all-gather sends what it has,
+P-1 pieces together.
 
-Rabenseifner's all-reduce: halve the vector while summing, then double it while gathering. The vector in four pieces; what each rank
-has summed, and over how many ranks:
+Rabenseifner's all-reduce: halve the vector while summing, then double it while gathering. The
+vector in four pieces; what each rank has summed, and over how many ranks:
 
     rank             0          1          2          3
     0 <-> 2, 1 <-> 3 exchange halves and add
@@ -24,12 +25,14 @@ has summed, and over how many ranks:
 
 Bytes per rank 2 (P-1)/P n in 2 log2 P steps.
 
-For numbers of ranks that are no power of two a few are folded into their neighbours before and served after (see `Fold`), which
-costs those the whole vector twice. The lower ranks' partial sum is always the left operand, so that all ranks get the same bits. A
-half type is rounded at every addition, log2 P times (one more where ranks are folded).
+For numbers of ranks that are no power of two a few are folded into their neighbours before and
+served after (see `Fold`), which costs those the whole vector twice. The lower ranks' partial sum is
+always the left operand, so that all ranks get the same bits. A half type is rounded at every
+addition, log2 P times (one more where ranks are folded).
 
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005),
-sections 4.1 and 4.5; Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3.
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 19 (2005), sections 4.1 and 4.5; Rabenseifner, "Optimization of collective reduction
+operations", ICCS 2004, section 3.
 """
 
 from __future__ import annotations
@@ -37,7 +40,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sp_core.schedules.program import Combine, Message, Program, Region, Step, copy, inp, joined, out, program, spans, tmp
+from sp_core.schedules.program import (
+    Combine,
+    Message,
+    Program,
+    Region,
+    Step,
+    copy,
+    inp,
+    joined,
+    out,
+    program,
+    spans,
+    tmp,
+)
 from sp_core.segments import split_sizes
 
 
@@ -45,8 +61,8 @@ from sp_core.segments import split_sizes
 class Fold:
     """Any number of ranks as a power of two: of the first 2 * extra ranks, each odd one takes the even one before it along.
 
-    Places 0 to core - 1 are the ranks that take part in the exchange, in the order of their ranks. For 7 ranks the core is 4 and
-    three ranks are taken along:
+    Places 0 to core - 1 are the ranks that take part in the exchange, in the order of their ranks.
+    For 7 ranks the core is 4 and three ranks are taken along:
 
         rank    0 -> 1    2 -> 3    4 -> 5    6
         place        0         1         2    3
@@ -80,7 +96,10 @@ class Fold:
 
     def pieces(self, pieces: Sequence[range], first: int, count: int) -> range:
         """Join the pieces of all ranks that `count` places from `first` on stand for."""
-        begin, end = (2 * place if place < self.extra else place + self.extra for place in (first, first + count))
+        begin, end = (
+            2 * place if place < self.extra else place + self.extra
+            for place in (first, first + count)
+        )
         return joined(pieces[begin], pieces[end - 1])
 
     def served(self, rank: int, result: Region) -> list[Step]:
@@ -98,7 +117,11 @@ def _joined_by(fold: Fold, rank: int, whole: range) -> tuple[list[Step], Callabl
     if not fold.carries(rank):
         return [], inp
     landed = tmp(0, len(whole))
-    return [Step(receives=(Message(rank - 1, landed),), then=(Combine(out(whole), (landed, inp(whole))),))], out
+    return [
+        Step(
+            receives=(Message(rank - 1, landed),), then=(Combine(out(whole), (landed, inp(whole))),)
+        )
+    ], out
 
 
 def all_reduce(rank: int, size: int, count: int) -> Program:
@@ -113,7 +136,9 @@ def all_reduce(rank: int, size: int, count: int) -> Program:
         other = place ^ (1 << m)
         peer = fold.rank(other)
         parts = (landed, have) if other < place else (have, landed)
-        steps.append(Step((Message(peer, have),), (Message(peer, landed),), (Combine(out(whole), parts),)))
+        steps.append(
+            Step((Message(peer, have),), (Message(peer, landed),), (Combine(out(whole), parts),))
+        )
         have = out(whole)
     return program([*steps, *fold.served(rank, out(whole))], count)
 
@@ -131,7 +156,9 @@ def all_gather(rank: int, counts: Sequence[int]) -> Program:
     for m in range(fold.core.bit_length() - 1):
         width = 1 << m
         peer = fold.rank(place ^ width)
-        going, coming = (fold.pieces(pieces, (place >> m ^ other) * width, width) for other in (0, 1))
+        going, coming = (
+            fold.pieces(pieces, (place >> m ^ other) * width, width) for other in (0, 1)
+        )
         steps.append(Step((Message(peer, out(going)),), (Message(peer, out(coming)),)))
     return program([*steps, *fold.served(rank, out(everything))])
 
@@ -147,7 +174,11 @@ def rabenseifner(rank: int, size: int, count: int) -> Program:
     for peer, keep, give in _halves(fold, place, spans(split_sizes(count, fold.core))):
         landed = tmp(0, len(keep))
         parts = (landed, have(keep)) if peer < rank else (have(keep), landed)
-        steps.append(Step((Message(peer, have(give)),), (Message(peer, landed),), (Combine(out(keep), parts),)))
+        steps.append(
+            Step(
+                (Message(peer, have(give)),), (Message(peer, landed),), (Combine(out(keep), parts),)
+            )
+        )
         back.append(Step((Message(peer, out(keep)),), (Message(peer, out(give)),)))
         have = out
     scratch = max((len(message.region) for step in steps for message in step.receives), default=0)
@@ -159,7 +190,10 @@ def _halves(fold: Fold, place: int, pieces: Sequence[range]) -> Iterator[tuple[i
     first, stop = 0, fold.core
     while stop - first > 1:
         middle = (first + stop) // 2
-        low, high = joined(pieces[first], pieces[middle - 1]), joined(pieces[middle], pieces[stop - 1])
+        low, high = (
+            joined(pieces[first], pieces[middle - 1]),
+            joined(pieces[middle], pieces[stop - 1]),
+        )
         peer = fold.rank(place ^ (middle - first))
         if place < middle:
             yield peer, low, high

@@ -30,22 +30,30 @@ _BUILDERS: dict[str, dict[str, Callable[[Operation], Program]]] = {
     },
     "all_reduce": {
         "ring": lambda t: _module("ring").all_reduce(t.rank, t.size, t.elements, None),
-        "segmented_ring": lambda t: _module("ring").all_reduce(t.rank, t.size, t.elements, t.segment),
+        "segmented_ring": lambda t: _module("ring").all_reduce(
+            t.rank, t.size, t.elements, t.segment
+        ),
         "recursive_doubling": lambda t: _module("recursive").all_reduce(t.rank, t.size, t.elements),
         "rabenseifner": lambda t: _module("recursive").rabenseifner(t.rank, t.size, t.elements),
         "pairwise": lambda t: _module("pairwise").all_reduce(t.rank, t.size, t.elements, t.segment),
-        "hierarchical": lambda t: _module("hierarchical").all_reduce(t.rank, t.size, t.elements, t.nodes),
+        "hierarchical": lambda t: _module("hierarchical").all_reduce(
+            t.rank, t.size, t.elements, t.nodes
+        ),
     },
     "all_to_all": {"pairwise": lambda t: _module("pairwise").all_to_all(t.rank, t.send, t.recv)},
-    "broadcast": {"binomial": lambda t: _module("binomial").broadcast(t.rank, t.size, t.elements, t.root)},
-    "reduce": {"binomial": lambda t: _module("binomial").reduce(t.rank, t.size, t.elements, t.root)},
+    "broadcast": {
+        "binomial": lambda t: _module("binomial").broadcast(t.rank, t.size, t.elements, t.root)
+    },
+    "reduce": {
+        "binomial": lambda t: _module("binomial").reduce(t.rank, t.size, t.elements, t.root)
+    },
     "shift": {},
 }
 
 LIBRARY = ("auto", "mpi", "window")
 """What every collective offers beside its schedules: "mpi" is the MPI library's own choice, "window" the memory that the ranks
-share, where they do; "auto" takes what constants say is best, without them the window of a communicator that has one, else the
-library."""
+share, where they do; "auto" takes what constants say is best, without them the window of a
+communicator that has one, else the library."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """The algorithms that have a schedule, by collective."""
@@ -71,7 +79,9 @@ def program_of(operation: Operation, algorithm: str) -> Program:
 @lru_cache(maxsize=64)
 def _of_messages(operation: Operation, algorithm: str) -> Program:
     if operation.size == 1 and operation.reduces:
-        return program([Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))])
+        return program(
+            [Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))]
+        )
     return _BUILDERS[operation.op][algorithm](operation)
 
 
@@ -88,7 +98,9 @@ def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
     return tuple(name for name in ALGORITHMS[op] if possible.get(name, True))
 
 
-def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES) -> int:
+def segment_length(
+    count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES
+) -> int:
     """Return the elements per segment of a vector of `count` elements that `size` ranks share out."""
     shortest, longest = limits
     return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
@@ -97,15 +109,17 @@ def segment_length(count: int, size: int, itemsize: int, limits: tuple[int, int]
 def check_algorithm(op: str, algorithm: str) -> None:
     """Raise `ValueError` if a collective does not have that algorithm."""
     if algorithm not in ALGORITHMS[op]:
-        raise ValueError(f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. Pass one of them.")
+        raise ValueError(
+            f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. Pass one of them."
+        )
 
 
 def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
     """Return the algorithm of each collective for calls that name none.
 
     Args:
-        choice: a name, for every collective that has it (the others stay with "auto"); or names by collective, as a mapping or as
-            text, `"all_reduce=ring,all_gather=bruck"`.
+        choice: a name, for every collective that has it (the others stay with "auto"); or names by
+            collective, as a mapping or as text, `"all_reduce=ring,all_gather=bruck"`.
 
     Raises:
         ValueError: an unknown collective or algorithm; TypeError: neither a name nor names.
@@ -115,13 +129,17 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
     if isinstance(choice, str) and "=" not in choice:
         if not any(choice in names for names in ALGORITHMS.values()):
             known = sorted({name for names in ALGORITHMS.values() for name in names})
-            raise ValueError(f"algorithm={choice!r} was given; there are {known}. Pass one of them, or names by collective.")
+            raise ValueError(
+                f"algorithm={choice!r} was given; there are {known}. Pass one of them, or names by collective."
+            )
         return {op: choice if choice in names else "auto" for op, names in ALGORITHMS.items()}
     if isinstance(choice, str):
         choice = dict(_pair(part) for part in choice.split(","))
     for op, algorithm in choice.items():
         if op not in ALGORITHMS:
-            raise ValueError(f"an algorithm was given for {op!r}; there are {tuple(ALGORITHMS)}. Name one of them.")
+            raise ValueError(
+                f"an algorithm was given for {op!r}; there are {tuple(ALGORITHMS)}. Name one of them."
+            )
         check_algorithm(op, algorithm)
     return dict.fromkeys(ALGORITHMS, "auto") | dict(choice)
 

@@ -1,30 +1,34 @@
 """Collectives in memory that the ranks of a node share: nothing is sent, a rank reads what the others have put there.
 
-Every rank has a scratch area that all can read, cut into `SLOTS` slots. A vector goes through it in chunks, each in a slot of its
-own, and the stages of consecutive chunks overlap. All ranks make the same number of steps; in step t they may read what the others
-wrote before it, and what they write is read later. Two ranks, an all-reduce of two chunks; w writes the other's half of a chunk
-into the own slot, + adds up the own half, r reads the other's sum:
+Every rank has a scratch area that all can read, cut into `SLOTS` slots. A vector goes through it in
+chunks, each in a slot of its own, and the stages of consecutive chunks overlap. All ranks make the
+same number of steps; in step t they may read what the others wrote before it, and what they write
+is read later. Two ranks, an all-reduce of two chunks; w writes the other's half of a chunk into the
+own slot, + adds up the own half, r reads the other's sum:
 
     step      0      1      2      3
     chunk 0   w      +      r
     chunk 1          w      +      r
 
     all-gather, broadcast, shift      write the own piece; read the others'
-    all-to-all                        write all pieces but the own; read those meant for the own rank
-    reduce-scatter, reduce            the same, and add them up in the order of the ranks
-    all-reduce, short                 write everything; every rank adds up everything (one-shot); so too where two ranks read each
-                                      other's tensors in place, because two shots would read as much and write more
-    all-reduce                        every rank adds up its part of a chunk and writes the sum; read the others' sums (two-shot)
+    all-to-all                        write all pieces but the own; read those meant for the own
+    rank reduce-scatter, reduce            the same, and add them up in the order of the ranks
+    all-reduce, short                 write everything; every rank adds up everything (one-shot); so
+                                      too where two ranks read each other's tensors in place,
+                                      because two shots would read as much and write more
+    all-reduce                        every rank adds up its part of a chunk and writes the sum;
+    read the others' sums (two-shot)
 
-A tensor that itself lives in shared memory is not written into slots: one step in which all arrive, then the others read it where
-it is, then one step in which all have done so. Every sum is bitwise that of a loop over the ranks; half types are summed in
-float32 and rounded once.
+A tensor that itself lives in shared memory is not written into slots: one step in which all arrive,
+then the others read it where it is, then one step in which all have done so. Every sum is bitwise
+that of a loop over the ranks; half types are summed in float32 and rounded once.
 
-A slot may be used again after `SLOTS` steps: what is written in step t is read in steps t + 1 and t + 2 at most, and a rank in
-step t + 4 has waited for all to have finished step t + 2.
+A slot may be used again after `SLOTS` steps: what is written in step t is read in steps t + 1 and t
++ 2 at most, and a rank in step t + 4 has waited for all to have finished step t + 2.
 
-Source: one-shot and two-shot all-reduce as in NVIDIA's TensorRT-LLM custom all-reduce and vLLM; slots as in Graham and Shipman,
-"MPI support for multi-core architectures: optimized shared memory collectives", EuroPVM/MPI 2008.
+Source: one-shot and two-shot all-reduce as in NVIDIA's TensorRT-LLM custom all-reduce and vLLM;
+slots as in Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory
+collectives", EuroPVM/MPI 2008.
 """
 
 from __future__ import annotations
@@ -35,7 +39,18 @@ from functools import lru_cache
 from itertools import chain
 
 from sp_core.schedules.operation import Operation
-from sp_core.schedules.program import Buffer, Combine, Program, Region, Step, copy, inp, out, spans, tmp
+from sp_core.schedules.program import (
+    Buffer,
+    Combine,
+    Program,
+    Region,
+    Step,
+    copy,
+    inp,
+    out,
+    spans,
+    tmp,
+)
 from sp_core.segments import moved, split_ranges
 
 SLOTS = 4
@@ -64,7 +79,9 @@ def in_window(t: Operation) -> Program:
         stages = [chunks[number - s][s] for s in range(depth) if 0 <= number - s < len(chunks)]
         steps.append(Step(then=tuple(combine for combine in chain(*stages) if len(combine.into))))
     used: dict[int, int] = {}
-    for region in (combine.into for step in steps for combine in step.then if combine.into.buffer is Buffer.TMP):
+    for region in (
+        combine.into for step in steps for combine in step.then if combine.into.buffer is Buffer.TMP
+    ):
         slot, start = divmod(region.start, t.slot)
         used[slot] = max(used.get(slot, 0), start + len(region))
     around = [Step()] if t.resident else []
@@ -84,7 +101,9 @@ def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
 
 def _cut(piece: range, chunk: range) -> range:
     """Return the elements of a piece that are in a chunk."""
-    return range(min(piece.start + chunk.start, piece.stop), min(piece.start + chunk.stop, piece.stop))
+    return range(
+        min(piece.start + chunk.start, piece.stop), min(piece.start + chunk.stop, piece.stop)
+    )
 
 
 def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
@@ -118,7 +137,9 @@ def _all_gather(t: Operation) -> Stages:
 
 def _broadcast(t: Operation) -> Stages:
     whole = range(t.elements)
-    return _one_piece(t, {} if t.rank == t.root else {t.root: (whole, whole)}, writes=t.rank == t.root)
+    return _one_piece(
+        t, {} if t.rank == t.root else {t.root: (whole, whole)}, writes=t.rank == t.root
+    )
 
 
 def _shift(t: Operation) -> Stages:
@@ -126,7 +147,9 @@ def _shift(t: Operation) -> Stages:
     return _one_piece(t, {(t.rank - t.root) % t.size: (whole, whole)}, writes=bool(t.root))
 
 
-def _many_pieces(t: Operation, read: Callable[[range, list[Region]], Stage], there: Sequence[range]) -> Stages:
+def _many_pieces(
+    t: Operation, read: Callable[[range, list[Region]], Stage], there: Sequence[range]
+) -> Stages:
     """Offer a piece to each other rank, and read the pieces for this one.
 
     Args:
@@ -140,21 +163,28 @@ def _many_pieces(t: Operation, read: Callable[[range, list[Region]], Stage], the
         cuts = [(rank, _cut(pieces[rank], chunk)) for rank in _others(t)]
         write = tuple(copy(inp(part), tmp(slot + rank * room, len(part))) for rank, part in cuts)
         mine = _cut(pieces[t.rank], chunk)
-        offered = [_offered(t, rank, mine, _cut(there[rank], chunk), slot + t.rank * room) for rank in range(t.size)]
+        offered = [
+            _offered(t, rank, mine, _cut(there[rank], chunk), slot + t.rank * room)
+            for rank in range(t.size)
+        ]
         yield _stages(t, write, read(chunk, offered))
 
 
 def _reduce_scatter(t: Operation) -> Stages:
     mine = range(t.send[t.rank])
     there = [spans(t.send)[t.rank]] * t.size
-    return _many_pieces(t, lambda chunk, offered: (Combine(out(_cut(mine, chunk)), tuple(offered)),), there)
+    return _many_pieces(
+        t, lambda chunk, offered: (Combine(out(_cut(mine, chunk)), tuple(offered)),), there
+    )
 
 
 def _all_to_all(t: Operation) -> Stages:
     places = spans(t.recv)
 
     def each(chunk: range, offered: list[Region]) -> Stage:
-        return tuple(copy(offered[rank], out(_cut(places[rank], chunk))) for rank in (t.rank, *_others(t)))
+        return tuple(
+            copy(offered[rank], out(_cut(places[rank], chunk))) for rank in (t.rank, *_others(t))
+        )
 
     return _many_pieces(t, each, [range(count) for count in t.recv])
 
@@ -163,7 +193,9 @@ def _reduce(t: Operation) -> Stages:
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
         part = _cut(range(t.elements), chunk)
         write = copy(inp(part), tmp(slot, len(part)))
-        total = Combine(out(part), tuple(_offered(t, rank, part, part, slot) for rank in range(t.size)))
+        total = Combine(
+            out(part), tuple(_offered(t, rank, part, part, slot) for rank in range(t.size))
+        )
         yield _stages(t, (), (total,)) if t.rank == t.root else _stages(t, (write,), ())
 
 
@@ -179,11 +211,15 @@ def _all_reduce(t: Operation) -> Stages:
     if one_shot(t):
         whole = range(t.elements)
         room = inp(whole) if t.resident else tmp(t.first % SLOTS * t.slot, t.elements)
-        parts = tuple(room if rank == t.rank else replace(room, rank=rank) for rank in range(t.size))
+        parts = tuple(
+            room if rank == t.rank else replace(room, rank=rank) for rank in range(t.size)
+        )
         yield _stages(t, (copy(inp(whole), room),), (Combine(out(whole), parts),))
         return
     slotless = t.resident and t.in_place and t.size == 2
-    for slot, chunk in _chunks(t, max(IN_PLACE_BYTES // t.itemsize, t.slot) if slotless else t.slot):
+    for slot, chunk in _chunks(
+        t, max(IN_PLACE_BYTES // t.itemsize, t.slot) if slotless else t.slot
+    ):
         yield _two_shot(t, slot, _cut(range(t.elements), chunk))
 
 
@@ -192,12 +228,16 @@ def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
     here = [moved(part, chunk.start) for part in parts]
     mine, room = here[t.rank], [tmp(slot + part.start, len(part)) for part in parts]
     write = tuple(copy(inp(here[rank]), room[rank]) for rank in _others(t))
-    addends = tuple(_offered(t, rank, mine, mine, slot + parts[t.rank].start) for rank in range(t.size))
+    addends = tuple(
+        _offered(t, rank, mine, mine, slot + parts[t.rank].start) for rank in range(t.size)
+    )
     total: Stage = (Combine(room[t.rank], addends), copy(room[t.rank], out(mine)))
     where = room
     if t.resident and t.in_place:  # the others read the sum where it belongs
         where = [out(part) for part in here]
-        total = (Combine(out(mine), addends),) if t.rank < 2 else total  # the first two addends may be overwritten by their sum
+        total = (
+            (Combine(out(mine), addends),) if t.rank < 2 else total
+        )  # the first two addends may be overwritten by their sum
     read = tuple(copy(replace(where[rank], rank=rank), out(here[rank])) for rank in _others(t))
     return (total, read) if t.resident else (write, total, read)
 

@@ -4,7 +4,15 @@ Plans are made of integers, without communication. `sp_core.llama` carries them 
 """
 
 from sp_core.scheduling.pictures import picture
-from sp_core.scheduling.pipeline import Slot, Timeline, bubble_share, gpipe, one_forward_one_backward, prefill_only, timeline
+from sp_core.scheduling.pipeline import (
+    Slot,
+    Timeline,
+    bubble_share,
+    gpipe,
+    one_forward_one_backward,
+    prefill_only,
+    timeline,
+)
 from sp_core.scheduling.plan import Plan
 from sp_core.scheduling.policies import POLICIES, balanced, contiguous, dynamic, padded, round_robin
 from sp_core.scheduling.stages import split_stages

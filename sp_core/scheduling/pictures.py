@@ -10,18 +10,31 @@ def picture(shown: Timeline, unit: float = 1.0) -> str:
 
     Args:
         shown: what to draw.
-        unit: time of one column; a forward shows its number, a backward the number and a prime, waiting shows dots.
+        unit: time of one column; a forward shows its number, a backward the number and a prime,
+            waiting shows dots.
 
     Returns:
         Lines of text, the last of which tells the bubble.
     """
-    cell = max((len(_name(slot.direction, slot.batch)) for slots in shown.stages for slot, _, _ in slots), default=1) + 1
+    cell = (
+        max(
+            (
+                len(_name(slot.direction, slot.batch))
+                for slots in shown.stages
+                for slot, _, _ in slots
+            ),
+            default=1,
+        )
+        + 1
+    )
     lines = []
     for stage, slots in enumerate(shown.stages):
         columns = ["." * (cell - 1)] * round(shown.end / unit)
         for slot, start, stop in slots:
             first = round(start / unit)
-            columns[first : round(stop / unit)] = [_name(slot.direction, slot.batch)] * (round(stop / unit) - first)
+            columns[first : round(stop / unit)] = [_name(slot.direction, slot.batch)] * (
+                round(stop / unit) - first
+            )
         lines.append(f"stage {stage} |" + "".join(column.rjust(cell) for column in columns))
     return "\n".join([*lines, f"bubble: {shown.bubble:.1%} of the stages' time"])
 

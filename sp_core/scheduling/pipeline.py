@@ -1,6 +1,7 @@
 """The order in which the stages of a pipeline run micro-batches, and the resulting time line, as plain data.
 
-F of batch b on stage s needs F of b on s - 1;  B of b on s needs B of b on s + 1, and F of b on the last stage
+F of batch b on stage s needs F of b on s - 1;  B of b on s needs B of b on s + 1, and F of b on the
+last stage
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, figure 2c.
     """
     forward = prefill_only(stages, batches)
-    return tuple((*order, *(Slot("B", batch) for batch in reversed(range(batches)))) for order in forward)
+    return tuple(
+        (*order, *(Slot("B", batch) for batch in reversed(range(batches)))) for order in forward
+    )
 
 
 def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
     """Order 1F1B: stage s of p holds at most p - s micro-batches between their forward and their backward.
 
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv:2104.04473, figure 4 above.
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters,
+    arXiv:2104.04473, figure 4 above.
     """
     _check(stages, batches)
     orders = []
@@ -87,7 +91,9 @@ def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
     return ((stage + 1, slot),) if stage < stages - 1 else ((stage, Slot("F", slot.batch)),)
 
 
-def timeline(orders: Sequence[Order], seconds: Callable[[int, Slot], float] = lambda stage, slot: 1.0) -> Timeline:
+def timeline(
+    orders: Sequence[Order], seconds: Callable[[int, Slot], float] = lambda stage, slot: 1.0
+) -> Timeline:
     """Compute when each slot starts: as soon as its stage is free and the slots that it needs are done.
 
     Args:
@@ -108,11 +114,18 @@ def timeline(orders: Sequence[Order], seconds: Callable[[int, Slot], float] = la
                 wanted = needs(slot, stage, len(orders))
                 if not all(need in done for need in wanted):
                     break
-                start = max([placed[stage][-1][2] if placed[stage] else 0.0, *(done[need] for need in wanted)])
+                start = max(
+                    [
+                        placed[stage][-1][2] if placed[stage] else 0.0,
+                        *(done[need] for need in wanted),
+                    ]
+                )
                 done[stage, slot] = start + seconds(stage, slot)
                 placed[stage].append((slot, start, done[stage, slot]))
         if len(done) == before:
-            raise ShapeError(f"the stages wait for each other for ever after {len(done)} of {total} slots; reorder {orders}.")
+            raise ShapeError(
+                f"the stages wait for each other for ever after {len(done)} of {total} slots; reorder {orders}."
+            )
     return Timeline(tuple(map(tuple, placed)), max(done.values(), default=0.0))
 
 
@@ -127,4 +140,6 @@ def bubble_share(stages: int, batches: int) -> float:
 
 def _check(stages: int, batches: int) -> None:
     if stages < 1 or batches < 1:
-        raise ShapeError(f"{stages} stages and {batches} micro-batches were given; needed at least 1 of each.")
+        raise ShapeError(
+            f"{stages} stages and {batches} micro-batches were given; needed at least 1 of each."
+        )

@@ -18,11 +18,13 @@ class Plan:
         lengths: tokens of each sequence.
         sharded: sequences that all ranks share, computed first.
         packed: for each rank the sequences that it computes alone, in this order.
-        waiting: sequences that ranks take one after the other, whenever they have nothing else to do.
+        waiting: sequences that ranks take one after the other, whenever they have nothing else to
+            do.
         padded_to: tokens to which each sequence is filled up; None for none.
 
     Raises:
-        ShapeError: a negative length, no rank, a sequence that is not there exactly once, or one longer than `padded_to`.
+        ShapeError: a negative length, no rank, a sequence that is not there exactly once, or one
+            longer than `padded_to`.
     """
 
     lengths: tuple[int, ...]
@@ -32,14 +34,24 @@ class Plan:
     padded_to: int | None = None
 
     def __post_init__(self) -> None:
-        placed = [*self.sharded, *self.waiting, *(number for numbers in self.packed for number in numbers)]
-        if not self.packed or min(self.lengths, default=0) < 0 or sorted(placed) != list(range(len(self.lengths))):
+        placed = [
+            *self.sharded,
+            *self.waiting,
+            *(number for numbers in self.packed for number in numbers),
+        ]
+        if (
+            not self.packed
+            or min(self.lengths, default=0) < 0
+            or sorted(placed) != list(range(len(self.lengths)))
+        ):
             raise ShapeError(
                 f"a plan for {len(self.lengths)} sequences and {len(self.packed)} ranks places {len(placed)}; needed are at least "
                 "1 rank, lengths >= 0, and every sequence exactly once."
             )
         if self.padded_to is not None and self.padded_to < max(self.lengths, default=0):
-            raise ShapeError(f"padded_to={self.padded_to} is less than the longest sequence has, {max(self.lengths)}.")
+            raise ShapeError(
+                f"padded_to={self.padded_to} is less than the longest sequence has, {max(self.lengths)}."
+            )
 
     @property
     def size(self) -> int:
@@ -54,7 +66,12 @@ class Plan:
         """Return the operations of each rank. A waiting sequence goes to the rank with the least load so far."""
         loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
         for number in self.sharded:
-            loads = [load + share for load, share in zip(loads, work.shares(self.tokens(number), self.size), strict=True)]
+            loads = [
+                load + share
+                for load, share in zip(
+                    loads, work.shares(self.tokens(number), self.size), strict=True
+                )
+            ]
         taken = deal([work.of(self.tokens(number)) for number in self.waiting], loads)
         for place, number in enumerate(self.waiting):
             loads[taken[place]] += work.of(self.tokens(number))
@@ -74,7 +91,8 @@ def imbalance(loads: Sequence[float]) -> float:
 def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
     """Return the rank of each cost in turn: the one with the least load so far, the lowest of equal ones.
 
-    Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), list scheduling.
+    Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), list
+    scheduling.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)

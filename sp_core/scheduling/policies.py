@@ -18,8 +18,9 @@ TOLERANCE = 0.02
 def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
     """Share the longest sequences among all ranks. Give the others, longest first, to the rank with the least work.
 
-    The greatest load is at most (1 + tolerance) times the mean, unless it were greater still if every sequence was shared, as with
-    few short ones. How many are shared is found by bisection, and is 0 wherever that is enough.
+    The greatest load is at most (1 + tolerance) times the mean, unless it were greater still if
+    every sequence was shared, as with few short ones. How many are shared is found by bisection,
+    and is 0 wherever that is enough.
 
     Args:
         lengths: tokens of each sequence.
@@ -30,13 +31,16 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     Raises:
         ShapeError: a negative length, no rank, or a tolerance that is not above 0.
 
-    Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2): longest processing time first.
+    Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2):
+    longest processing time first.
     """
     _check(lengths, size)
     if not tolerance > 0:
         raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    allowed = tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)  # then the last one placed cannot end too late
+    allowed = (
+        tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)
+    )  # then the last one placed cannot end too late
     most = sum(work.of(lengths[number]) > allowed for number in order)
     tried: dict[int, Plan] = {}
 
@@ -49,7 +53,10 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
     is_enough(high)
-    return min(tried.values(), key=lambda plan: (max(1 + tolerance, imbalance(plan.loads(work))), len(plan.sharded)))
+    return min(
+        tried.values(),
+        key=lambda plan: (max(1 + tolerance, imbalance(plan.loads(work))), len(plan.sharded)),
+    )
 
 
 def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
@@ -58,7 +65,10 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
     Args, raises: as `balanced`.
     """
     plan = balanced(lengths, size, work, tolerance)
-    waiting = sorted((number for numbers in plan.packed for number in numbers), key=lambda number: (-lengths[number], number))
+    waiting = sorted(
+        (number for numbers in plan.packed for number in numbers),
+        key=lambda number: (-lengths[number], number),
+    )
     return replace(plan, packed=((),) * size, waiting=tuple(waiting))
 
 
@@ -71,7 +81,9 @@ def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
 def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
     """Assign the sequences r, r + size, ... to rank r. Naive."""
     _check(lengths, size)
-    return Plan(tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size)))
+    return Plan(
+        tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size))
+    )
 
 
 def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
@@ -88,18 +100,27 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def _longest_first(lengths: Sequence[int], size: int, work: Work, order: Sequence[int], count: int) -> Plan:
+def _longest_first(
+    lengths: Sequence[int], size: int, work: Work, order: Sequence[int], count: int
+) -> Plan:
     """Share the `count` longest sequences. Place the others, longest first."""
     shared, rest = order[:count], order[count:]
     loads = [0] * size
     for number in shared:
-        loads = [load + share for load, share in zip(loads, work.shares(lengths[number], size), strict=True)]
+        loads = [
+            load + share
+            for load, share in zip(loads, work.shares(lengths[number], size), strict=True)
+        ]
     packed: list[list[int]] = [[] for _ in range(size)]
-    for number, rank in zip(rest, deal([work.of(lengths[number]) for number in rest], loads), strict=True):
+    for number, rank in zip(
+        rest, deal([work.of(lengths[number]) for number in rest], loads), strict=True
+    ):
         packed[rank].append(number)
     return Plan(tuple(lengths), tuple(shared), tuple(map(tuple, packed)))
 
 
 def _check(lengths: Sequence[int], size: int) -> None:
     if size < 1 or min(lengths, default=0) < 0:
-        raise ShapeError(f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths >= 0 and size >= 1.")
+        raise ShapeError(
+            f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths >= 0 and size >= 1."
+        )

@@ -25,7 +25,9 @@ class Work:
 
     def __post_init__(self) -> None:
         if min(self.per_token, self.per_pair) < 0 or self.per_token + self.per_pair == 0:
-            raise ShapeError(f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass numbers >= 0, one above 0.")
+            raise ShapeError(
+                f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass numbers >= 0, one above 0."
+            )
 
     def of(self, length: int) -> int:
         """Return the operations of a whole sequence."""

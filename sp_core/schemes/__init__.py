@@ -12,4 +12,10 @@ SCHEMES = {
 }
 """The schemes over one communicator, by name."""
 
-__all__ = ["SCHEMES", "allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"]
+__all__ = [
+    "SCHEMES",
+    "allgather_kv_attention",
+    "hybrid_attention",
+    "ring_attention",
+    "ulysses_attention",
+]

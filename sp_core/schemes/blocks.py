@@ -46,7 +46,11 @@ class Sums(Protocol):
 
 def gradient_sums(problem: Problem, like: Tensor) -> Sums:
     """Make the sums of a ring's gradients. `like` is any tensor (B, *, K, D) of their dtype."""
-    return in_place.SharedSums(problem, like) if reads_in_place(problem.comm, "shift") else TravellingSums(Travel(problem, like))
+    return (
+        in_place.SharedSums(problem, like)
+        if reads_in_place(problem.comm, "shift")
+        else TravellingSums(Travel(problem, like))
+    )
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, Block]]:
@@ -61,7 +65,11 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tupl
         yield from ((heads, (keys[:, kv], values[:, kv])) for heads, kv in groups)
     else:
         gather = AllGather(comm, 0, problem.kv_sharding.lengths)
-        calls = ((gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups)  # (S/P, 2, B, K, D)
+        calls = (
+            (gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups
+        )  # (S/P, 2, B, K, D)
         for (heads, _), rows in zip(groups, one_ahead(calls), strict=True):
-            keys, values = problem.kv_sharding.sort_segments(rows, 0).permute(1, 2, 3, 0, 4).unbind()
+            keys, values = (
+                problem.kv_sharding.sort_segments(rows, 0).permute(1, 2, 3, 0, 4).unbind()
+            )
             yield heads, (keys, values)

@@ -19,20 +19,25 @@ Part = tuple[int, range]
 """Consecutive heads of one of several tensors: (index of the tensor, heads)."""
 
 
-def split_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
+def split_heads(
+    num_heads: int, num_kv_heads: int, size: int
+) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
     """Divide heads among ranks.
 
-    With at least one key/value head per rank, whole groups are dealt out and no key or value travels twice. With fewer, query
-    heads are dealt out evenly and each rank receives the key/value head of each of its query heads; once, where these all read
-    the same one.
+    With at least one key/value head per rank, whole groups are dealt out and no key or value
+    travels twice. With fewer, query heads are dealt out evenly and each rank receives the key/value
+    head of each of its query heads; once, where these all read the same one.
 
     Returns:
-        The query heads of each rank, and for each rank the key/value head of each of its key/value slots.
+        The query heads of each rank, and for each rank the key/value head of each of its key/value
+        slots.
     """
     group = num_heads // max(num_kv_heads, 1)
     if num_kv_heads >= size:
         kv = split_ranges(num_kv_heads, size)
-        return tuple(range(part.start * group, part.stop * group) for part in kv), tuple(tuple(part) for part in kv)
+        return tuple(range(part.start * group, part.stop * group) for part in kv), tuple(
+            tuple(part) for part in kv
+        )
     heads = split_ranges(num_heads, size)
     return heads, tuple(_slots([head // group for head in part]) for part in heads)
 
@@ -63,7 +68,13 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], *tensors: Tensor) -> Tensor:
         ctx.parts, ctx.heads = parts, [x.shape[2] for x in tensors]
-        return torch.cat([tensors[0][:, :, :0], *(tensors[i][:, :, heads.start : heads.stop] for i, heads in parts)], 2)
+        return torch.cat(
+            [
+                tensors[0][:, :, :0],
+                *(tensors[i][:, :, heads.start : heads.stop] for i, heads in parts),
+            ],
+            2,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,7 +84,9 @@ class _SideBySide(torch.autograd.Function):
             found[i].append((heads, piece))
         empty = grads[0][:, :, :0]
         wanted = zip(found, ctx.heads, ctx.needs_input_grad[1:], strict=True)
-        return None, *(_summed(own, number, empty) if needed else None for own, number, needed in wanted)
+        return None, *(
+            _summed(own, number, empty) if needed else None for own, number, needed in wanted
+        )
 
 
 def _summed(pieces: list[tuple[range, Tensor]], number: int, empty: Tensor) -> Tensor:

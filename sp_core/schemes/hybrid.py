@@ -1,9 +1,11 @@
 """Hybrid attention: Ulysses along one axis of a mesh, a ring along another.
 
-    (B, S/(R*U), H, D)  --all-to-all over U-->  (B, S/R, H/U, D)  ring over R  --all-to-all over U-->  (B, S/(R*U), H, D)
+    (B, S/(R*U), H, D)  --all-to-all over U-->  (B, S/R, H/U, D)  ring over R  --all-to-all over
+    U-->  (B, S/(R*U), H, D)
 
-Nothing here knows more than its parts: after the exchange a rank holds the tokens of its group, and the ring runs over these
-groups. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, U and R ranks along the two axes.
+Nothing here knows more than its parts: after the exchange a rank holds the tokens of its group, and
+the ring runs over these groups. Shapes: B batch, S sequence, H heads, K key/value heads, D head
+dim, U and R ranks along the two axes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def hybrid_attention(
         q, k, v, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
         mesh: has both axes.
         sharding: who owns which queries, over the ranks of `mesh[axes]`.
-        comm: `mesh[axes]` if given. Layers give it, so that `functools.partial(hybrid_attention, mesh=mesh)` is a scheme for them.
+        comm: `mesh[axes]` if given. Layers give it, so that `functools.partial(hybrid_attention,
+            mesh=mesh)` is a scheme for them.
         axes: the two axes in the order in which they number the ranks, the last one fastest.
         ulysses: which of the two exchanges heads; the other one is the ring.
 
@@ -56,13 +59,15 @@ def hybrid_attention(
         As `allgather_kv_attention`.
 
     Communication:
-        Forward (U-1)/U * (2Q + K) elements sent per rank in two all-to-alls, and (R-1) messages of K elements, where
-        Q = B*(S/(R*U))*H*D and K = 2*B*(S/(R*U))*K*D are a rank's own. Backward as in the parts.
+        Forward (U-1)/U * (2Q + K) elements sent per rank in two all-to-alls, and (R-1) messages of
+        K elements, where Q = B*(S/(R*U))*H*D and K = 2*B*(S/(R*U))*K*D are a rank's own. Backward
+        as in the parts.
 
     Raises:
         As `allgather_kv_attention`.
 
-    Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719, section 4.
+    Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719,
+    section 4.
     """
     problem = agree(
         f"hybrid_attention[{axes}, {ulysses}]",
@@ -95,14 +100,22 @@ def hybrid_attention(
     return (out, lse) if return_lse else out
 
 
-def _product(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None) -> Communicator:
+def _product(
+    mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None
+) -> Communicator:
     """Return the communicator of both axes. Refuse wrong axes.
 
-    On a mesh of more than two axes a rank with wrong axes cannot know on which two the others wait, so it tells all of them.
+    On a mesh of more than two axes a rank with wrong axes cannot know on which two the others wait,
+    so it tells all of them.
     """
     check_type("mesh", mesh, Mesh, "Pass the mesh itself, which has both axes.")
     names = list(axes) if isinstance(axes, Sequence) else []
-    fits = len(names) == 2 and names[0] != names[1] and all(axis in list(mesh.axes) for axis in names) and ulysses in names
+    fits = (
+        len(names) == 2
+        and names[0] != names[1]
+        and all(axis in list(mesh.axes) for axis in names)
+        and ulysses in names
+    )
     if not fits and len(mesh.axes) > 2:
         for pair in combinations(mesh.axes, 2):
             mesh[pair].decline(f"{axes=}, {ulysses=}")

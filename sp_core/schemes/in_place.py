@@ -2,12 +2,15 @@
 
     step 0     rank r writes k_r v_r once, and attends to them
     fence      all have written
-    step s     rank r reads the block of rank j = r - s where it lies; in the backward it adds its part to the sum of dk_j dv_j,
-               which lies there too, as soon as rank r - 1 has added its own in the step before
+    step s     rank r reads the block of rank j = r - s where it lies; in the backward it adds its
+               part to the sum of dk_j dv_j, which lies there too, as soon as rank r - 1 has added
+               its own in the step before
 
-No message, and no copy but the first one; none at all where k and v live in shared memory themselves (`Problem.resident`). Every
-sum has the addends of one that travels in messages, in the same order, so the bits are the same. (Not those of AllGather-KV: its
-keys and values lie head by head here, token by token in messages, and a matrix product over other strides may round differently.)
+No message, and no copy but the first one; none at all where k and v live in shared memory
+themselves (`Problem.resident`). Every sum has the addends of one that travels in messages, in the
+same order, so the bits are the same. (Not those of AllGather-KV: its keys and values lie head by
+head here, token by token in messages, and a matrix product over other strides may round
+differently.)
 Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 """
 
@@ -31,7 +34,9 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
     A block may be read until the next one is asked for.
     """
     comm = problem.comm
-    blocks, written = _resident(k, v, problem) if problem.resident else _written(k.detach(), v.detach(), problem)
+    blocks, written = (
+        _resident(k, v, problem) if problem.resident else _written(k.detach(), v.detach(), problem)
+    )
     for step in range(max(hops(problem.sharding, problem.kv_sharding, problem.mask)) + 1):
         block = (comm.rank - step) % comm.size
         if step == 1:
@@ -63,7 +68,10 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Hand
 
     def of_all(x: Tensor) -> list[Tensor]:
         places = zip(window.peers(x.detach().view(-1)), lengths, strict=True)
-        return [place[: batch * length * heads * head_dim].view(batch, length, heads, head_dim) for place, length in places]
+        return [
+            place[: batch * length * heads * head_dim].view(batch, length, heads, head_dim)
+            for place, length in places
+        ]
 
     return list(zip(of_all(k), of_all(v), strict=True)), _fence(problem)
 
@@ -80,12 +88,18 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
     writes = [
         partial(into[:, :, place.start : place.stop].copy_, part)
         for into, x in zip(room, (k, v), strict=True)
-        for place, part in zip(ranges, x.detach().transpose(1, 2).split(list(map(len, ranges)), 2), strict=True)
+        for place, part in zip(
+            ranges, x.detach().transpose(1, 2).split(list(map(len, ranges)), 2), strict=True
+        )
     ]
     what = f"keys and values of {sharding.fingerprint} in place"
     comm.wait(comm.track(window.start([writes, []], what)), "all_gather")
-    others = [length for rank, length in enumerate(sharding.lengths) if length and rank != comm.rank]
-    comm.counters["all_gather"].add(messages=len(others), bytes_sent=sum(others) * room[..., :1, :].nbytes)
+    others = [
+        length for rank, length in enumerate(sharding.lengths) if length and rank != comm.rank
+    ]
+    comm.counters["all_gather"].add(
+        messages=len(others), bytes_sent=sum(others) * room[..., :1, :].nbytes
+    )
     return room[0], room[1]
 
 
@@ -119,8 +133,12 @@ class SharedSums:
     def _begin(self, own: Tensor | None) -> None:
         """Write the first term of this rank's sum. No other rank has used the memory since the fence of its last use."""
         batch, _, heads, head_dim = self._like.shape
-        shapes = [(2, batch, length, heads, head_dim) for length in self._problem.kv_sharding.lengths]
-        self._sums = _window(self._problem).sums.enter([(shape, self._like.dtype) for shape in shapes])
+        shapes = [
+            (2, batch, length, heads, head_dim) for length in self._problem.kv_sharding.lengths
+        ]
+        self._sums = _window(self._problem).sums.enter(
+            [(shape, self._like.dtype) for shape in shapes]
+        )
         mine = self._sums[self._problem.comm.rank]
         mine.zero_() if own is None else mine.copy_(own)
 

@@ -32,14 +32,21 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 
 def join_heads(parts: list[Tensor]) -> Tensor:
     """Join groups of heads (B, h, S, D) to one contiguous tensor (B, S, H, D)."""
-    return parts[0].transpose(1, 2) if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], 2)
+    return (
+        parts[0].transpose(1, 2)
+        if len(parts) == 1
+        else torch.cat([part.transpose(1, 2) for part in parts], 2)
+    )
 
 
 def head_groups(num_heads: int, num_kv_heads: int, size: int) -> list[Group]:
     """Return the query heads and key/value heads of each group. One rank has one group."""
     group = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
     parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if size > 1 else 1)
-    return [(slice(part.start * group, part.stop * group), slice(part.start, part.stop)) for part in parts]
+    return [
+        (slice(part.start * group, part.stop * group), slice(part.start, part.stop))
+        for part in parts
+    ]
 
 
 def polled(comm: Communicator, groups: Iterable[Group]) -> Iterator[Group]:

@@ -37,7 +37,12 @@ class Problem:
     def against(self, kv_positions: Positions) -> dict[str, Any]:
         """Return the arguments of `attend` for this rank's queries and keys at these positions."""
         positions = self.sharding.positions(self.comm.rank)
-        return {"q_positions": positions, "kv_positions": kv_positions, "mask": self.mask, "scale": self.scale}
+        return {
+            "q_positions": positions,
+            "kv_positions": kv_positions,
+            "mask": self.mask,
+            "scale": self.scale,
+        }
 
 
 def agree(
@@ -60,7 +65,8 @@ def agree(
         name: of the scheme.
         q: (B, S_local, H, D).
         k, v: (B, S_local, K, D).
-        comm, sharding, kv_sharding, mask, softmax_scale, return_lse, inner: as the scheme was given them.
+        comm, sharding, kv_sharding, mask, softmax_scale, return_lse, inner: as the scheme was given
+            them.
 
     Returns:
         The arguments with their defaults filled in.
@@ -69,28 +75,44 @@ def agree(
         One all-gather of 64 bytes per rank.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's arguments are wrong.
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
+            arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
     """
     arguments.check_communicator(comm)
-    kv_sharding, mask = sharding if kv_sharding is None else kv_sharding, Mask() if mask is None else mask
+    kv_sharding, mask = (
+        sharding if kv_sharding is None else kv_sharding,
+        Mask() if mask is None else mask,
+    )
     problem = Problem(comm, sharding, kv_sharding, mask, 0.0)
 
     def check() -> int:
         arguments.check(softmax_scale=softmax_scale, return_lse=return_lse, inner=inner)
         for what, given in (("sharding", sharding), ("kv_sharding", kv_sharding)):
-            arguments.check_type(what, given, Sharding, "Make one, such as Sharding.contiguous(seq_len, size).")
-        arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), or None to see everything.")
+            arguments.check_type(
+                what, given, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
+            )
+        arguments.check_type(
+            "mask", mask, Mask, "Pass Mask(causal=True), or None to see everything."
+        )
         _check_tensors(q, k, v, comm)
         _check_lengths(q, k, problem)
         return _home(k, v, comm)
 
-    homes = comm.agree_on(partial(_signature, name, (q, k, v), problem, softmax_scale, return_lse), check)
+    homes = comm.agree_on(
+        partial(_signature, name, (q, k, v), problem, softmax_scale, return_lse), check
+    )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     return replace(problem, scale=scale, resident=homes[0] > 0 and len(set(homes)) == 1)
 
 
-def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, softmax_scale: float | None, return_lse: bool) -> str:
+def _signature(
+    name: str,
+    tensors: tuple[Tensor, ...],
+    problem: Problem,
+    softmax_scale: float | None,
+    return_lse: bool,
+) -> str:
     """Describe the call. The text must be the same on every rank; shard lengths may differ."""
 
     def shown(x: Tensor) -> str:
@@ -115,9 +137,13 @@ def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, comm: Communicator) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise DtypeError(f"{name} must be a tensor, {type(x).__name__} was given. Pass torch.as_tensor(...) of it.")
+            raise DtypeError(
+                f"{name} must be a tensor, {type(x).__name__} was given. Pass torch.as_tensor(...) of it."
+            )
         if x.layout is not torch.strided:
-            raise ShapeError(f"{name} has layout {x.layout}; a dense tensor is needed. Pass {name}.to_dense().")
+            raise ShapeError(
+                f"{name} has layout {x.layout}; a dense tensor is needed. Pass {name}.to_dense()."
+            )
         check_device(x, comm)
     check_qkv(q, k, v)
 

@@ -1,10 +1,12 @@
 """Ring attention: keys and values go from rank to rank, and each rank attends to the block that it holds.
 
-    step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse = merge(out, lse, attend(q_r, k_j, v_j))
+    step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse =
+    merge(out, lse, attend(q_r, k_j, v_j))
 
-While a rank computes on a block, some heads at a time, it receives the next one. A block is passed on to the last rank that sees
-any of it. In the backward the blocks travel again, each followed by the sum of its gradients. The last rank that adds to a sum
-sends it to the owner of the block. Ranks that share memory send nothing: in step s they read block j in its owner's memory.
+While a rank computes on a block, some heads at a time, it receives the next one. A block is passed
+on to the last rank that sees any of it. In the backward the blocks travel again, each followed by
+the sum of its gradients. The last rank that adds to a sum sends it to the owner of the block. Ranks
+that share memory send nothing: in step s they read block j in its owner's memory.
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
@@ -41,21 +43,26 @@ def ring_attention(
     """Compute attention over the tokens of all ranks by passing keys and values around a ring.
 
     Args:
-        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
+        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in
+            `allgather_kv_attention`.
 
     Returns:
         As `allgather_kv_attention`.
 
     Communication:
-        Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks. Backward the same, and P messages
-        of as many elements in float32 or wider. A single rank sends nothing. In shared memory (`Mesh(transport="window")`) no
-        message: a rank writes its K and V once, or not at all where both are tensors of `shared_empty` on `comm`, and reads P-1
-        others'; backward the same, and it adds to as many sums in float32 or wider. One fence, in the backward one for each step.
+        Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks.
+        Backward the same, and P messages of as many elements in float32 or wider. A single rank
+        sends nothing. In shared memory (`Mesh(transport="window")`) no
+        message: a rank writes its K and V once, or not at all where both are tensors of
+            `shared_empty` on `comm`, and reads P-1
+        others'; backward the same, and it adds to as many sums in float32 or wider. One fence, in
+        the backward one for each step.
 
     Raises:
         As `allgather_kv_attention`.
 
-    Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3.
+    Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section
+    3.
     """
     problem = agree(
         "ring_attention",
@@ -80,7 +87,9 @@ def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem
+    ) -> tuple[Tensor, Tensor]:
         ctx.problem, ctx.agree = problem, problem.comm.numbered()
         ctx.set_materialize_grads(False)
         with exact(q):
@@ -91,12 +100,16 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.agree("the backward of ring_attention")
         q, k, v, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
-        dq, dk, dv = _ring_gradients(upstream, k, v, ctx.problem, with_kv=any(ctx.needs_input_grad[1:3]))
+        dq, dk, dv = _ring_gradients(
+            upstream, k, v, ctx.problem, with_kv=any(ctx.needs_input_grad[1:3])
+        )
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -110,7 +123,13 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
             continue
         among = problem.against(problem.kv_sharding.positions(block))
         parts = [
-            attend(q[:, heads], *_heads_first(held, kv_heads), **among, out_dtype=dtype, between=problem.comm.poll)
+            attend(
+                q[:, heads],
+                *_heads_first(held, kv_heads),
+                **among,
+                out_dtype=dtype,
+                between=problem.comm.poll,
+            )
             for heads, kv_heads in polled(problem.comm, groups)
         ]
         for result, part in zip(results, parts, strict=True) if results else ():
@@ -118,12 +137,19 @@ def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
         results = results or parts
         del held, parts
     if not results:
-        return torch.zeros_like(q.transpose(1, 2), dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+        return torch.zeros_like(q.transpose(1, 2), dtype=dtype), q.new_full(
+            q.shape[:3], -torch.inf, dtype=dtype
+        )
     return join_heads([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
 
 
 def _ring_gradients(
-    upstream: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], k: Tensor, v: Tensor, problem: Problem, *, with_kv: bool
+    upstream: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    *,
+    with_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward: return dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
     grad_out, q, out, lse, grad_lse = upstream
@@ -138,7 +164,9 @@ def _ring_gradients(
             for h, kv in polled(problem.comm, groups):
                 given = (grad_out[:, h], q[:, h], *_heads_first(held, kv), out[:, h], lse[:, h])
                 gl = None if grad_lse is None else grad_lse[:, h]
-                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
+                part, dk, dv = attend_backward(
+                    *given, **among, grad_lse=gl, between=problem.comm.poll
+                )
                 dq[:, h] += part
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
         if with_kv:

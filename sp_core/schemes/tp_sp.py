@@ -1,11 +1,13 @@
 """Megatron's tensor parallelism with sequence parallelism: ranks split the weights, and between layers the tokens.
 
-    x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel: a rank has some output features
-    y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)    row-parallel: a rank has some input features
+    x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel:
+    a rank has some output features y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->
+    (B, S/P, E)    row-parallel: a rank has some input features
 
-The sequence travels in chunks: while one chunk is multiplied, the next is being gathered, or the one before is being summed.
-Between the two layers a rank holds all tokens in the order of an all-gather, `sharding.group([range(P)])`. What a layer keeps
-for its backward grows with S/P on the side of E. Shapes: B batch, S sequence, E and F features, P ranks.
+The sequence travels in chunks: while one chunk is multiplied, the next is being gathered, or the
+one before is being summed. Between the two layers a rank holds all tokens in the order of an
+all-gather, `sharding.group([range(P)])`. What a layer keeps for its backward grows with S/P on the
+side of E. Shapes: B batch, S sequence, E and F features, P ranks.
 """
 
 from __future__ import annotations
@@ -66,31 +68,42 @@ class Tokens:
 
     def _rows(self, chunk: Chunk) -> list[slice]:
         starts = accumulate(self.lengths[:-1], initial=0)
-        return [slice(start + r.start, start + r.stop) for start, r in zip(starts, chunk[0], strict=True)]
+        return [
+            slice(start + r.start, start + r.stop)
+            for start, r in zip(starts, chunk[0], strict=True)
+        ]
 
 
-def gather_linears(x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+def gather_linears(
+    x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]
+) -> tuple[Tensor, ...]:
     """Gather the tokens x (B, S/P, E) once, and multiply by the weight (F/P, E) of each layer: (B, S, F/P) for each.
 
     Communication:
-        Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the same again (the gathered
-        tokens are not kept), and a reduce-scatter of as many elements.
+        Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the
+        same again (the gathered tokens are not kept), and a reduce-scatter of as many elements.
 
     Raises:
         RuntimeError: a second derivative.
 
-    Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198, section 4.2.
+    Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
+    arXiv:2205.05198, section 4.2.
     """
     apply: Any = _GatherLinears.apply
-    results: tuple[Tensor, ...] = apply(Tokens(comm, lengths), x, *(tensor for layer in layers for tensor in layer))
+    results: tuple[Tensor, ...] = apply(
+        Tokens(comm, lengths), x, *(tensor for layer in layers for tensor in layer)
+    )
     return results
 
 
-def linear_scatter(y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]) -> Tensor:
+def linear_scatter(
+    y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]
+) -> Tensor:
     """Multiply, sum over the ranks, and keep this rank's tokens: y (B, S, F/P), weight (E, F/P) to (B, S/P, E).
 
     Communication:
-        Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank. Backward an all-gather of as many.
+        Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank.
+        Backward an all-gather of as many.
 
     Raises:
         RuntimeError: a second derivative.
@@ -110,7 +123,9 @@ class _GatherLinears(torch.autograd.Function):
         ctx.tokens, ctx.agree = tokens, tokens.comm.numbered()
         weights: Any = layers[::2]
         ctx.save_for_backward(x, *weights)
-        out = tuple(x.new_empty(x.shape[0], sum(tokens.lengths), weight.shape[0]) for weight in weights)
+        out = tuple(
+            x.new_empty(x.shape[0], sum(tokens.lengths), weight.shape[0]) for weight in weights
+        )
         for chunk, gathered in _gathered(x, tokens):
             for y, weight, bias in zip(out, weights, layers[1::2], strict=True):
                 tokens.put(y, chunk, F.linear(gathered, weight, bias))
@@ -122,8 +137,14 @@ class _GatherLinears(torch.autograd.Function):
         ctx.agree("the backward of gather_linear")
         x, *weights = saved
         needs = ctx.needs_input_grad
-        dx = _scattered(list(zip(grads, weights, strict=True)), ctx.tokens, x.shape[2]) if needs[1] else None
-        sums = {number: _zeros(weight) for number, weight in enumerate(weights) if needs[2 + 2 * number]}
+        dx = (
+            _scattered(list(zip(grads, weights, strict=True)), ctx.tokens, x.shape[2])
+            if needs[1]
+            else None
+        )
+        sums = {
+            number: _zeros(weight) for number, weight in enumerate(weights) if needs[2 + 2 * number]
+        }
         for chunk, gathered in _gathered(x, ctx.tokens) if sums else ():
             for number, total in sums.items():
                 _add(total, ctx.tokens.take(grads[number], chunk), gathered)
@@ -166,7 +187,10 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
     first = products[0][0]
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
-    calls = ((ReduceScatter(tokens.comm, 1, chunk[1]), _product(products, tokens, chunk)) for chunk in chunks)
+    calls = (
+        (ReduceScatter(tokens.comm, 1, chunk[1]), _product(products, tokens, chunk))
+        for chunk in chunks
+    )
     for chunk, mine in zip(chunks, one_ahead(calls), strict=True):
         tokens.own(out, chunk).copy_(mine)
     return out

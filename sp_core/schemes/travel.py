@@ -1,7 +1,8 @@
 """The messages of a ring: which block of keys and values each rank sends and receives in each step.
 
-Block j starts at rank j. In step s it is at rank j + s, which passes it on if a later rank sees any of it. `hops` counts the steps
-of each block. Every rank computes all counts from the positions, so all ranks know every message without asking.
+Block j starts at rank j. In step s it is at rank j + s, which passes it on if a later rank sees any
+of it. `hops` counts the steps of each block. Every rank computes all counts from the positions, so
+all ranks know every message without asking.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Block = tuple[Tensor, Tensor]
 
 
 @lru_cache(maxsize=64)
-def visibility(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[tuple[bool, ...], ...]:
+def visibility(
+    sharding: Sharding, kv_sharding: Sharding, mask: Mask
+) -> tuple[tuple[bool, ...], ...]:
     """Return, for each rank and each block, whether the rank's queries see any key of the block."""
     queries = [sharding.positions(rank) for rank in range(sharding.size)]
     keys = [kv_sharding.positions(rank) for rank in range(sharding.size)]
@@ -37,7 +40,10 @@ def sees(problem: Problem, block: int) -> bool:
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
     """Return how often each block is passed on: from its owner to the last rank that sees any of its keys."""
     seen, size = visibility(sharding, kv_sharding, mask), sharding.size
-    return tuple(max((s for s in range(size) if seen[(block + s) % size][block]), default=0) for block in range(size))
+    return tuple(
+        max((s for s in range(size) if seen[(block + s) % size][block]), default=0)
+        for block in range(size)
+    )
 
 
 class Travel:
@@ -80,7 +86,8 @@ class Travel:
         """Yield (step, block, keys and values) while the next block is received. None marks a block not received.
 
         Args:
-            held: this rank's own block alone; it is taken out of the list, so that nobody holds it longer than needed.
+            held: this rank's own block alone; it is taken out of the list, so that nobody holds it
+                longer than needed.
         """
         present = held.pop()
         for step in range(self.steps):
@@ -94,7 +101,11 @@ class Travel:
             return Done(), None
         coming = self.block(step + 1)
         arriving = self.empty(coming) if self.goes_on(coming, step) else None
-        sends = [(self.right, held.view(-1))] if held is not None and self.goes_on(self.block(step), step) else []
+        sends = (
+            [(self.right, held.view(-1))]
+            if held is not None and self.goes_on(self.block(step), step)
+            else []
+        )
         recvs = [(self.left, arriving.view(-1))] if arriving is not None else []
         return self.comm.exchange(sends, recvs, "ring"), arriving
 
@@ -116,8 +127,8 @@ class Travel:
 class TravellingSums:
     """Sums of the gradients of keys and values, which follow their blocks. Call `add` in every step of the ring, then `arrived`.
 
-    In step s rank r adds its gradient of block j = r - s to the sum that came from rank r - 1. It sends the sum to rank r + 1, or
-    to the owner, rank j, if no later rank adds to it.
+    In step s rank r adds its gradient of block j = r - s to the sum that came from rank r - 1. It
+    sends the sum to rank r + 1, or to the owner, rank j, if no later rank adds to it.
 
     Args:
         travel: the messages of the ring, for tensors of the dtype of the sums.

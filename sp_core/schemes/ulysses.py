@@ -1,10 +1,11 @@
 """Ulysses: an all-to-all gives every rank the whole sequence for a part of the heads, a second one takes the results back.
 
-    q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)   inner attention   (B, S, H/P, D)  --all-to-all-->  out  (B, S/P, H, D)
+    q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)   inner attention   (B, S, H/P, D)
+    --all-to-all-->  out  (B, S/P, H, D)
 
-Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks, or they do not divide, a
-head goes to every rank that reads it, and its gradients are summed on the way back. Shapes: B batch, S sequence, H heads, K
-key/value heads, D head dim, P ranks.
+Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks,
+or they do not divide, a head goes to every rank that reads it, and its gradients are summed on the
+way back. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
@@ -44,16 +45,20 @@ def ulysses_attention(
     """Compute attention over the tokens of all ranks; each rank computes some of the heads.
 
     Args:
-        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
-        inner: attention over the whole sequence on one device, `local_attention` if not given; called as that with
-            `q_positions`, `kv_positions`, `mask`, `softmax_scale` and `return_lse=True`.
+        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in
+            `allgather_kv_attention`.
+        inner: attention over the whole sequence on one device, `local_attention` if not given;
+            called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale` and
+            `return_lse=True`.
 
     Returns:
-        As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no head.
+        As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no
+        head.
 
     Communication:
-        Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys are sharded differently) and
-        one of out: (P-1)/P of 2Q + K elements sent per rank, where Q = B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
+        Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys
+        are sharded differently) and one of out: (P-1)/P of 2Q + K elements sent per rank, where Q =
+        B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
 
     Raises:
         As `allgather_kv_attention`.
@@ -71,7 +76,9 @@ def ulysses_attention(
         return_lse=return_lse,
         inner=inner,
     )
-    positions, kv_positions = (_gathered_positions(s) for s in (problem.sharding, problem.kv_sharding))
+    positions, kv_positions = (
+        _gathered_positions(s) for s in (problem.sharding, problem.kv_sharding)
+    )
 
     attend: Callable[..., Any] = inner or local_attention
 
@@ -103,9 +110,11 @@ class Exchange:
         comm: the ranks.
         lengths, kv_lengths: tokens of each rank.
         heads: query heads that each rank computes.
-        kv_heads: for each rank, the key/value head of each of its key/value slots; one that several ranks read is in several.
-        alike: q, k and v go in one exchange, because every rank has as many queries as keys. In a hybrid that is every rank of the
-            whole grid: what goes together needs a gradient together, and the ranks of a ring must agree on which gradients travel.
+        kv_heads: for each rank, the key/value head of each of its key/value slots; one that several
+            ranks read is in several.
+        alike: q, k and v go in one exchange, because every rank has as many queries as keys. In a
+            hybrid that is every rank of the whole grid: what goes together needs a gradient
+            together, and the ranks of a ring must agree on which gradients travel.
     """
 
     comm: Communicator
@@ -122,7 +131,9 @@ class Exchange:
         lengths, kv_lengths = problem.sharding.lengths, problem.kv_sharding.lengths
         return cls(problem.comm, lengths, kv_lengths, heads, kv_heads, alike=lengths == kv_lengths)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         """Exchange, attend, exchange back. Without `return_lse`, lse is not exchanged back and must not be used."""
         if self.comm.size == 1:
             return inner(q, k, v)
@@ -149,7 +160,9 @@ class Exchange:
         k, v = self._dealt((k, v), dealt, self.kv_lengths).split(own[1:], 2)
         return q, k, v
 
-    def _dealt(self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]) -> Tensor:
+    def _dealt(
+        self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]
+    ) -> Tensor:
         """Exchange heads: (B, S/P, *, D) tensors to (B, S, heads of this rank, D). `parts` lists the heads that each rank gets."""
         widths = tuple(sum(len(heads) for _, heads in dealt) for dealt in parts)
         x = side_by_side(tensors, [part for dealt in parts for part in dealt])

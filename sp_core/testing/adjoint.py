@@ -17,20 +17,23 @@ RankFunction = Callable[..., Tensor | tuple[Tensor, ...]]
 def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
     """Return one function from all shards to all outputs, so that `gradcheck` and `gradgradcheck` see every rank at once.
 
-    A check on each rank alone is wrong for a collective, because all ranks would perturb their inputs together.
+    A check on each rank alone is wrong for a collective, because all ranks would perturb their
+    inputs together.
 
     Args:
         f: `f(comm, *locals) -> tensor or tensors`; runs on each rank with that rank's shards.
         size: number of ranks, which are threads.
 
     Returns:
-        A function of rank 0's shards, then rank 1's, and so on, that returns outputs in the same order; differentiable to any
-        order, as far as `f` is.
+        A function of rank 0's shards, then rank 1's, and so on, that returns outputs in the same
+        order; differentiable to any order, as far as `f` is.
     """
 
     def mapped(*shards: Tensor) -> tuple[Tensor, ...]:
         if len(shards) % size:
-            raise ValueError(f"{len(shards)} tensors cannot be the shards of {size} ranks. Pass as many for each rank.")
+            raise ValueError(
+                f"{len(shards)} tensors cannot be the shards of {size} ranks. Pass as many for each rank."
+            )
         return cast("Callable[..., tuple[Tensor, ...]]", _GlobalMap.apply)(f, size, *shards)
 
     return mapped
@@ -43,7 +46,10 @@ class _GlobalMap(torch.autograd.Function):
         ctx.save_for_backward(*shards)
 
         def body(comm: Any) -> tuple[Tensor, ...]:
-            mine = (x.detach().requires_grad_(x.is_floating_point()) for x in _of_rank(shards, comm.rank, size))
+            mine = (
+                x.detach().requires_grad_(x.is_floating_point())
+                for x in _of_rank(shards, comm.rank, size)
+            )
             with torch.enable_grad():
                 outputs = _tuple(f(comm, *mine))
             return tuple(output.detach() for output in outputs)
@@ -55,7 +61,11 @@ class _GlobalMap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         shards, size = ctx.saved_tensors, ctx.size
         local, given = len(shards) // size, len(grads) // size
-        both = [t for rank in range(size) for t in (*_of_rank(shards, rank, size), *_of_rank(grads, rank, size))]
+        both = [
+            t
+            for rank in range(size)
+            for t in (*_of_rank(shards, rank, size), *_of_rank(grads, rank, size))
+        ]
         return (None, None, *global_map(_pullback(ctx.f, local, given), size)(*both))
 
 
@@ -65,12 +75,21 @@ def _pullback(f: RankFunction, local: int, given: int) -> RankFunction:
     def pullback(comm: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:local], tensors[local : local + given]
         outputs = _tuple(f(comm, *inputs))
-        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if output.requires_grad
+        ]
         if not pairs:
             return tuple(torch.zeros_like(x) for x in inputs)
         differentiable, directions = zip(*pairs, strict=True)
-        found = torch.autograd.grad(differentiable, inputs, directions, create_graph=True, allow_unused=True)
-        return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True))
+        found = torch.autograd.grad(
+            differentiable, inputs, directions, create_graph=True, allow_unused=True
+        )
+        return tuple(
+            torch.zeros_like(x) if grad is None else grad
+            for x, grad in zip(inputs, found, strict=True)
+        )
 
     return pullback
 
@@ -85,7 +104,11 @@ def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def check_adjoint(
-    comm: Any, forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor] | None, x: Tensor, y: Tensor
+    comm: Any,
+    forward: Callable[[Tensor], Tensor],
+    adjoint: Callable[[Tensor], Tensor] | None,
+    x: Tensor,
+    y: Tensor,
 ) -> None:
     """Check <A x, y> == <x, A^T y>, summed over the ranks, exactly.
 
@@ -113,4 +136,6 @@ def check_adjoint(
     both = np.empty(2)
     comm.Allreduce(mine, both)
     if both[0] != both[1]:
-        raise AssertionError(f"not adjoint: <A x, y> = {both[0]!r}, <x, A^T y> = {both[1]!r}, summed over {comm.size} ranks")
+        raise AssertionError(
+            f"not adjoint: <A x, y> = {both[0]!r}, <x, A^T y> = {both[1]!r}, summed over {comm.size} ranks"
+        )

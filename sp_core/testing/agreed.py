@@ -37,7 +37,9 @@ class Ranks:
     def __init__(self, config: pytest.Config, session: Session) -> None:
         import mpi4py
 
-        mpi4py.rc.fast_reduce = False  # the shortcut duplicates a communicator while it holds the interpreter's lock
+        mpi4py.rc.fast_reduce = (
+            False  # the shortcut duplicates a communicator while it holds the interpreter's lock
+        )
         from mpi4py import MPI
 
         requests.install()  # before any test takes a class out of mpi4py
@@ -54,7 +56,9 @@ class Ranks:
             self._be_quiet()
         else:
             xml = config.getoption("xmlpath", None)
-            self._ledger = Ledger(self._watch.directory, xml, config.getini("junit_suite_name") if xml else "")
+            self._ledger = Ledger(
+                self._watch.directory, xml, config.getini("junit_suite_name") if xml else ""
+            )
         self.control = session.control = MpiCarrier(world.Dup())
         session.command = f"python -m sp_core.testing.launch -n {self.size} -- python -m pytest {_options(session)} {{test}}"
 
@@ -71,10 +75,14 @@ class Ranks:
                 f"-n {expected}, the one of the MPI library that this Python's mpi4py uses: another one starts single processes."
             )
         if self.config.getoption("numprocesses", None):
-            self._usage("pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same tests. Leave -n out.")
+            self._usage(
+                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same tests. Leave -n out."
+            )
 
     def _usage(self, text: str) -> NoReturn:
-        raise pytest.UsageError(*([] if self.rank else [text]))  # every rank raises; pytest prints each text it is given
+        raise pytest.UsageError(
+            *([] if self.rank else [text])
+        )  # every rank raises; pytest prints each text it is given
 
     def _be_quiet(self) -> None:
         """Write nothing to the terminal, to result files and to the cache."""
@@ -82,7 +90,9 @@ class Ranks:
         for name in _RESULT_FILES:
             if hasattr(option, name):
                 setattr(option, name, None)
-        option.basetemp = str(self._watch.directory / f"tmp-rank{self.rank}")  # processes that share one clear it for each other
+        option.basetemp = str(
+            self._watch.directory / f"tmp-rank{self.rank}"
+        )  # processes that share one clear it for each other
         self._stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
@@ -92,7 +102,9 @@ class Ranks:
         self._watch.enable()  # pytest's own plugin has taken it
         if self._stdout is not None:
             sys.stdout = self._stdout
-            if getattr(self.config, "cache", None) is not None:  # ranks may read what failed last time, and must agree on it
+            if (
+                getattr(self.config, "cache", None) is not None
+            ):  # ranks may read what failed last time, and must agree on it
                 vars(self.config.cache).update(set=lambda key, value: None)
 
     def pytest_report_header(self) -> str:
@@ -118,13 +130,25 @@ class Ranks:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Refuse to run different tests, in which ranks would wait for each other for ever."""
         if (error := sys.exc_info()[1]) is not None:  # pytest calls this also on its way out
-            self._complaints.append("left collection:\n" + "".join(traceback.format_exception(error)))
-        everyone = self._everyone("the end of collection", ([item.nodeid for item in session.items], self._complaints))
+            self._complaints.append(
+                "left collection:\n" + "".join(traceback.format_exception(error))
+            )
+        everyone = self._everyone(
+            "the end of collection", ([item.nodeid for item in session.items], self._complaints)
+        )
         ids = [found for found, _ in everyone]
-        different = "".join(_difference(ids, rank) for rank in range(self.size) if ids[rank] != ids[0])
+        different = "".join(
+            _difference(ids, rank) for rank in range(self.size) if ids[rank] != ids[0]
+        )
         if different:
-            told = "".join(f"\nrank {rank} {text}" for rank, (_, complaints) in enumerate(everyone) for text in complaints)
-            self._usage(f"the ranks collected different tests, or in another order:{different}{told}")
+            told = "".join(
+                f"\nrank {rank} {text}"
+                for rank, (_, complaints) in enumerate(everyone)
+                for text in complaints
+            )
+            self._usage(
+                f"the ranks collected different tests, or in another order:{different}{told}"
+            )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -163,21 +187,29 @@ class Ranks:
             self._ledger.add(**line)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, pytest.TestReport]:
         """Make one outcome of those of all ranks."""
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
             xfail = hasattr(report, "wasxfail")
             mine = (str(report.outcome), xfail, report.longreprtext if report.failed else "")
-            self._agree(report, self._everyone(f"{item.nodeid} {report.when}", mine, quiet=report.passed and not xfail))
+            self._agree(
+                report,
+                self._everyone(
+                    f"{item.nodeid} {report.when}", mine, quiet=report.passed and not xfail
+                ),
+            )
         return report
 
     def _everyone(self, point: str, mine: Any, *, quiet: bool = False) -> list[Any]:
         """Return every rank's value, or nothing if all are quiet.
 
         Raises:
-            pytest.exit.Exception: the ranks are at different points, so their messages make no sense any more.
+            pytest.exit.Exception: the ranks are at different points, so their messages make no
+            sense any more.
         """
         record = Record(Kind.OK if quiet else Kind.SKIP, Call(point).record().digest)
         records = self.control.drive(until(self.control.post(record)), point)
@@ -185,15 +217,22 @@ class Ranks:
             self._lost = True
             told = self.control.gather("\n".join([point, *self._complaints]))
             lines = "".join(f"\n  rank {rank} is at {text}" for rank, text in enumerate(told))
-            pytest.exit(f"the ranks have lost each other:{lines}", returncode=pytest.ExitCode.INTERNAL_ERROR)
-        return [] if all(record.kind is Kind.OK for record in records) else self.control.gather(mine)
+            pytest.exit(
+                f"the ranks have lost each other:{lines}", returncode=pytest.ExitCode.INTERNAL_ERROR
+            )
+        return (
+            [] if all(record.kind is Kind.OK for record in records) else self.control.gather(mine)
+        )
 
     def _agree(self, report: pytest.TestReport, reports: Sequence[_Report]) -> None:
         failed = [rank for rank, (outcome, _, _) in enumerate(reports) if outcome == "failed"]
         if failed and (len(failed) < self.size or len({text for _, _, text in reports}) > 1):
             text = self._failures(reports, failed)
         elif not failed and len({(outcome, xfail) for outcome, xfail, _ in reports}) > 1:
-            said = ", ".join(f"rank {rank}: {_word(outcome, xfail)}" for rank, (outcome, xfail, _) in enumerate(reports))
+            said = ", ".join(
+                f"rank {rank}: {_word(outcome, xfail)}"
+                for rank, (outcome, xfail, _) in enumerate(reports)
+            )
             text = f"the ranks disagree about the outcome of this test: {said}"
         else:
             return
@@ -205,7 +244,10 @@ class Ranks:
         text = reports[first][2]
         if len(failed) < self.size:
             text += f"\n\nfailed on rank {', '.join(map(str, failed))} of {self.size}; this is what rank {first} says"
-        last_lines = {rank: [line for line in reports[rank][2].splitlines() if line.strip()] or ["failed"] for rank in failed[1:]}
+        last_lines = {
+            rank: [line for line in reports[rank][2].splitlines() if line.strip()] or ["failed"]
+            for rank in failed[1:]
+        }
         others = [f"\nrank {rank}: {lines[-1]}" for rank, lines in last_lines.items()]
         return text + "".join(line for line in others if "rank 0 has the whole report" not in line)
 
@@ -216,11 +258,15 @@ class Ranks:
         try:
             mine = int(session.exitstatus), remarks.session
             everyone = [] if self._lost else self._everyone("the end of the session", mine)
-        except pytest.exit.Exception as lost:  # raised here, it would keep other plugins from writing their results
+        except (
+            pytest.exit.Exception
+        ) as lost:  # raised here, it would keep other plugins from writing their results
             everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
-        session.exitstatus = max((status for status, _ in everyone), default=pytest.ExitCode.INTERNAL_ERROR)
+        session.exitstatus = max(
+            (status for status, _ in everyone), default=pytest.ExitCode.INTERNAL_ERROR
+        )
         for _, told in everyone:
             remarks.session.merge(told)
 
@@ -229,7 +275,9 @@ def _options(session: Session) -> str:
     """Return the options of pytest that run a test again as in this session."""
     seed = [] if session.seed is None else [f"--hypothesis-seed={session.seed}"]
     device = [] if session.device == "cpu" else [f"--sp-device {session.device}"]
-    return " ".join(["--with-mpi", *device, *(["--sp-share-gpu"] if session.share_gpu else []), *seed])
+    return " ".join(
+        ["--with-mpi", *device, *(["--sp-share-gpu"] if session.share_gpu else []), *seed]
+    )
 
 
 def _word(outcome: str, xfail: bool) -> str:

@@ -26,8 +26,22 @@ if TYPE_CHECKING:
     from sp_core.transport.counter import SharedCounter
 
 AGREED = {
-    **dict.fromkeys(("Dup", "Dup_with_info", "Clone", "Idup", "Idup_with_info", "Split", "Split_type", "Create"), ""),
-    **dict.fromkeys(("Set_info", "allgather", "alltoall", "neighbor_allgather", "neighbor_alltoall"), ""),
+    **dict.fromkeys(
+        (
+            "Dup",
+            "Dup_with_info",
+            "Clone",
+            "Idup",
+            "Idup_with_info",
+            "Split",
+            "Split_type",
+            "Create",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        ("Set_info", "allgather", "alltoall", "neighbor_allgather", "neighbor_alltoall"), ""
+    ),
     **dict.fromkeys(("bcast", "gather", "scatter"), "root"),
     "Create_cart": "dims periods reorder",
     "Create_graph": "index edges reorder",
@@ -39,7 +53,18 @@ AGREED = {
 """More collectives, and which of their arguments have to be the same on all ranks."""
 
 LOCAL = (
-    *("Get_", "Is_", "is_", "Set_attr", "Set_name", "Set_errhandler", "Call_errhandler", "Delete_attr", "Compare", "Abort"),
+    *(
+        "Get_",
+        "Is_",
+        "is_",
+        "Set_attr",
+        "Set_name",
+        "Set_errhandler",
+        "Call_errhandler",
+        "Delete_attr",
+        "Compare",
+        "Abort",
+    ),
     *("Shift", "Attach_buffer", "Detach_buffer", "Flush_buffer", "Iflush_buffer", "py2f", "toint"),
 )
 """Prefixes of the calls that no other rank need make."""
@@ -48,12 +73,14 @@ LOCAL = (
 class CheckedComm(Messages):
     """Wraps an mpi4py communicator, and is one.
 
-    As a context manager it tells the other ranks when its block ends, also by an error, so that they need not wait for ever.
-    It prints the name of a call that it does not check between ranks; `sp_core.testing.requests.UNCHECKED` lists these.
+    As a context manager it tells the other ranks when its block ends, also by an error, so that
+    they need not wait for ever. It prints the name of a call that it does not check between ranks;
+    `sp_core.testing.requests.UNCHECKED` lists these.
 
     Args:
         raw: the communicator to make the calls on; freed by `Free`.
-        family: of communicators, which this one joins. Default: a new one, whose ranks find out when they all wait for ever.
+        family: of communicators, which this one joins. Default: a new one, whose ranks find out
+            when they all wait for ever.
         name: what error messages call it.
     """
 
@@ -68,7 +95,9 @@ class CheckedComm(Messages):
         return made
 
     def __init__(self, raw: Any, family: Family | None = None, name: str = "comm") -> None:
-        self._shadows = [self._raw.Split(0, self._raw.rank) for _ in range(2 if family is None else 1)]
+        self._shadows = [
+            self._raw.Split(0, self._raw.rank) for _ in range(2 if family is None else 1)
+        ]
         self._carrier = MpiCarrier(self._shadows[0], self._look)
         self._groups, self._persistent = itertools.count(), itertools.count()
         super().__init__(Lockstep(self._carrier, name), family or Family())
@@ -78,7 +107,12 @@ class CheckedComm(Messages):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with Catch() as left:
             for member in self.family.members if error is None else ():
                 member.ensure_posted("the end of the block", later=True)
@@ -97,12 +131,16 @@ class CheckedComm(Messages):
         if detector is not None:
             patiently(lambda: detector.settle(rounds) or None)
 
-    def _look(self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False) -> None:
+    def _look(
+        self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
+    ) -> None:
         """Find out whether all ranks of the example wait, this one among them, and none can go on."""
         if self.family.detector is None:
             return
         waits_on = "" if ending or pending else self.lockstep.name
-        report = self.family.report(waits_on, self.size, what, tuple(transfer.waits() for transfer in pending), every)
+        report = self.family.report(
+            waits_on, self.size, what, tuple(transfer.waits() for transfer in pending), every
+        )
         deadlock = self.family.detector.look(report)
         if deadlock and not ending:
             raise Mismatched(deadlock)
@@ -118,9 +156,15 @@ class CheckedComm(Messages):
 
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         def make(found: Flow) -> Any:
-            plain = [getattr(self._mpi, arg.upper()) if isinstance(arg, str) else arg for arg in args]
+            plain = [
+                getattr(self._mpi, arg.upper()) if isinstance(arg, str) else arg for arg in args
+            ]
             made = getattr(self._raw, form)(*plain, **given)
-            what = f"{form} number {next(self._persistent)}" if form.endswith("_init") else f"a started {form}"
+            what = (
+                f"{form} number {next(self._persistent)}"
+                if form.endswith("_init")
+                else f"a started {form}"
+            )
             return None if made is None else begun(made, Transfer(self, what))
 
         return self._agree_on(form, args, given, make)
@@ -133,10 +177,15 @@ class CheckedComm(Messages):
         call = self._bound(name, args, given)
         self._check_objects(name, call)
         values = ((key, call[key]) for key in AGREED[name].split())
-        text = ", ".join(f"{key}={value if value is None else np.asarray(value).tolist()}" for key, value in values)
+        text = ", ".join(
+            f"{key}={value if value is None else np.asarray(value).tolist()}"
+            for key, value in values
+        )
         what = Call(name, (text,), text=text)
         made = self._enter(what, lambda: getattr(self._raw, name)(*args, **given))
-        if name.startswith("Idup"):  # who has the communicator may use it only when the request is complete
+        if name.startswith(
+            "Idup"
+        ):  # who has the communicator may use it only when the request is complete
             made[1].Wait()
             return self._adopted(made[0], self.children), made[1]
         return self._adopted(made, self.children)
@@ -145,9 +194,19 @@ class CheckedComm(Messages):
         """Find a root, a number of objects or an object that would stop this rank alone in the middle of a call."""
         root = arguments.get("root")
         self._check_root(name, root)
-        number = {"scatter": self.size, "alltoall": self.size, "neighbor_alltoall": getattr(self._raw, "outdegree", 0)}.get(name)
-        for key in {"obj", "sendobj"} & arguments.keys() if root in (None, self.rank) or name == "gather" else ():
-            self._pickle.dumps(arguments[key] if number is None else self._one_each(name, arguments[key], number))
+        number = {
+            "scatter": self.size,
+            "alltoall": self.size,
+            "neighbor_alltoall": getattr(self._raw, "outdegree", 0),
+        }.get(name)
+        for key in (
+            {"obj", "sendobj"} & arguments.keys()
+            if root in (None, self.rank) or name == "gather"
+            else ()
+        ):
+            self._pickle.dumps(
+                arguments[key] if number is None else self._one_each(name, arguments[key], number)
+            )
 
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
         """Return the result of a call. A communicator becomes a checked one."""
@@ -157,7 +216,9 @@ class CheckedComm(Messages):
         if not isinstance(made, self._mpi.Intracomm) or not made:
             return made
         together = counter is self.children and made.size == self.size
-        return CheckedComm(made, self.family, name if together else made.bcast(f"{name}[{self.rank}]"))
+        return CheckedComm(
+            made, self.family, name if together else made.bcast(f"{name}[{self.rank}]")
+        )
 
     def _unchecked(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         say(name)
@@ -167,11 +228,15 @@ class CheckedComm(Messages):
         """Return a communicator of this rank alone, which needs no other rank."""
         from mpi4py import MPI
 
-        return CheckedComm(MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]")
+        return CheckedComm(
+            MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]"
+        )
 
     def make_counter(self) -> SharedCounter:
         """Return a counter that these ranks share."""
-        from sp_core.transport.counter import MpiCounter  # with it comes torch, which other projects may do without
+        from sp_core.transport.counter import (
+            MpiCounter,
+        )  # with it comes torch, which other projects may do without
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
@@ -208,7 +273,9 @@ class CheckedComm(Messages):
 def _kind(base: Any) -> Any:
     """Return the class of checked communicators that wraps a class of mpi4py."""
     own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
-    names = {name for name, _ in inspect.getmembers(base, callable) if not name.startswith("_")} - own
+    names = {
+        name for name, _ in inspect.getmembers(base, callable) if not name.startswith("_")
+    } - own
     calls = {name: forwarded(method, name) for name in names if (method := method_for(name))}
     name = "CheckedComm" if base.__name__ == "Intracomm" else f"Checked{base.__name__}"
     return ABCMeta(name, (CheckedComm, base), {"__module__": __name__, **calls})
@@ -216,6 +283,11 @@ def _kind(base: Any) -> Any:
 
 def method_for(name: str) -> str:
     """Return the method that makes the checked form of a call of mpi4py. Return "" if no other rank need make the call."""
-    ways = {"_collective": op_of(name), "_message": name in MESSAGES, "_probe": name in PROBES, "_agreed": name in AGREED}
+    ways = {
+        "_collective": op_of(name),
+        "_message": name in MESSAGES,
+        "_probe": name in PROBES,
+        "_agreed": name in AGREED,
+    }
     unchecked = "_unchecked" if name in UNCHECKED or not name.startswith(LOCAL) else ""
     return next((method for method, applies in ways.items() if applies), unchecked)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older names
+_gather = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # torch 2.13 warns of the older names
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -34,7 +36,11 @@ class _GroupCarrier(BytesCarrier):
         parts = [torch.empty_like(sent) for _ in range(self.size)]
         work = dist.all_gather(parts, sent, group=self._group, async_op=True)
         assert work is not None
-        return lambda: [part.numpy().tobytes() for part in parts] if work.is_completed() and work.wait() else None
+        return lambda: (
+            [part.numpy().tobytes() for part in parts]
+            if work.is_completed() and work.wait()
+            else None
+        )
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         return drive(steps)
@@ -43,8 +49,8 @@ class _GroupCarrier(BytesCarrier):
 class CheckedGroup:
     """A process group whose ranks get an error instead of waiting if they call different things, or if one has failed.
 
-    A context manager; a rank that leaves it, also by an error, tells the others. It offers some calls of torch.distributed by
-    their names and arguments, without `group` and `async_op`.
+    A context manager; a rank that leaves it, also by an error, tells the others. It offers some
+    calls of torch.distributed by their names and arguments, without `group` and `async_op`.
 
     Args:
         group: whose backend takes tensors of the CPU, such as gloo; default: the whole world.
@@ -57,7 +63,9 @@ class CheckedGroup:
     def __init__(self, group: ProcessGroup | None = None, name: str = "group") -> None:
         found = dist.group.WORLD if group is None else group
         if found is None:
-            raise ValueError("there is no process group yet. Call torch.distributed.init_process_group first.")
+            raise ValueError(
+                "there is no process group yet. Call torch.distributed.init_process_group first."
+            )
         self._group: ProcessGroup = found
         self._lockstep = Lockstep(_GroupCarrier(found), name)
         self.rank, self.size = found.rank(), found.size()
@@ -65,22 +73,45 @@ class CheckedGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         finish = self._lockstep.finish(capture(error))
         raise_for_peers(error, self._lockstep.carrier.drive(finish, "has ended", ending=True))
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Call torch's `all_reduce`."""
-        self._agree(lambda: dist.all_reduce(tensor, op, self._group), "all_reduce", _size(tensor), f"op={getattr(op, 'name', op)}")
+        self._agree(
+            lambda: dist.all_reduce(tensor, op, self._group),
+            "all_reduce",
+            _size(tensor),
+            f"op={getattr(op, 'name', op)}",
+        )
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         """Call torch's `all_gather_into_tensor`."""
-        _require(output_tensor.numel() == input_tensor.numel() * self.size, "all_gather_into_tensor", output_tensor, input_tensor)
-        self._agree(lambda: _gather(output_tensor, input_tensor, self._group), "all_gather_into_tensor", _size(input_tensor))
+        _require(
+            output_tensor.numel() == input_tensor.numel() * self.size,
+            "all_gather_into_tensor",
+            output_tensor,
+            input_tensor,
+        )
+        self._agree(
+            lambda: _gather(output_tensor, input_tensor, self._group),
+            "all_gather_into_tensor",
+            _size(input_tensor),
+        )
 
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
+    ) -> None:
         """Call torch's `reduce_scatter_tensor`."""
-        _require(output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input)
+        _require(
+            output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input
+        )
         self._agree(
             lambda: _reduce_scatter(output, input, op, self._group),
             "reduce_scatter_tensor",
@@ -96,26 +127,48 @@ class CheckedGroup:
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
         """Call torch's `all_to_all_single`. The sizes that ranks send must be those that the others expect."""
-        sends = self._parts(input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes))
-        receives = self._parts(output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes))
+        sends = self._parts(
+            input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes)
+        )
+        receives = self._parts(
+            output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes)
+        )
         text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
-        came, went = (None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes))
+        came, went = (
+            None if sizes is None else list(sizes)
+            for sizes in (output_split_sizes, input_split_sizes)
+        )
         made = Call("all_to_all_single", (str(input.dtype),), sends, receives, text)
-        self._lockstep.call(made, lambda: dist.all_to_all_single(output, input, came, went, self._group))
+        self._lockstep.call(
+            made, lambda: dist.all_to_all_single(output, input, came, went, self._group)
+        )
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Call torch's `broadcast`; `src` is a rank of the whole world."""
-        self._agree(lambda: dist.broadcast(tensor, src, self._group), "broadcast", _size(tensor), f"src={src}")
+        self._agree(
+            lambda: dist.broadcast(tensor, src, self._group),
+            "broadcast",
+            _size(tensor),
+            f"src={src}",
+        )
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Call torch's `send`. At the same time one rank calls `recv`, and all others `stand_by`."""
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
-        self._point_to_point(f"to {dst}, {_size(tensor)}", lambda: dist.send(tensor, dst, self._group), sends=(message,))
+        self._point_to_point(
+            f"to {dst}, {_size(tensor)}",
+            lambda: dist.send(tensor, dst, self._group),
+            sends=(message,),
+        )
 
     def recv(self, tensor: Tensor, src: int) -> None:
         """Call torch's `recv` from a named rank, at the same time as its `send`."""
         message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
-        self._point_to_point(f"from {src}, {_size(tensor)}", lambda: dist.recv(tensor, src, self._group), receives=(message,))
+        self._point_to_point(
+            f"from {src}, {_size(tensor)}",
+            lambda: dist.recv(tensor, src, self._group),
+            receives=(message,),
+        )
 
     def stand_by(self) -> None:
         """Take part in the agreement of ranks that send and receive."""
@@ -128,26 +181,38 @@ class CheckedGroup:
     def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:
         self._lockstep.call(Call(op, equal, text=", ".join(equal)), then)
 
-    def _point_to_point(self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]) -> None:
+    def _point_to_point(
+        self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]
+    ) -> None:
         self._lockstep.call(Call("send or recv", text=text, **messages), then)
 
-    def _parts(self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]) -> tuple[Message, ...]:
+    def _parts(
+        self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]
+    ) -> tuple[Message, ...]:
         rows = len(tensor)
         if sizes is None and rows % self.size:
-            raise ValueError(f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. Give split sizes.")
+            raise ValueError(
+                f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. Give split sizes."
+            )
         given = [rows // self.size] * self.size if sizes is None else list(sizes)
         if len(given) != self.size or sum(given) != rows:
-            raise ValueError(f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to {rows} rows.")
+            raise ValueError(
+                f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to {rows} rows."
+            )
         row = tensor.nbytes // rows if rows else 0
         return tuple(message(peer, count * row) for peer, count in enumerate(given))
 
 
 def _size(tensor: Tensor) -> str:
     if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous. Pass a copy.")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous. Pass a copy."
+        )
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
     if not condition or output.dtype != given.dtype:
-        raise ValueError(f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not fit the group.")
+        raise ValueError(
+            f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not fit the group."
+        )

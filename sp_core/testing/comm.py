@@ -20,7 +20,12 @@ from sp_core.testing.lockstep import Call, Lockstep, meanwhile
 from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
 from sp_core.testing.stuck import Family
 
-_ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {"SUM": operator.add, "PROD": operator.mul, "MAX": max, "MIN": min}
+_ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": operator.add,
+    "PROD": operator.mul,
+    "MAX": max,
+    "MIN": min,
+}
 Announced = Counter[tuple[str, int, int]]
 """Messages by method, other rank and bytes."""
 
@@ -39,7 +44,8 @@ class LockstepComm(Observer, ABC):
 
     Args:
         lockstep: this rank's side of the protocol.
-        family: of communicators, which this one joins, so that the end of an example reaches all of them.
+        family: of communicators, which this one joins, so that the end of an example reaches all of
+            them.
     """
 
     _pickle: Any
@@ -102,7 +108,12 @@ class LockstepComm(Observer, ABC):
 
     def alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
         """Send one picklable object to each rank and return those received, as mpi4py's `alltoall`."""
-        return [objects[self.rank] for objects in self._on_objects("alltoall", self._one_each("alltoall", sendobj, self.size))]
+        return [
+            objects[self.rank]
+            for objects in self._on_objects(
+                "alltoall", self._one_each("alltoall", sendobj, self.size)
+            )
+        ]
 
     def reduce(self, sendobj: Any, op: Any = None, root: int = 0) -> Any:
         """Combine all ranks' objects on the root in rank order, as mpi4py's `reduce`; the default is to add."""
@@ -123,14 +134,19 @@ class LockstepComm(Observer, ABC):
         return _reduced(op, objects) if objects else None
 
     def announce_exchange(
-        self, sends: Iterable[tuple[int, int]] = (), recvs: Iterable[tuple[int, int]] = (), *, later: bool = False
+        self,
+        sends: Iterable[tuple[int, int]] = (),
+        recvs: Iterable[tuple[int, int]] = (),
+        *,
+        later: bool = False,
     ) -> None:
         """Declare the point-to-point messages that follow; every rank of the communicator calls this.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
             recvs: (source, bytes) of each message that this rank will `Irecv`.
-            later: other calls may come before these messages are posted; the end of the body and `Free` may not.
+            later: other calls may come before these messages are posted; the end of the body and
+                `Free` may not.
 
         Raises:
             CollectiveMismatch: the messages sent are not the messages received.
@@ -167,7 +183,9 @@ class LockstepComm(Observer, ABC):
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
         """Raise `CollectiveMismatch` if an announced message was not posted or, with `later`, a request was not found complete."""
         if missing := self._announced + (self._announced_for_later if later else Announced()):
-            raise CollectiveMismatch(f"{before} before all announced messages were posted; missing: {_listed(missing)}")
+            raise CollectiveMismatch(
+                f"{before} before all announced messages were posted; missing: {_listed(missing)}"
+            )
         if later and (left := [request for request in self._requests if not request.done]):
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: {', '.join(map(str, left))}"
@@ -181,14 +199,22 @@ class LockstepComm(Observer, ABC):
         except (ValueError, TypeError, KeyError) as problem:
             raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
 
-    def _on_objects(self, op: str, value: Any, root: int | None = None, reduction: Any = None) -> list[Any]:
+    def _on_objects(
+        self, op: str, value: Any, root: int | None = None, reduction: Any = None
+    ) -> list[Any]:
         """Return every rank's object. Each is pickled before the ranks agree on the call."""
         self._check_root(op, root)
         with self._named(op):
             pickled = self._pickle.dumps(value)
         name = op_name(reduction)
-        text = "".join(f"{key}={given}" for key, given in (("root", root), ("op", reduction and name)) if given is not None)
-        everyone = self._enter(Call(op, (root, name), text=text), lambda: self.lockstep.carrier.gather(pickled))
+        text = "".join(
+            f"{key}={given}"
+            for key, given in (("root", root), ("op", reduction and name))
+            if given is not None
+        )
+        everyone = self._enter(
+            Call(op, (root, name), text=text), lambda: self.lockstep.carrier.gather(pickled)
+        )
         return [self._pickle.loads(raw) for raw in everyone]
 
     def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
@@ -198,7 +224,9 @@ class LockstepComm(Observer, ABC):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
         return objects
 
-    def _agree_on(self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]) -> Any:
+    def _agree_on(
+        self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]
+    ) -> Any:
         """Agree on a collective on buffers in one of its forms, then make it."""
         op = op_of(form)
         with self._named(form):
@@ -209,7 +237,9 @@ class LockstepComm(Observer, ABC):
         what = found.call(form, self.rank)
         if form != "Iallgather":
             return self._enter(what, lambda: then(found))
-        self._allow(what)  # and does not wait for the other ranks: they may wait for something else from this one
+        self._allow(
+            what
+        )  # and does not wait for the other ranks: they may wait for something else from this one
         return self._later(Beginning(self, what, lambda: then(found)))
 
     def _later(self, beginning: Beginning) -> Any:
@@ -237,7 +267,9 @@ class LockstepComm(Observer, ABC):
 
     def _allow(self, what: Call) -> None:
         if self._freed:
-            raise RankError(f"{what.op} on a communicator ({self.lockstep.name}) that has been freed")
+            raise RankError(
+                f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
+            )
         self.ensure_posted(what.op)
         watch.note(f"in {what.op}({what.text}) at {here()}")
         self.progress()
@@ -247,7 +279,9 @@ class LockstepComm(Observer, ABC):
         self.family.release()
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
-        announced = self._announced if self._announced[op, peer, nbytes] else self._announced_for_later
+        announced = (
+            self._announced if self._announced[op, peer, nbytes] else self._announced_for_later
+        )
         if not announced[op, peer, nbytes]:
             left = _listed(self._announced + self._announced_for_later) or "nothing"
             raise CollectiveMismatch(
@@ -344,4 +378,8 @@ def abandon(requests: Iterable[Any]) -> None:
         beginning = getattr(request, "beginning", request)
         if isinstance(beginning, Beginning):
             ended = (beginning._made, getattr(beginning._made, "transfer", None))
-            beginning._comm._requests = [other for other in beginning._comm._requests if all(other is not one for one in ended)]
+            beginning._comm._requests = [
+                other
+                for other in beginning._comm._requests
+                if all(other is not one for one in ended)
+            ]

@@ -1,7 +1,8 @@
 """`given` and `spmd`: tests whose body runs on several ranks at once.
 
-One engine draws the example, every rank runs the body, and all ranks' outcomes decide. Without MPI the ranks are threads. Under
-mpiexec rank 0 of the world owns the engine and the others follow it, because engines of their own would draw different examples.
+One engine draws the example, every rank runs the body, and all ranks' outcomes decide. Without MPI
+the ranks are threads. Under mpiexec rank 0 of the world owns the engine and the others follow it,
+because engines of their own would draw different examples.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ def given(
 ) -> Callable[[Body], Body]:
     """Make a test that runs the body on every rank of a communicator, for each drawn example.
 
-    The body's first argument is the communicator, the drawn ones come by name, and all others are pytest's. `@settings`,
-    `@example`, `@seed` and `@reproduce_failure` go on top; an `@example` names `nprocs` too.
+    The body's first argument is the communicator, the drawn ones come by name, and all others are
+    pytest's. `@settings`, `@example`, `@seed` and `@reproduce_failure` go on top; an `@example`
+    names `nprocs` too.
 
     Args:
-        nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any order. Default: 1 to `max_ranks`, and
-            no more than the launch has. Ranks that the launch lacks are not drawn; if it lacks all, the test is skipped.
-        max_examples: how many examples; default: the profile's. A profile with more examples than `pr` takes more here too.
+        nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any
+            order. Default: 1 to `max_ranks`, and no more than the launch has. Ranks that the launch
+            lacks are not drawn; if it lacks all, the test is skipped.
+        max_examples: how many examples; default: the profile's. A profile with more examples than
+            `pr` takes more here too.
         max_ranks: bound of the default `nprocs`.
-        strategies: by parameter. Draw specifications (sizes, a seed), not data: the values are pickled and printed.
+        strategies: by parameter. Draw specifications (sizes, a seed), not data: the values are
+            pickled and printed.
 
     Raises:
         RankFailure: when called, for the smallest example that fails; a subclass for each bug.
@@ -63,7 +68,8 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
     """Make a test that runs the body once for each number (or tuple) of ranks.
 
     Args:
-        sizes: default: 1 to the size of the launch, or 1 to 4 if ranks are threads. Sizes above the launch's are left out.
+        sizes: default: 1 to the size of the launch, or 1 to 4 if ranks are threads. Sizes above the
+            launch's are left out.
 
     Raises:
         RankFailure: when called, for the first size that fails.
@@ -84,9 +90,12 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Bo
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan())
 
-    vars(test).setdefault("_hypothesis_internal_use_settings", settings(suppress_health_check=profiles.SUPPRESSED))
+    vars(test).setdefault(
+        "_hypothesis_internal_use_settings", settings(suppress_health_check=profiles.SUPPRESSED)
+    )
     vars(test).update(__signature__=_signature(body, drawn), sp_core_ranks=True)
-    # what Hypothesis' own pytest plugin looks for before it accepts @settings and @example on a test
+    # what Hypothesis' own pytest plugin looks for before it accepts @settings and @example on a
+    # test
     vars(test).update(is_hypothesis_test=True, hypothesis=SimpleNamespace(inner_test=test))
     return test
 
@@ -111,7 +120,8 @@ def run(spec: Spec, plan: Plan) -> None:
     current.tally.tests += 1
     attempt = current.attempt or _on_threads
     with warnings.catch_warnings():
-        # Hypothesis knows only the thread that draws; `assume` works on the other ranks all the same
+        # Hypothesis knows only the thread that draws; `assume` works on the other ranks all the
+        # same
         warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
         if current.control is None:
             _lead(spec, plan, lambda example: attempt(spec, example))
@@ -149,7 +159,9 @@ def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
 def _on_threads(spec: Spec, example: Example) -> Result:
     with remarks.collected() as sink:
         try:
-            _, outcomes = run_ranks(len(example.ranks), lambda comm: spec.body(comm, **spec.fixtures, **example.values))
+            _, outcomes = run_ranks(
+                len(example.ranks), lambda comm: spec.body(comm, **spec.fixtures, **example.values)
+            )
         except ThreadsHung as hung:
             raise ThreadsHung(f"{hung}\nexample: {example}") from None
     return Result(outcomes, sink)
@@ -164,7 +176,8 @@ def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
         plan: knows which example failed.
 
     Returns:
-        A `RankFailure` of the same class with the whole story as its text, or the error itself if it is none of the kit's.
+        A `RankFailure` of the same class with the whole story as its text, or the error itself if
+        it is none of the kit's.
     """
     if isinstance(error, ThreadsHung):
         return failure_class("Hung", "", 0)(f"{error}\n{rerun(spec)}")
@@ -173,8 +186,13 @@ def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
         return error
     if isinstance(error, RankFailure):
         return type(error)(f"{stories[0]}\n{rerun(spec)}")
-    head, notes = error.args[0] if error.args else error, map(_useful, getattr(error, "__notes__", []))
-    return failure_class(type(error).__name__, "", 0)("\n".join([f"{head}\n", "\n\n".join(stories), *notes, rerun(spec)]))
+    head, notes = (
+        error.args[0] if error.args else error,
+        map(_useful, getattr(error, "__notes__", [])),
+    )
+    return failure_class(type(error).__name__, "", 0)(
+        "\n".join([f"{head}\n", "\n\n".join(stories), *notes, rerun(spec)])
+    )
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -193,13 +211,21 @@ def _story(bug: RankFailure, plan: Plan) -> str:
 def _useful(note: str) -> str:
     """Return a note of Hypothesis, without its explanation if that names only lines of the kit: those that report failures."""
     said, found, lines = note.partition("Explanation:\n")
-    own = [line for line in lines.splitlines() if ":" in line and owner(line.strip().rsplit(":", 1)[0]) != "kit"]
+    own = [
+        line
+        for line in lines.splitlines()
+        if ":" in line and owner(line.strip().rsplit(":", 1)[0]) != "kit"
+    ]
     return note.rstrip() if not found or len(own) > 1 else said.rstrip()
 
 
 def rerun(spec: Spec) -> str:
     """Return the command that runs this test again."""
-    prefix = "".join(f"{name}={os.environ[name]} " for name in ("SP_PROFILE", "SP_EXAMPLES") if os.environ.get(name))
+    prefix = "".join(
+        f"{name}={os.environ[name]} "
+        for name in ("SP_PROFILE", "SP_EXAMPLES")
+        if os.environ.get(name)
+    )
     return "run it again: " + prefix + session.current.command.format(test=f'"{spec.test_id}"')
 
 

@@ -1,9 +1,10 @@
 """The protocol that keeps ranks together, whatever carries its messages.
 
-Before each blocking call all ranks of a communicator exchange one small record: the call that this rank is about to make, or that
-it is done, and how. If all call the same, they go on. If all are done, the example is over, and every rank knows every outcome.
-Otherwise the ranks inside a call raise instead of blocking for ever, leave the body, and are done. The protocol has no timer, so
-the outcome depends on the example alone, and Hypothesis can shrink it.
+Before each blocking call all ranks of a communicator exchange one small record: the call that this
+rank is about to make, or that it is done, and how. If all call the same, they go on. If all are
+done, the example is over, and every rank knows every outcome. Otherwise the ranks inside a call
+raise instead of blocking for ever, leave the body, and are done. The protocol has no timer, so the
+outcome depends on the example alone, and Hypothesis can shrink it.
 """
 
 from __future__ import annotations
@@ -79,9 +80,14 @@ class BytesCarrier(Carrier):
 
     def _post(self, record: Record) -> Steps[list[Any]]:
         kind, *numbers = record
-        parts = yield from until(self.begin(_RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers))))
+        parts = yield from until(
+            self.begin(_RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers)))
+        )
         kinds_and_numbers = map(_RECORD.unpack, parts)
-        return [Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers)) for kind, *numbers in kinds_and_numbers]
+        return [
+            Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers))
+            for kind, *numbers in kinds_and_numbers
+        ]
 
     def share(self, value: object) -> Ticket:
         """Begin an exchange of picklable values."""
@@ -142,7 +148,8 @@ class Message(NamedTuple):
 class Call:
     """A call that a rank is about to make.
 
-    `equal` must be equal on all ranks. The messages that the ranks together send must be those that they together receive.
+    `equal` must be equal on all ranks. The messages that the ranks together send must be those that
+    they together receive.
     """
 
     op: str
@@ -153,7 +160,9 @@ class Call:
 
     def record(self) -> Record:
         """Return the call in fixed size."""
-        return Record(Kind.CALL, _hash((self.op, *self.equal)), _sum(self.sends), _sum(self.receives))
+        return Record(
+            Kind.CALL, _hash((self.op, *self.equal)), _sum(self.sends), _sum(self.receives)
+        )
 
 
 def _hash(value: object) -> int:
@@ -162,7 +171,10 @@ def _hash(value: object) -> int:
 
 def _sum(messages: Iterable[Message]) -> int:
     """Hash a multiset of messages so that hashes add up over ranks: all is received as sent if and only if the sums agree."""
-    return sum(count * _hash(tuple(message)) for message, count in Counter(messages).items()) % _MODULUS
+    return (
+        sum(count * _hash(tuple(message)) for message, count in Counter(messages).items())
+        % _MODULUS
+    )
 
 
 class Decision(enum.Enum):
@@ -184,7 +196,11 @@ def decide(records: Sequence[Record]) -> Decision:
         return Decision.PEER_FAILED
     if Kind.WAIT in kinds:
         return Decision.AGAIN
-    agree = kinds == {Kind.CALL} and len({record.digest for record in records}) == 1 and _balanced(records)
+    agree = (
+        kinds == {Kind.CALL}
+        and len({record.digest for record in records}) == 1
+        and _balanced(records)
+    )
     return Decision.GO if agree else Decision.MISMATCH
 
 
@@ -202,7 +218,8 @@ class Lockstep:
     def __init__(self, carrier: Carrier, name: str) -> None:
         self.carrier = carrier
         self.name = name
-        # a round that was begun and not yet read, with what to say about it; it outlives an interruption, as MPI writes to it
+        # a round that was begun and not yet read, with what to say about it; it outlives an
+        # interruption, as MPI writes to it
         self._open: tuple[Ticket, tuple[Call | None, object]] | None = None
         self._sharing: Ticket | None = None
         self._then: Callable[[], Any] = _nothing
@@ -219,7 +236,8 @@ class Lockstep:
     def call(self, call: Call, then: Callable[[], Any] = _nothing) -> Any:
         """Do `then` as soon as every rank is about to make this call.
 
-        A rank that is interrupted in between (a signal, no memory) does it when it finishes, because its peers may have begun.
+        A rank that is interrupted in between (a signal, no memory) does it when it finishes,
+        because its peers may have begun.
 
         Raises:
             PeerFailed: a rank has left the example.
@@ -287,7 +305,9 @@ class Lockstep:
             raise Woken(_described(details))
         if decision is Decision.MISMATCH:
             calls = [call for call, said in details if call is not None and isinstance(said, str)]
-            raise Mismatched(f"the ranks do not call the same: {_described(details)}{_unmatched(calls)}")
+            raise Mismatched(
+                f"the ranks do not call the same: {_described(details)}{_unmatched(calls)}"
+            )
         return decision
 
     def _read(self) -> Steps[tuple[Decision, list[Record], list[Any]]]:
@@ -295,14 +315,21 @@ class Lockstep:
         ticket, detail = self._open
         records = yield from until(ticket)
         decision, details = decide(records), []
-        quiet = decision is Decision.OVER and {record.kind for record in records} <= QUIET and _balanced(records)
+        quiet = (
+            decision is Decision.OVER
+            and {record.kind for record in records} <= QUIET
+            and _balanced(records)
+        )
         if not quiet and decision not in (Decision.GO, Decision.AGAIN):
             self._sharing = self._sharing or self.carrier.share(detail)
             details = yield from until(self._sharing)
         if decision is Decision.MISMATCH and _fit(details):
             decision = Decision.GO
         if decision is Decision.GO:
-            self._promised, self._then = self._then, _nothing  # not kept longer: it holds the memory that it sends
+            self._promised, self._then = (
+                self._then,
+                _nothing,
+            )  # not kept longer: it holds the memory that it sends
         self._open = self._sharing = None
         return decision, records, details
 
@@ -329,7 +356,11 @@ def _described(details: Sequence[tuple[Any, object]]) -> str:
 def _fit(details: Sequence[tuple[Any, object]]) -> bool:
     """Return whether calls whose records differ fit after all: the same call, and bytes are received as any kind."""
     calls = [call for call, _ in details if call is not None]
-    return len(calls) == len(details) and len({(call.op, call.equal) for call in calls}) == 1 and not _unmatched(calls)
+    return (
+        len(calls) == len(details)
+        and len({(call.op, call.equal) for call in calls}) == 1
+        and not _unmatched(calls)
+    )
 
 
 def _unmatched(calls: Sequence[Call]) -> str:
@@ -340,18 +371,31 @@ def _unmatched(calls: Sequence[Call]) -> str:
         return ""
     lost, missed = sorted((sent - received).elements()), sorted((received - sent).elements())
     for message in list(lost):
-        other = next((m for m in missed if m[:4] == message[:4] and "" in (m.kind, message.kind)), None)
+        other = next(
+            (m for m in missed if m[:4] == message[:4] and "" in (m.kind, message.kind)), None
+        )
         if other is not None:
             lost.remove(message)
             missed.remove(other)
-    lines = [f"\n  rank {m.source} sends {m} to rank {m.dest}, which does not expect them" for m in lost]
-    lines += [f"\n  rank {m.dest} expects {m} from rank {m.source}, which does not send them" for m in missed]
+    lines = [
+        f"\n  rank {m.source} sends {m} to rank {m.dest}, which does not expect them" for m in lost
+    ]
+    lines += [
+        f"\n  rank {m.dest} expects {m} from rank {m.source}, which does not send them"
+        for m in missed
+    ]
     return "".join(lines[:8])
 
 
 def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]) -> list[Outcome]:
     """Return how every rank ended. If each is content and a message was lost, all have ended in a mismatch."""
     outcomes = [outcome for _, outcome in details] or [Outcome(record.kind) for record in records]
-    lost = _unmatched([end for end, _ in details]) if {outcome.kind for outcome in outcomes} == {Kind.OK} else ""
+    lost = (
+        _unmatched([end for end, _ in details])
+        if {outcome.kind for outcome in outcomes} == {Kind.OK}
+        else ""
+    )
     text = "at the end of the body not every message sent has been received as it was sent:" + lost
-    return [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
+    return (
+        [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
+    )

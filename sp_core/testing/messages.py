@@ -22,11 +22,16 @@ _MODES = ("send", "bsend", "ssend", "rsend")
 _ONE_WAY = {*_MODES, "recv", *(f"i{name}" for name in (*_MODES, "recv"))} - {"rsend", "irsend"}
 MESSAGES = {
     *_ONE_WAY | {"sendrecv"},
-    *(name.capitalize() for name in _ONE_WAY | {"rsend", "irsend"} | {f"{name}_init" for name in (*_MODES, "recv")}),
+    *(
+        name.capitalize()
+        for name in _ONE_WAY | {"rsend", "irsend"} | {f"{name}_init" for name in (*_MODES, "recv")}
+    ),
     *("Sendrecv", "Isendrecv", "Sendrecv_replace", "Isendrecv_replace"),
 }
 """The calls that send or receive."""
-PROBES = {start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "imp") for rest in ("robe",)}
+PROBES = {
+    start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "imp") for rest in ("robe",)
+}
 
 
 class Messages(LockstepComm):
@@ -37,7 +42,9 @@ class Messages(LockstepComm):
     _carrier: MpiCarrier
 
     @abstractmethod
-    def _look(self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False) -> None:
+    def _look(
+        self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
+    ) -> None:
         """Find out whether all ranks of the example wait, this one among them, and none can go on."""
 
     def _message(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -50,10 +57,14 @@ class Messages(LockstepComm):
             return self._receive_object([*values, status])
         if {"dest", "source"} <= call.keys():
             return self._begin_both(name, values) if begins else self._both(name, values, status)
-        request = self._begin(name if begins else f"{'i' if name.islower() else 'I'}{name.lower()}", *values)
+        request = self._begin(
+            name if begins else f"{'i' if name.islower() else 'I'}{name.lower()}", *values
+        )
         return request if begins else request.Wait(status) and None
 
-    def _probe(self, name: str, args: Sequence[Any], given: Mapping[str, Any], kind: str = "") -> Any:
+    def _probe(
+        self, name: str, args: Sequence[Any], given: Mapping[str, Any], kind: str = ""
+    ) -> Any:
         """Probe for a message, in any of mpi4py's forms. `kind`: type of its elements, if the message is taken."""
         _, source, tag, status = self._bound(name, args, given).values()
         test = name if name[0] in "Ii" else f"{'i' if name.islower() else 'I'}{name.lower()}"
@@ -115,7 +126,9 @@ class Messages(LockstepComm):
             if part.nbytes:
                 self._carrier.comm.Sendrecv(buf, self.rank, 0, values[0], self.rank, 0)
         sent, dest, tag = values[:3]
-        self._raw.Send_init(sent, dest, tag).Free()  # neither is begun where mpi4py does not take the other
+        self._raw.Send_init(
+            sent, dest, tag
+        ).Free()  # neither is begun where mpi4py does not take the other
         self._raw.Recv_init(*values[3:]).Free()
         received = self._begin("Irecv", *values[3:])
         self._begin("Isend", sent, dest, tag, part).Wait()
@@ -130,7 +143,9 @@ class Messages(LockstepComm):
         sides = (self._part(*values[:2]), *values[1:3]), (Part(0, UNCOUNTED), *values[-2:])
         return begun(raw, self._transfer(*sides))
 
-    def _transfer(self, gives: tuple[Part, int, int] | None, takes: tuple[Part, int, int] | None) -> Transfer:
+    def _transfer(
+        self, gives: tuple[Part, int, int] | None, takes: tuple[Part, int, int] | None
+    ) -> Transfer:
         """Describe a request by what it gives and takes: each a part, the other rank and the tag."""
         message = ends = None
         whats = []
@@ -139,7 +154,9 @@ class Messages(LockstepComm):
             whats.append(f"waits for rank {gives[1]} to receive a message")
         if takes is not None and takes[1] != self._mpi.PROC_NULL:
             ends = (max(takes[1], -1), self.rank, max(takes[2], -1))
-            whats.append(f"waits for a message from {'any rank' if takes[1] < 0 else f'rank {takes[1]}'}")
+            whats.append(
+                f"waits for a message from {'any rank' if takes[1] < 0 else f'rank {takes[1]}'}"
+            )
         what = f"{' and '.join(whats) or 'a message to nobody'} on {self.lockstep.name}"
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
 
@@ -149,7 +166,9 @@ class Messages(LockstepComm):
             self.lockstep.received.append(Message(-1, self.rank, -1, 0, kind))
         elif status.source >= 0:
             nbytes = status.Get_count(self._mpi.BYTE)
-            self.lockstep.received.append(Message(status.source, self.rank, status.tag, nbytes, kind))
+            self.lockstep.received.append(
+                Message(status.source, self.rank, status.tag, nbytes, kind)
+            )
 
     def _part(self, buf: Any, peer: int) -> Part:
         """Read a message's buffer. It is not counted if only mpi4py knows this memory; mpi4py itself refuses the rest."""
@@ -163,11 +182,15 @@ class Messages(LockstepComm):
     def _clear(self) -> None:
         """Leave no message of a failed example for the next one: send one to every receive, then receive all that are left."""
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
-        awaited = MpiCarrier(self._carrier.comm).gather([transfer.takes for transfer in self._requests if transfer.takes])
+        awaited = MpiCarrier(self._carrier.comm).gather(
+            [transfer.takes for transfer in self._requests if transfer.takes]
+        )
         sent = []
         for dest, ends in enumerate(awaited):
             mine = [tag for source, _, tag in ends if self.rank == (dest if source < 0 else source)]
-            sent += [self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends]  # one of any source may take another's
+            sent += [
+                self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends
+            ]  # one of any source may take another's
         requests = [(transfer.request, transfer.takes) for transfer in self._requests]
         for transfer in [*self._requests]:
             transfer.end(None)  # from now on mpi4py's alone

@@ -60,7 +60,9 @@ class MpiCarrier(BytesCarrier):
         stuck: called again and again when a wait is a long one; may raise.
     """
 
-    def __init__(self, comm: Intracomm, stuck: Callable[[str, bool], None] = lambda what, ending: None) -> None:
+    def __init__(
+        self, comm: Intracomm, stuck: Callable[[str, bool], None] = lambda what, ending: None
+    ) -> None:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self._stuck = stuck
@@ -74,7 +76,10 @@ class MpiCarrier(BytesCarrier):
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run steps to their end and sleep in between."""
         begin = time.monotonic()
-        return drive(steps, lambda: self._stuck(what, ending) if time.monotonic() - begin > AFTER_SECONDS else None)
+        return drive(
+            steps,
+            lambda: self._stuck(what, ending) if time.monotonic() - begin > AFTER_SECONDS else None,
+        )
 
     def broadcast(self, value: object = None) -> Any:
         """Return the value of rank 0. The other ranks sleep until it comes."""

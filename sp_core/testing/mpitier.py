@@ -17,7 +17,16 @@ from sp_core.testing.checked import CheckedComm
 from sp_core.testing.engine import announce, rerun
 from sp_core.testing.lockstep import Record, until
 from sp_core.testing.mpi import MpiCarrier
-from sp_core.testing.outcome import FINISHED, Catch, Kind, Outcome, capture, failure, failure_class, first_line
+from sp_core.testing.outcome import (
+    FINISHED,
+    Catch,
+    Kind,
+    Outcome,
+    capture,
+    failure,
+    failure_class,
+    first_line,
+)
 from sp_core.testing.plan import Example, Plan, Result, Spec
 from sp_core.testing.remarks import Remarks
 from sp_core.testing.run import run_body
@@ -60,7 +69,9 @@ def _communicator(control: MpiCarrier, order: _Run) -> Any:
             if oldest is not None:
                 (oldest._free if isinstance(oldest, CheckedComm) else oldest.Free)()
         member = control.rank in ranks
-        made = control.comm.Split(0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0)
+        made = control.comm.Split(
+            0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0
+        )
         _pool[key] = None if not member else made if order.raw else CheckedComm(made)
     _pool.move_to_end(key)
     return _pool[key]
@@ -80,7 +91,11 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
         outcome = capture(error)
         key = getattr(error, "key", (outcome.type, outcome.file, outcome.line))
         skipped = outcome.kind is Kind.SKIP
-        stop = _Stop(text=outcome.message, skipped=True) if skipped else _Stop(key, first_line(outcome.message))
+        stop = (
+            _Stop(text=outcome.message, skipped=True)
+            if skipped
+            else _Stop(key, first_line(outcome.message))
+        )
         raise
     finally:
         watch.in_flight("")
@@ -111,7 +126,9 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        watch.tell(f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}")
+        watch.tell(
+            f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}"
+        )
         control.comm.Abort(ABORTED)
         raise
 
@@ -130,11 +147,15 @@ def _take_part(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
         outcome = FINISHED if comm is None else _ended(spec, comm, order)
         family = None if comm is None or order.raw else comm.family
         rounds = 0 if family is None else family.rounds
-        records = control.drive(until(control.post(Record(outcome.kind, digest=bool(sink), sends=rounds))), "gather")
+        records = control.drive(
+            until(control.post(Record(outcome.kind, digest=bool(sink), sends=rounds))), "gather"
+        )
         if family is not None:
             comm.settle(max(record.sends for record in records))
         quiet = all(record.kind is Kind.OK and not record.digest for record in records)
-        everyone = [(FINISHED, Remarks())] * control.size if quiet else control.gather((outcome, sink))
+        everyone = (
+            [(FINISHED, Remarks())] * control.size if quiet else control.gather((outcome, sink))
+        )
     watch.note(f"waits for the next example of {spec.function.__name__}")
     outcomes, total = [everyone[rank][0] for rank in order.example.ranks], Remarks()
     for _, remark in everyone:
@@ -163,7 +184,9 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     __tracebackhide__ = True
     distinct = list({str(example): example for example in plan.passed}.values())
     step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)
-    for example in (distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))):
+    for example in (
+        distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))
+    ):
         session.current.tally.raw += 1
         result = _order(control, spec, _Run(example, raw=True))
         remarks.session.merge(Remarks(ratios=result.remarks.ratios))

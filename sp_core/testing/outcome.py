@@ -81,7 +81,12 @@ class Catch:
     def __enter__(self) -> Catch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         self.error = error
         return True
 
@@ -101,8 +106,12 @@ def capture(error: BaseException | None) -> Outcome:
     if error is None:
         return FINISHED
     root, kind = _root(error)
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(root.__traceback__)]
-    file, line = ([place for place in frames if owner(place[0]) != "kit"] or frames or [("", 0)])[-1]
+    frames = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(root.__traceback__)
+    ]
+    file, line = ([place for place in frames if owner(place[0]) != "kit"] or frames or [("", 0)])[
+        -1
+    ]
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
     return Outcome(kind, name, str(root), file, line, _traceback(error))
 
@@ -112,7 +121,9 @@ def _traceback(error: BaseException) -> str:
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
     while link is not None:
-        link.stack[:] = [frame for frame in link.stack if owner(frame.filename) != "kit"] or link.stack
+        link.stack[:] = [
+            frame for frame in link.stack if owner(frame.filename) != "kit"
+        ] or link.stack
         link = link.__cause__ or link.__context__
     return "".join(shown.format())
 
@@ -120,7 +131,9 @@ def _traceback(error: BaseException) -> str:
 def _root(error: BaseException) -> tuple[BaseException, Kind]:
     """Return the error to report: cleaning up after an error often raises a second one, which must not hide the first."""
     chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+    while (
+        cause := chain[-1].__cause__ or chain[-1].__context__
+    ) is not None and cause not in chain:
         chain.append(cause)
     ours = [i for i, link in enumerate(chain) if isinstance(link, Woken | Mismatched)]
     if not ours:
@@ -134,7 +147,9 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
 def failure_class(type_name: str, file: str, line: int) -> type[RankFailure]:
     """Return one exception class for each origin. Hypothesis tells bugs apart by class, as all are raised from one line here."""
     place = f" at {short(file)}:{line}" if file else ""
-    return type(f"RankFailure[{type_name}{place}]", (RankFailure,), {"key": (type_name, file, line)})
+    return type(
+        f"RankFailure[{type_name}{place}]", (RankFailure,), {"key": (type_name, file, line)}
+    )
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -151,18 +166,34 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
     """
     kinds = [outcome.kind for outcome in outcomes]
     found = set(kinds)
-    if not found & {Kind.FAIL, Kind.MISMATCH} and (Kind.REJECT in found or found in ({Kind.OK}, {Kind.SKIP})):
+    if not found & {Kind.FAIL, Kind.MISMATCH} and (
+        Kind.REJECT in found or found in ({Kind.OK}, {Kind.SKIP})
+    ):
         return None
     # the lowest rank that failed by itself explains the example, else one that saw a mismatch
-    lead = next(kinds.index(kind) for kind in (Kind.FAIL, Kind.MISMATCH, Kind.SKIP, Kind.WOKEN) if kind in kinds)
+    lead = next(
+        kinds.index(kind)
+        for kind in (Kind.FAIL, Kind.MISMATCH, Kind.SKIP, Kind.WOKEN)
+        if kind in kinds
+    )
     worst = outcomes[lead]
-    where = "" if ranks is None or list(ranks) == list(range(len(outcomes))) else f" (world ranks {tuple(ranks)})"
+    where = (
+        ""
+        if ranks is None or list(ranks) == list(range(len(outcomes)))
+        else f" (world ranks {tuple(ranks)})"
+    )
     if worst.kind is Kind.SKIP:
-        return failure_class("SkipMismatch", "", 0)(f"the ranks disagree about skipping{where}:\n{table(outcomes)}")
+        return failure_class("SkipMismatch", "", 0)(
+            f"the ranks disagree about skipping{where}:\n{table(outcomes)}"
+        )
     # one class for all mismatches: nobody can say which of the ranks is at fault
-    kind = failure_class(worst.type, *(("", 0) if worst.kind is Kind.MISMATCH else (worst.file, worst.line)))
+    kind = failure_class(
+        worst.type, *(("", 0) if worst.kind is Kind.MISMATCH else (worst.file, worst.line))
+    )
     head = f"{worst.type} on rank {lead} of {len(outcomes)}{where}: {worst.message}"
-    return kind(f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank {lead}:\n{worst.traceback.rstrip()}")
+    return kind(
+        f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank {lead}:\n{worst.traceback.rstrip()}"
+    )
 
 
 def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) -> None:

@@ -23,7 +23,12 @@ from sp_core.testing.outcome import Kind, Outcome, failure
 from sp_core.testing.remarks import Remarks
 
 _SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
-_COPIED = (_SEED, "_hypothesis_internal_use_reproduce_failure", "_hypothesis_internal_add_digest", "hypothesis_explicit_examples")
+_COPIED = (
+    _SEED,
+    "_hypothesis_internal_use_reproduce_failure",
+    "_hypothesis_internal_add_digest",
+    "hypothesis_explicit_examples",
+)
 Nprocs = int | tuple[int, ...]
 """The number of the first ranks, or world ranks in any order."""
 
@@ -41,7 +46,9 @@ class Example:
         return len(self.ranks) if self.ranks == tuple(range(len(self.ranks))) else self.ranks
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in {"nprocs": self.nprocs, **self.values}.items())
+        return ", ".join(
+            f"{name}={value!r}" for name, value in {"nprocs": self.nprocs, **self.values}.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ def fits(nprocs: Nprocs) -> bool:
     """Return whether the launch has these ranks. Threads can always be made."""
     ranks, size = ranks_of(nprocs), session.current.world_size
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise ValueError(f"nprocs={nprocs!r} is neither a number of ranks nor a tuple of different ranks")
+        raise ValueError(
+            f"nprocs={nprocs!r} is neither a number of ranks nor a tuple of different ranks"
+        )
     return size == 0 or max(ranks) < size
 
 
@@ -130,7 +139,10 @@ class Search(Plan):
     keeps = "to keep this example: @example({})"
 
     def __init__(
-        self, nprocs: st.SearchStrategy[Any], strategies: dict[str, st.SearchStrategy[Any]], max_examples: int | None
+        self,
+        nprocs: st.SearchStrategy[Any],
+        strategies: dict[str, st.SearchStrategy[Any]],
+        max_examples: int | None,
     ) -> None:
         super().__init__()
         self._nprocs, self._strategies, self._max_examples = nprocs, strategies, max_examples
@@ -167,15 +179,26 @@ class Search(Plan):
         names = ("__name__", "__qualname__", "__module__")
         for name in names:
             setattr(driver, name, getattr(spec.function, name))
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nprocs", *self._strategies)]
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in ("nprocs", *self._strategies)
+        ]
         copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
         # by the body's source Hypothesis tells tests apart, both for its seed and in its database
-        vars(driver).update(copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters))
+        vars(driver).update(
+            copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters)
+        )
         seed = session.current.seed
-        own = profiles.chosen(spec.marks.get(_SETTINGS), self._max_examples, seeded=seed is not None)
+        own = profiles.chosen(
+            spec.marks.get(_SETTINGS), self._max_examples, seeded=seed is not None
+        )
         if seed is not None and copied.get(_SEED) is None:
-            driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)  # each test draws other examples
-        test = hypothesis.given(nprocs=self._nprocs.filter(self._fits), **self._strategies)(own(driver))
+            driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(
+                driver
+            )  # each test draws other examples
+        test = hypothesis.given(nprocs=self._nprocs.filter(self._fits), **self._strategies)(
+            own(driver)
+        )
         vars(test).update(copied)
         return test
 

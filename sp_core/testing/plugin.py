@@ -28,11 +28,24 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MAX_ERROR_RATIO = 0.5
 _OPTIONS: dict[str, dict[str, Any]] = {
     "expect-ranks": {"type": int, "metavar": "N", "help": "fail unless the launch has N ranks"},
-    "no-raw-replay": {"action": "store_true", "help": "do not run passed examples again without the checks between ranks"},
-    "device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "device of the tests' tensors (default: cpu)"},
+    "no-raw-replay": {
+        "action": "store_true",
+        "help": "do not run passed examples again without the checks between ranks",
+    },
+    "device": {
+        "choices": ("cpu", "cuda"),
+        "default": "cpu",
+        "help": "device of the tests' tensors (default: cpu)",
+    },
     "share-gpu": {"action": "store_true", "help": "let several ranks use one GPU"},
-    "max-error-ratio": {"type": float, "help": "fail if a recorded error over bound is larger (default: the ini option, 0.5)"},
-    "tally": {"metavar": "FILE", "help": "write the counts of drawn examples, and the worst errors, to a JSON file"},
+    "max-error-ratio": {
+        "type": float,
+        "help": "fail if a recorded error over bound is larger (default: the ini option, 0.5)",
+    },
+    "tally": {
+        "metavar": "FILE",
+        "help": "write the counts of drawn examples, and the worst errors, to a JSON file",
+    },
 }
 
 
@@ -41,7 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sp_core", "tests on several ranks")
     for name, option in _OPTIONS.items():
         group.addoption(f"--sp-{name}", **option)
-    parser.addini("sp_max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO))
+    parser.addini(
+        "sp_max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO)
+    )
 
 
 def _with_mpi(config: pytest.Config) -> bool:
@@ -52,9 +67,12 @@ def _with_mpi(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Set the session up, before other plugins look at their options."""
     config.addinivalue_line(
-        "markers", "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with --only-mpi)"
+        "markers",
+        "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with --only-mpi)",
     )
-    session = Session(device=config.getoption("--sp-device"), share_gpu=config.getoption("--sp-share-gpu"))
+    session = Session(
+        device=config.getoption("--sp-device"), share_gpu=config.getoption("--sp-share-gpu")
+    )
     session.raw_replay = not config.getoption("--sp-no-raw-replay")
     session.begin()
     _choose_profile(config, session)
@@ -73,7 +91,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _choose_profile(config: pytest.Config, session: Session) -> None:
     """Make our profiles known before Hypothesis looks for the one that the command line names."""
-    named, seed = config.getoption("--hypothesis-profile", None), config.getoption("--hypothesis-seed", None)
+    named, seed = (
+        config.getoption("--hypothesis-profile", None),
+        config.getoption("--hypothesis-seed", None),
+    )
     session.seed = int(seed) if str(seed).isdigit() else None
     if not named and not os.environ.get("SP_PROFILE"):
         return
@@ -179,7 +200,9 @@ def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
         yield name, ratio, limit, not ratio <= limit
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Write one line of counts, and the worst error over bound."""
     current, said = session.current, remarks.session
     if not current.tally.tests and not said.ratios and not said.notes:
@@ -187,9 +210,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("sp_core.testing")
     terminalreporter.write_line(current.summary())
     if current.seed is not None:
-        terminalreporter.write_line(f"seed: {current.seed} (again with --hypothesis-seed={current.seed})")
+        terminalreporter.write_line(
+            f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
+        )
     for note in said.notes:
         terminalreporter.write_line(note)
     for name, ratio, limit, late in _worst(config):
-        text = f"worst error over bound: {ratio:.3g} in {name}" + (f", above the limit {limit:g}: FAILED" if late else "")
+        text = f"worst error over bound: {ratio:.3g} in {name}" + (
+            f", above the limit {limit:g}: FAILED" if late else ""
+        )
         terminalreporter.write_line(text, red=late)

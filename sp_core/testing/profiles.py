@@ -13,19 +13,41 @@ from hypothesis import HealthCheck, settings
 DEFAULT = "pr"
 FEWEST = 3
 SMALLER = ("brief", "soak")
-SUPPRESSED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example, HealthCheck.function_scoped_fixture)
+SUPPRESSED = (
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.large_base_example,
+    HealthCheck.function_scoped_fixture,
+)
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
-    "brief": {"derandomize": True, "max_examples": 6, "database": None},  # these two also of a test that says how many it wants
+    "brief": {
+        "derandomize": True,
+        "max_examples": 6,
+        "database": None,
+    },  # these two also of a test that says how many it wants
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
     "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
 }
-_TAKEN_FROM_TEST = ("max_examples", "derandomize", "database", "phases", "verbosity", "report_multiple_bugs", "stateful_step_count")
+_TAKEN_FROM_TEST = (
+    "max_examples",
+    "derandomize",
+    "database",
+    "phases",
+    "verbosity",
+    "report_multiple_bugs",
+    "stateful_step_count",
+)
 
 
-for _name, _values in _OWN.items():  # without deadlines, because times include waiting for other ranks
-    settings.register_profile(_name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **_values)
+for (
+    _name,
+    _values,
+) in _OWN.items():  # without deadlines, because times include waiting for other ranks
+    settings.register_profile(
+        _name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **_values
+    )
 
 
 def load_from_environment() -> None:
@@ -67,19 +89,28 @@ def _known(chosen: str) -> str:
     return chosen
 
 
-def chosen(own: settings | None, max_examples: int | None = None, *, seeded: bool = False) -> settings:
+def chosen(
+    own: settings | None, max_examples: int | None = None, *, seeded: bool = False
+) -> settings:
     """Return the settings for one test.
 
     Args:
-        own: of `@settings` on the test. Values that it leaves at Hypothesis' default are taken from the profile.
-        max_examples: given to `given`; wins over both, and grows in a profile with more examples than `pr`.
-        seeded: a seed was asked for, so the examples are drawn from it and not from the test's name.
+        own: of `@settings` on the test. Values that it leaves at Hypothesis' default are taken from
+            the profile.
+        max_examples: given to `given`; wins over both, and grows in a profile with more examples
+            than `pr`.
+        seeded: a seed was asked for, so the examples are drawn from it and not from the test's
+            name.
     """
     profile = settings.get_profile(name())
-    values: dict[str, Any] = {} if max_examples is None else {"max_examples": _grown(max_examples, profile.max_examples)}
+    values: dict[str, Any] = (
+        {} if max_examples is None else {"max_examples": _grown(max_examples, profile.max_examples)}
+    )
     if own is not None:
         differing = {
-            field: getattr(own, field) for field in _TAKEN_FROM_TEST if getattr(own, field) != getattr(settings.default, field)
+            field: getattr(own, field)
+            for field in _TAKEN_FROM_TEST
+            if getattr(own, field) != getattr(settings.default, field)
         }
         values = {**differing, **values}
         values["suppress_health_check"] = {*SUPPRESSED, *own.suppress_health_check}

@@ -88,10 +88,13 @@ def features(crossed: Mapping[str, object], alone: Iterable[str] = ()) -> None:
     """Describe the example: each feature is an event, and counted over the session; may be called on any rank.
 
     Args:
-        crossed: the value of each dimension in which examples differ. Pairs of these are counted too.
+        crossed: the value of each dimension in which examples differ. Pairs of these are counted
+            too.
         alone: features that are counted only by themselves.
     """
-    named = {f"{dimension}={value}": True for dimension, value in crossed.items()} | dict.fromkeys(alone, False)
+    named = {f"{dimension}={value}": True for dimension, value in crossed.items()} | dict.fromkeys(
+        alone, False
+    )
     sink = current()
     if sink is not None:
         sink.features.update(named)
@@ -119,7 +122,8 @@ def record_ratio(name: str, value: float) -> None:
 
     Args:
         name: of the comparison.
-        value: error over bound; a session whose worst value is above the option `sp_max_error_ratio` (0.5) fails.
+        value: error over bound; a session whose worst value is above the option
+            `sp_max_error_ratio` (0.5) fails.
     """
     sink = current()
     with _lock:
@@ -178,7 +182,9 @@ class Tally:
     def count(self, features: Mapping[str, bool]) -> None:
         """Count one example by its features. Those that are True are counted in pairs too."""
         self.features.update(list(features))
-        self.pairs.update(combinations(sorted(name for name, crossed in features.items() if crossed), 2))
+        self.pairs.update(
+            combinations(sorted(name for name, crossed in features.items() if crossed), 2)
+        )
 
     def merge(self, other: Tally) -> None:
         """Add another session's counts."""
@@ -191,11 +197,18 @@ class Tally:
 
     def schemes(self) -> dict[str, int]:
         """Return the examples by scheme."""
-        return {name.removeprefix(SCHEME): n for name, n in sorted(self.features.items()) if name.startswith(SCHEME)}
+        return {
+            name.removeprefix(SCHEME): n
+            for name, n in sorted(self.features.items())
+            if name.startswith(SCHEME)
+        }
 
     def text(self) -> str:
         """Return JSON that `parse` reads."""
-        return json.dumps(vars(self) | {"pairs": [[*pair, count] for pair, count in sorted(self.pairs.items())]}, indent=0)
+        return json.dumps(
+            vars(self) | {"pairs": [[*pair, count] for pair, count in sorted(self.pairs.items())]},
+            indent=0,
+        )
 
     @classmethod
     def parse(cls, text: str) -> Tally:

@@ -1,7 +1,8 @@
 """Replace requests of mpi4py by ones whose waits end when a peer has left, and name the calls that are not checked.
 
-mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and `MPI.Prequest` are replaced, once in a
-process, by subclasses that test again and again; requests of other communicators are handed on to mpi4py as they are.
+mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and
+`MPI.Prequest` are replaced, once in a process, by subclasses that test again and again; requests of
+other communicators are handed on to mpi4py as they are.
 """
 
 from __future__ import annotations
@@ -34,15 +35,22 @@ class Transfer:
         comm: the communicator that has begun it.
         what: describes it.
         sends: the message that it sends.
-        takes: source, destination and tag of the message that it waits for; negative numbers stand for any.
+        takes: source, destination and tag of the message that it waits for; negative numbers stand
+            for any.
         kind: of the elements that are received.
 
     Attributes:
-        request: while it is under way, when nobody else may keep it and with it the memory of the message.
+        request: while it is under way, when nobody else may keep it and with it the memory of the
+            message.
     """
 
     def __init__(
-        self, comm: Messages, what: str, sends: Message | None = None, takes: tuple[int, int, int] | None = None, kind: str = ""
+        self,
+        comm: Messages,
+        what: str,
+        sends: Message | None = None,
+        takes: tuple[int, int, int] | None = None,
+        kind: str = "",
     ) -> None:
         self.comm, self.what, self.sends, self.takes, self.kind = comm, what, sends, takes, kind
         self.done = True
@@ -54,7 +62,10 @@ class Transfer:
     def waits(self) -> tuple[bool, Ends]:
         """Return whether it waits for a receive rather than for a message, and for which one."""
         sends = self.takes is None
-        return sends, (self.comm.lockstep.name, *(self.sends[:3] if sends and self.sends else self.takes or (-1, -1, -1)))
+        return sends, (
+            self.comm.lockstep.name,
+            *(self.sends[:3] if sends and self.sends else self.takes or (-1, -1, -1)),
+        )
 
     @property
     def is_message(self) -> bool:
@@ -72,7 +83,9 @@ class Transfer:
         self.done, self.request = True, None
         self.comm._requests = [other for other in self.comm._requests if other is not self]
         if status is not None and status.Is_cancelled():
-            self.comm.lockstep.sent = [message for message in self.comm.lockstep.sent if message is not self.sends]
+            self.comm.lockstep.sent = [
+                message for message in self.comm.lockstep.sent if message is not self.sends
+            ]
         elif status is not None and self.takes is not None:
             self.comm.count_received(status, self.kind)
 
@@ -128,7 +141,9 @@ def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
             each.Start()
 
     waits = {
-        name: _method(request, name) for test in TESTS for name in (test, test.replace("Test", "Wait").replace("test", "wait"))
+        name: _method(request, name)
+        for test in TESTS
+        for name in (test, test.replace("Test", "Wait").replace("test", "wait"))
     }
     made = replacement(request, {**waits, "Free": free})
     return made, replacement(persistent, {"Start": start, "Startall": classmethod(start_all)}, made)
@@ -147,7 +162,9 @@ def _method(base: Any, name: str) -> Any:
         transfers = [t for t in map(_under, requests) if t is not None and not t.done]
         if not transfers:
             return getattr(base, name)(target, status)
-        ask = functools.partial(_ask, base, test, requests, target, _room(transfers[0].comm._mpi, test[4:], status))
+        ask = functools.partial(
+            _ask, base, test, requests, target, _room(transfers[0].comm._mpi, test[4:], status)
+        )
         if name != test:
             return patient(ask, transfers, test.endswith("all"))
         done, got, _ = ask()
@@ -161,7 +178,9 @@ def _method(base: Any, name: str) -> Any:
             return False
         return run([_made(self)], _made(self), status)
 
-    def several(cls: type, requests: Sequence[Any], status: Any = None, statuses: Any = None) -> Any:
+    def several(
+        cls: type, requests: Sequence[Any], status: Any = None, statuses: Any = None
+    ) -> Any:
         made = [*map(_made, requests)]
         return run(made, made, status if statuses is None else statuses)
 
@@ -175,19 +194,29 @@ def _room(mpi: Any, several: str, given: Any) -> Any:
     return given if isinstance(given, list) else list(given or ())
 
 
-def _ask(base: Any, test: str, requests: Sequence[Any], target: Any, status: Any) -> tuple[bool, Any, Any]:
+def _ask(
+    base: Any, test: str, requests: Sequence[Any], target: Any, status: Any
+) -> tuple[bool, Any, Any]:
     """Test requests. Return whether they are complete, the result of `Test`, and the result of `Wait`."""
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
-        done, answer, complete = _meaning(test[4:], got if isinstance(got, tuple) else (got,), len(requests))
+        done, answer, complete = _meaning(
+            test[4:], got if isinstance(got, tuple) else (got,), len(requests)
+        )
     except RuntimeError:  # of MPI: those that it concerns are over
         complete = [index for index, request in enumerate(requests) if not request]
         raise
     finally:
         for place, index in enumerate(complete):
             if (transfer := _under(requests[index])) is not None and not transfer.done:
-                known = status if not isinstance(status, list) else status[place] if place < len(status) else None
+                known = (
+                    status
+                    if not isinstance(status, list)
+                    else status[place]
+                    if place < len(status)
+                    else None
+                )
                 transfer.end(known)
     return done, got, answer
 
@@ -203,7 +232,9 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
     return flag, messages[0] if messages else True, range(number) if flag else []
 
 
-def patient(ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False) -> Any:
+def patient(
+    ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False
+) -> Any:
     """Wait for an answer. Meanwhile raise if a peer has left, or if no rank can go on.
 
     Args:
@@ -241,11 +272,26 @@ _ONE_SIDED = "the target of a one-sided call makes none itself"
 UNCHECKED = {
     "Create_group": "only the members of the group call it; what it gives is checked",
     **dict.fromkeys(("Create_intercomm", "Accept", "Connect", "Spawn", "Spawn_multiple"), _ENDS),
-    **dict.fromkeys(("Revoke", "Agree", "Iagree", "Shrink", "Ishrink", "Get_failed", "Ack_failed", "Is_revoked"), _FAULTS),
-    **dict.fromkeys(("Psend_init", "Precv_init"), _PARTS),
-    **dict.fromkeys(("Win.Create", "Win.Allocate", "Win.Allocate_shared", "Win.Create_dynamic"), _ONE_SIDED),
     **dict.fromkeys(
-        ("Isendrecv", "Isendrecv_replace"), "MPICH does not say what they have received; the messages of others neither, then"
+        (
+            "Revoke",
+            "Agree",
+            "Iagree",
+            "Shrink",
+            "Ishrink",
+            "Get_failed",
+            "Ack_failed",
+            "Is_revoked",
+        ),
+        _FAULTS,
+    ),
+    **dict.fromkeys(("Psend_init", "Precv_init"), _PARTS),
+    **dict.fromkeys(
+        ("Win.Create", "Win.Allocate", "Win.Allocate_shared", "Win.Create_dynamic"), _ONE_SIDED
+    ),
+    **dict.fromkeys(
+        ("Isendrecv", "Isendrecv_replace"),
+        "MPICH does not say what they have received; the messages of others neither, then",
     ),
     "a message in memory of a kind that only mpi4py knows": "its length is not known, nor what became of the others then",
     "File.Open": "calls on a file do not go through its communicator",
@@ -277,7 +323,9 @@ def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
     """Make a class that replaces one of mpi4py's, with other methods."""
     for name in ("fromhandle", "fromint", "f2py"):
         methods[name] = classmethod(lambda cls, number, name=name: cls(getattr(base, name)(number)))
-    return _Replaced(base.__name__, (base, *others), {**methods, "replaced": base, "__module__": base.__module__})
+    return _Replaced(
+        base.__name__, (base, *others), {**methods, "replaced": base, "__module__": base.__module__}
+    )
 
 
 @functools.cache
@@ -287,12 +335,18 @@ def install() -> None:
 
     from sp_core.testing.requests import request_classes
 
-    replaced = dict(zip(("Request", "Prequest"), request_classes(MPI.Request, MPI.Prequest), strict=True))
+    replaced = dict(
+        zip(("Request", "Prequest"), request_classes(MPI.Request, MPI.Prequest), strict=True)
+    )
     for base in (MPI.Win, MPI.File):
         names = [name for name in UNCHECKED if name.startswith(f"{base.__name__}.")]
-        replaced[base.__name__] = replacement(base, {name.split(".")[1]: _named(base, name) for name in names})
+        replaced[base.__name__] = replacement(
+            base, {name.split(".")[1]: _named(base, name) for name in names}
+        )
     probes = {"Probe": "Mprobe", "Iprobe": "Improbe", "probe": "mprobe", "iprobe": "improbe"}
-    replaced["Message"] = replacement(MPI.Message, {name: _probe(MPI.Message, name, own) for name, own in probes.items()})
+    replaced["Message"] = replacement(
+        MPI.Message, {name: _probe(MPI.Message, name, own) for name, own in probes.items()}
+    )
     vars(MPI).update(replaced)
 
 
@@ -312,6 +366,10 @@ def _probe(base: Any, name: str, of_comm: str) -> Any:
 
     def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
         checked = isinstance(comm, LockstepComm)
-        return getattr(comm, of_comm)(*args, **given) if checked else vars(base)[name].__get__(None, cls)(comm, *args, **given)
+        return (
+            getattr(comm, of_comm)(*args, **given)
+            if checked
+            else vars(base)[name].__get__(None, cls)(comm, *args, **given)
+        )
 
     return classmethod(probe)

@@ -27,13 +27,16 @@ class ThreadsHung(BaseException):
     """A rank did not arrive in time. No `Exception`: Hypothesis must not shrink it at half a minute for each attempt."""
 
 
-def run_threads(size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None) -> list[T]:
+def run_threads(
+    size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None
+) -> list[T]:
     """Run a body on every rank of a communicator whose ranks are threads.
 
     Args:
         size: number of ranks.
         body: called with the communicator on each rank.
-        timeout: seconds after which a rank that has not arrived counts as hung; default: the limit of one example.
+        timeout: seconds after which a rank that has not arrived counts as hung; default: the limit
+            of one example.
 
     Returns:
         The results of the body, in rank order.
@@ -49,7 +52,9 @@ def run_threads(size: int, body: Callable[[ThreadComm], T], *, timeout: float | 
     return results
 
 
-def run_ranks(size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None) -> tuple[list[T], list[Outcome]]:
+def run_ranks(
+    size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None
+) -> tuple[list[T], list[Outcome]]:
     """Run a body on `size` threads. Return each rank's result, None if it did not return, and how each rank ended."""
     world = World(size)
     ranks = [_Rank(world, rank, body) for rank in range(size)]
@@ -84,7 +89,9 @@ class _Rank(threading.Thread):
         self.comm = ThreadComm(ThreadCarrier(world, "comm", rank, world.size, rank), self._family)
         self.result: Any = None
         self.outcome = FINISHED
-        self.crash: BaseException | None = None  # a fault of the kit itself: the main thread raises it
+        self.crash: BaseException | None = (
+            None  # a fault of the kit itself: the main thread raises it
+        )
         self._sink = remarks.current()
 
     def run(self) -> None:
@@ -128,12 +135,17 @@ def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:
 
 def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
     numbers = [rank.number for rank in late]
-    print(f"\nranks {numbers} of {world.size} have not arrived after {timeout:g} s; all stacks:", file=sys.__stderr__)
+    print(
+        f"\nranks {numbers} of {world.size} have not arrived after {timeout:g} s; all stacks:",
+        file=sys.__stderr__,
+    )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     blame = world.running()
     world.stop()
     for rank in late:  # an endless loop in Python code ends at its next instruction
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped)
+        )
     for rank in late:
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(

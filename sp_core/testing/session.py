@@ -58,7 +58,11 @@ class Session:
         tally, schemes = self.tally, self.tally.schemes()
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
         line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}; examples by ranks {_listed(tally.sizes)}"
-        return f"{line}\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features" if schemes else line
+        return (
+            f"{line}\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features"
+            if schemes
+            else line
+        )
 
 
 def _listed(counts: Mapping[Any, int]) -> str:

@@ -1,7 +1,7 @@
 """Shrink an example that ends its launch: `python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
 
-Hypothesis runs in this process, without MPI. A launch of the same test takes its examples one by one. When the launch dies or
-hangs, the example has failed, and the next one gets a new launch.
+Hypothesis runs in this process, without MPI. A launch of the same test takes its examples one by
+one. When the launch dies or hangs, the example has failed, and the next one gets a new launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from sp_core.testing.remarks import Remarks
 
 LOSSES = 25
 END_SECONDS = 20.0
-IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"  # this module, and with it the package, is there before pytest
+# this module, and with it the package, is there before pytest
+IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 
 
 class Lost(Exception):
@@ -114,7 +115,9 @@ class Job:
             report = self._launch.report(reason)
             if started:
                 raise Lost(report, self._launch.deaths.first())
-            raise NotStarted(f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{report}")
+            raise NotStarted(
+                f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{report}"
+            )
 
 
 class Jobs:
@@ -171,7 +174,9 @@ class Jobs:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Write how many launches there were."""
-        terminalreporter.write_line(f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost")
+        terminalreporter.write_line(
+            f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost"
+        )
 
 
 def outcomes(example: Example, lost: Lost) -> list[Outcome]:
@@ -183,9 +188,18 @@ def outcomes(example: Example, lost: Lost) -> list[Outcome]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return pytest's exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sp_core.testing.shrink_crash", description=__doc__)
-    parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks of each launch")
-    parser.add_argument("--losses", type=int, default=LOSSES, help="launches that may be lost (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m sp_core.testing.shrink_crash", description=__doc__
+    )
+    parser.add_argument(
+        "-n", "--ranks", type=int, required=True, help="number of ranks of each launch"
+    )
+    parser.add_argument(
+        "--losses",
+        type=int,
+        default=LOSSES,
+        help="launches that may be lost (default: %(default)s)",
+    )
     parser.add_argument("tests", help="id of a test, or a file")
     parser.add_argument("options", nargs="*", help="after --: options for pytest")
     options = parser.parse_args(arguments)

@@ -56,7 +56,8 @@ class Flow:
     """One rank's part in a collective.
 
     Attributes:
-        gives: (rank, part) for each that it sends to; in a reduction what it contributes, to itself.
+        gives: (rank, part) for each that it sends to; in a reduction what it contributes, to
+            itself.
         takes: (rank, part) for each that it hears from; in a reduction the place of the result.
         equal: what has to be the same on all ranks.
         text: the arguments, for people.
@@ -72,9 +73,19 @@ class Flow:
     def call(self, op: str, rank: int) -> Call:
         """Return the call to announce. A message of a rank to itself, and a reduction, are no messages."""
         count = not op.lower().startswith(("n", "in"))
-        going = [(rank, peer, part.nbytes, part.kind) for peer, part in self.gives if peer != rank and peer >= 0]
-        coming = [(peer, rank, part.nbytes, part.kind) for peer, part in self.takes if peer != rank and peer >= 0]
-        return Call(op, self.equal, _messages(going, count=count), _messages(coming, count=count), self.text)
+        going = [
+            (rank, peer, part.nbytes, part.kind)
+            for peer, part in self.gives
+            if peer != rank and peer >= 0
+        ]
+        coming = [
+            (peer, rank, part.nbytes, part.kind)
+            for peer, part in self.takes
+            if peer != rank and peer >= 0
+        ]
+        return Call(
+            op, self.equal, _messages(going, count=count), _messages(coming, count=count), self.text
+        )
 
 
 def op_of(form: str) -> str:
@@ -90,10 +101,16 @@ def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
         TypeError: one is missing, or not one of this operation.
     """
     names = COLLECTIVES[op]
-    values = {name: _DEFAULTS[name] for name in names if name in _DEFAULTS} | dict(zip(names, args, strict=False)) | dict(given)
+    values = (
+        {name: _DEFAULTS[name] for name in names if name in _DEFAULTS}
+        | dict(zip(names, args, strict=False))
+        | dict(given)
+    )
     wrong = (names.keys() ^ values.keys()) - {"info"}
     if wrong:
-        raise TypeError(f"{op} takes {', '.join(names) or 'no arguments'}; missing or unknown: {', '.join(sorted(wrong))}")
+        raise TypeError(
+            f"{op} takes {', '.join(names) or 'no arguments'}; missing or unknown: {', '.join(sorted(wrong))}"
+        )
     return values
 
 
@@ -115,22 +132,38 @@ def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ()))
     root, is_scatter = values.get("root"), op.startswith("Scatter")
     sender, receiver = ("buf", "buf") if op == "Bcast" else ("sendbuf", "recvbuf")
     sources, dests = edges if op.startswith("Neighbor") else _ends(op, rank, size, root)
-    may_be_in_place = op.startswith(("Allgather", "Alltoall")) or (op.startswith(("Gather", "Scatter")) and rank == root)
+    may_be_in_place = op.startswith(("Allgather", "Alltoall")) or (
+        op.startswith(("Gather", "Scatter")) and rank == root
+    )
     inside = may_be_in_place and in_place(values[receiver if is_scatter else sender])
     forms = COLLECTIVES[op]
-    sent = read(values[sender], forms[sender], len(dests)) if dests and (is_scatter or not inside) else None
+    sent = (
+        read(values[sender], forms[sender], len(dests))
+        if dests and (is_scatter or not inside)
+        else None
+    )
     takes_any = sources and not (is_scatter and inside)
-    received = read(values[receiver], forms[receiver], len(sources), writable=True) if takes_any else None
+    received = (
+        read(values[receiver], forms[receiver], len(sources), writable=True) if takes_any else None
+    )
     gives, takes = _paired(dests, sent), _paired(sources, received)
     if inside and sent is None and received is not None and not op.startswith("Gather"):
-        gives = tuple((peer, received.parts[rank if op.startswith("Allgather") else peer]) for peer in dests)
+        gives = tuple(
+            (peer, received.parts[rank if op.startswith("Allgather") else peer]) for peer in dests
+        )
     if inside:
-        gives, takes = (tuple(pair for pair in pairs if pair[0] != rank) for pairs in (gives, takes))
+        gives, takes = (
+            tuple(pair for pair in pairs if pair[0] != rank) for pairs in (gives, takes)
+        )
     elif not op.startswith("Neighbor"):
         _check_self(dict(gives).get(rank), dict(takes).get(rank))
     if sent is not None and received is not None:
         _check_apart(sent, received)
-    text = ", ".join(f"{name}={value.text}" for name, value in {sender: sent, receiver: received}.items() if value)
+    text = ", ".join(
+        f"{name}={value.text}"
+        for name, value in {sender: sent, receiver: received}.items()
+        if value
+    )
     return Flow(gives, takes, (root,), text + _named(values))
 
 
@@ -149,7 +182,13 @@ def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
 def _paired(ranks: Sequence[int], spec: Spec | None) -> tuple[tuple[int, Part], ...]:
     if spec is None:
         return ()
-    return tuple(zip(ranks, spec.parts if len(spec.parts) == len(ranks) else spec.parts * len(ranks), strict=True))
+    return tuple(
+        zip(
+            ranks,
+            spec.parts if len(spec.parts) == len(ranks) else spec.parts * len(ranks),
+            strict=True,
+        )
+    )
 
 
 def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
@@ -163,29 +202,53 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
     if counts is not None:
         counts = tuple(int(count) for count in counts)
         require(len(counts) == size, f"{len(counts)} counts for {size} ranks")
-        require(sum(counts) == sent.counts[0], f"the buffer has {sent.counts[0]} elements, its counts add up to {sum(counts)}")
+        require(
+            sum(counts) == sent.counts[0],
+            f"the buffer has {sent.counts[0]} elements, its counts add up to {sum(counts)}",
+        )
     if received is not None:
         _check_apart(sent, received)
         free = op == "Reduce_scatter" and counts is None  # then mpi4py asks the ranks
         due = received.counts[0] if free else sent.counts[0] if counts is None else counts[rank]
-        require(received.parts[0].kind == sent.parts[0].kind, f"sends {sent.text} but receives {received.text}")
-        require(received.counts[0] == due, f"receives {received.counts[0]} elements where {due} come out of {sent.text}")
+        require(
+            received.parts[0].kind == sent.parts[0].kind,
+            f"sends {sent.text} but receives {received.text}",
+        )
+        require(
+            received.counts[0] == due,
+            f"receives {received.counts[0]} elements where {due} come out of {sent.text}",
+        )
     takes = (sent if received is None else received).parts[:1] if result or inside else ()
     name = op_name(values["op"])
     equal = (blocks * sent.parts[0].nbytes, sent.parts[0].kind, name, root, counts)
-    return Flow(_paired((rank,) * blocks, sent), tuple((rank, part) for part in takes), equal, sent.text + _named(values), name)
+    return Flow(
+        _paired((rank,) * blocks, sent),
+        tuple((rank, part) for part in takes),
+        equal,
+        sent.text + _named(values),
+        name,
+    )
 
 
 def _named(values: Values) -> str:
     """Return the arguments that are no buffers as text."""
-    rest = {name: op_name(value) if name == "op" else value for name, value in values.items() if name in _DEFAULTS}
+    rest = {
+        name: op_name(value) if name == "op" else value
+        for name, value in values.items()
+        if name in _DEFAULTS
+    }
     return "".join(f", {name}={value}" for name, value in rest.items() if value is not None)
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:
     if gives is not None and takes is not None:
-        same = gives.nbytes == takes.nbytes and (not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind))
-        require(same, f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of {takes.kind}")
+        same = gives.nbytes == takes.nbytes and (
+            not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind)
+        )
+        require(
+            same,
+            f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of {takes.kind}",
+        )
 
 
 def _check_apart(sent: Spec, received: Spec) -> None:
@@ -198,7 +261,13 @@ def op_name(op: Any) -> str:
     """Return the name of a reduction: "SUM" for None. Operations of the program itself cannot be compared, so all have one name."""
     if isinstance(op, str):
         return op.upper()
-    return "SUM" if op is None else str(op.__reduce__()) if getattr(op, "is_predefined", False) else "one's own"
+    return (
+        "SUM"
+        if op is None
+        else str(op.__reduce__())
+        if getattr(op, "is_predefined", False)
+        else "one's own"
+    )
 
 
 def require(condition: bool, problem: str) -> None:
@@ -207,10 +276,14 @@ def require(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def exchange(op: str, rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool) -> Call:
+def exchange(
+    op: str, rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool
+) -> Call:
     """Return the announcement of messages, as (rank, bytes)."""
     for peer, _ in (*sends, *recvs):
-        require(0 <= peer < size, f"rank {peer} is not one of the {size} ranks of this communicator")
+        require(
+            0 <= peer < size, f"rank {peer} is not one of the {size} ranks of this communicator"
+        )
     sent = _messages([(rank, peer, nbytes, "") for peer, nbytes in sends])
     received = _messages([(peer, rank, nbytes, "") for peer, nbytes in recvs])
     return Call(op, (later,), sent, received, f"sends={list(sends)}, recvs={list(recvs)}")
@@ -254,7 +327,10 @@ def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -
         if not flow.reduction:
             place[:] = parts[source][rank].view(place.dtype)
         elif op.startswith("Reduce_scatter"):
-            result, counts = _reduced(op, rank, parts, flow.reduction), flow.equal[-1] or [len(place)] * len(parts)
+            result, counts = (
+                _reduced(op, rank, parts, flow.reduction),
+                flow.equal[-1] or [len(place)] * len(parts),
+            )
             require(sum(counts) == len(result), f"{len(result)} elements are not {counts}")
             place[: counts[rank]] = result[sum(counts[:rank]) : sum(counts[: rank + 1])]
         elif op != "Exscan" or rank:
@@ -264,10 +340,15 @@ def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -
 
 def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: str) -> Array:
     """Reduce in rank order, so that the result is the same on every run."""
-    require(reduction in _UFUNCS, f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {reduction}")
+    require(
+        reduction in _UFUNCS,
+        f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {reduction}",
+    )
     members = parts[: {"Scan": rank + 1, "Exscan": rank}.get(op, len(parts))]
     first, *others = [part[index] for index, part in enumerate(members)]
-    return functools.reduce(lambda total, each: _UFUNCS[reduction](total, each).astype(total.dtype), others, first)
+    return functools.reduce(
+        lambda total, each: _UFUNCS[reduction](total, each).astype(total.dtype), others, first
+    )
 
 
 def view(part: Part) -> Array:

@@ -56,10 +56,17 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
     buffer, counts, displs, types = _items(spec, form)
     elements = [_element(buffer, each, writable) for each in (types if form == "W" else [types])]
     counts, displs = _places(counts, displs, elements[0], form, n)
-    if not len(counts) == len(displs) == len(elements if form == "W" else counts) == (n if form else 1):
+    if (
+        not len(counts)
+        == len(displs)
+        == len(elements if form == "W" else counts)
+        == (n if form else 1)
+    ):
         raise ValueError(f"{len(counts)} counts and {len(displs)} displacements for {n} ranks")
     parts, spans = [], []
-    for element, count, displ in zip(elements if form == "W" else elements * len(counts), counts, displs, strict=True):
+    for element, count, displ in zip(
+        elements if form == "W" else elements * len(counts), counts, displs, strict=True
+    ):
         start = displ * (1 if form == "W" else element.extent)
         stop = start + count * element.size
         inside = element.data[start:stop]
@@ -71,8 +78,16 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         parts.append(Part(count * element.size, element.kind, view))
         address = element.data.ctypes.data
         spans += [(address + start, address + stop)] if inside.size and view is not None else []
-    shown = list(counts) if form == "V" else counts[0] if form != "W" else [part.nbytes for part in parts]
-    return Spec(tuple(counts), tuple(parts), tuple(spans), f"{shown} x {elements[0].kind or 'byte'}")
+    shown = (
+        list(counts)
+        if form == "V"
+        else counts[0]
+        if form != "W"
+        else [part.nbytes for part in parts]
+    )
+    return Spec(
+        tuple(counts), tuple(parts), tuple(spans), f"{shown} x {elements[0].kind or 'byte'}"
+    )
 
 
 def array(buffer: Any) -> Array:
@@ -84,7 +99,9 @@ def array(buffer: Any) -> Array:
     """
     flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
     if not flat.flags.c_contiguous and not flat.flags.f_contiguous:
-        raise ValueError(f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a contiguous copy.")
+        raise ValueError(
+            f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a contiguous copy."
+        )
     return flat.reshape(-1, order="A")
 
 
@@ -99,14 +116,18 @@ def _foreign(buffer: Any) -> Array:
     if hasattr(buffer, "__cuda_array_interface__"):
         return np.asarray(memory(buffer)).view(buffer.__cuda_array_interface__["typestr"])
     on_host = buffer.__dlpack_device__()[0] == 1
-    return np.asarray(memory(buffer)).view(_type_of_tensor(buffer.__dlpack__(**({} if on_host else {"stream": -1}))))
+    return np.asarray(memory(buffer)).view(
+        _type_of_tensor(buffer.__dlpack__(**({} if on_host else {"stream": -1})))
+    )
 
 
 def _type_of_tensor(capsule: Any) -> str:
     """Return the type of the numbers in a DLPack tensor, which lies behind its data, device and number of dimensions."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    code, bits, lanes = struct.unpack_from("=BBH", ctypes.string_at(pointer(capsule, b"dltensor"), 24), 20)
+    code, bits, lanes = struct.unpack_from(
+        "=BBH", ctypes.string_at(pointer(capsule, b"dltensor"), 24), 20
+    )
     return f"{'c' if lanes == 2 else 'iufVVcb'[code]}{bits * lanes // 8}"
 
 
@@ -117,7 +138,11 @@ def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
     if not 2 <= len(spec) <= 4:
         raise ValueError(f"a message is a buffer, or 2 to 4 items, not {len(spec)}")
     buffer, *middle, last = spec
-    if form != "W" and len(spec) == 2 and not (isinstance(last, str) or hasattr(last, "Get_extent")):
+    if (
+        form != "W"
+        and len(spec) == 2
+        and not (isinstance(last, str) or hasattr(last, "Get_extent"))
+    ):
         middle, last = [last], None
     pair = (tuple,) if form == "V" else (tuple, list)
     if len(middle) == 1 and (form == "W" or isinstance(middle[0], pair)):
@@ -142,10 +167,16 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
         except ValueError as unknown:
             raise KeyError(str(unknown)) from None
     if datatype is not None:
-        return _typed(data.view(np.uint8), datatype, buffer is not None and type(buffer).__name__ != "BottomType")
+        return _typed(
+            data.view(np.uint8),
+            datatype,
+            buffer is not None and type(buffer).__name__ != "BottomType",
+        )
     if data.dtype.kind not in "?biufcS":
         raise KeyError(f"no datatype of MPI is {data.dtype}")
-    return _Element(data.view(np.uint8), data.itemsize, data.itemsize, _kind(data.dtype), data.dtype)
+    return _Element(
+        data.view(np.uint8), data.itemsize, data.itemsize, _kind(data.dtype), data.dtype
+    )
 
 
 def _typed(data: Array, datatype: Any, known: bool) -> _Element:
@@ -155,7 +186,9 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
     leaves = set(_leaves(datatype))
     plain = known and size == extent and lower == 0 and len(leaves) == 1
-    return _Element(data, size, extent, ",".join(sorted(map(_kind, leaves))), leaves.pop() if plain else None)
+    return _Element(
+        data, size, extent, ",".join(sorted(map(_kind, leaves))), leaves.pop() if plain else None
+    )
 
 
 def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
@@ -175,21 +208,33 @@ def _kind(dtype: np.dtype[Any]) -> str:
     return "" if dtype.itemsize == 1 else dtype.name
 
 
-def _places(counts: Any, displs: Any, element: _Element, form: str, n: int) -> tuple[list[int], list[int]]:
+def _places(
+    counts: Any, displs: Any, element: _Element, form: str, n: int
+) -> tuple[list[int], list[int]]:
     """Return how many elements each rank has, and where they begin in units of the datatype's extent."""
     length = element.data.size // element.extent if element.extent > 0 else 0
     if form == "W":
         if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
-            raise ValueError("counts and displacements go together, and memory without an end needs them")
-        return ([1] * n, [0] * n) if counts is None else ([*map(index, counts)], [*map(index, displs)])
+            raise ValueError(
+                "counts and displacements go together, and memory without an end needs them"
+            )
+        return (
+            ([1] * n, [0] * n) if counts is None else ([*map(index, counts)], [*map(index, displs)])
+        )
     if form == "V":
-        counts = [length // n + (length % n > i) for i in range(n)] if counts is None else _repeated(counts, [1] * n)
+        counts = (
+            [length // n + (length % n > i) for i in range(n)]
+            if counts is None
+            else _repeated(counts, [1] * n)
+        )
         displs = [0, *accumulate(counts[:-1])] if displs is None else _repeated(displs, range(n))
         return counts, displs
     blocks, first = (n if form == "B" else 1), index(displs or 0)
     if counts is None:
         if element.data.size % element.extent or (length - first) % blocks:
-            raise ValueError(f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes")
+            raise ValueError(
+                f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes"
+            )
         counts = (length - first) // blocks
     return [index(counts)] * blocks, [first + i * index(counts) for i in range(blocks)]
 

@@ -1,8 +1,9 @@
 """Find ranks that wait for each other on different communicators, by what all of them say and not by a clock.
 
-A rank that has waited for some time tells the others where, and takes part in such rounds as long as it waits. When every rank
-has said the same twice, all of them were waiting at the moment the first round was complete. If then no exchange has all its
-ranks, none can ever go on. The time after which a rank speaks up decides only when this is found.
+A rank that has waited for some time tells the others where, and takes part in such rounds as long
+as it waits. When every rank has said the same twice, all of them were waiting at the moment the
+first round was complete. If then no exchange has all its ranks, none can ever go on. The time after
+which a rank speaks up decides only when this is found.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class Report(NamedTuple):
 
     Attributes:
         calls: by communicator that it is a member of, how many calls this rank has come to.
-        waits_on: the communicator on whose call it waits; nothing if it has ended, or waits for a message.
+        waits_on: the communicator on whose call it waits; nothing if it has ended, or waits for a
+            message.
         size: of that communicator.
         what: describes the wait.
-        awaits: the messages that it waits for, and (True) those of its own whose receive it waits for.
+        awaits: the messages that it waits for, and (True) those of its own whose receive it waits
+            for.
         accepts: the messages that it has begun to receive.
         sent: its messages so far.
         received: those that have come to it.
@@ -62,7 +65,10 @@ def deadlocked(reports: Sequence[Report]) -> bool:
     def may_go_on(rank: int, report: Report) -> bool:
         if report.waits_on:
             comm, turn = report.waits_on, calls[rank][report.waits_on]
-            met = (comm in theirs and (other.ended or theirs[comm] >= turn) for other, theirs in zip(reports, calls, strict=True))
+            met = (
+                comm in theirs and (other.ended or theirs[comm] >= turn)
+                for other, theirs in zip(reports, calls, strict=True)
+            )
             return sum(met) >= report.size
         return not report.ended and (all if report.every else any)(
             (ends not in messages or any(_takes(each, ends) for each in accepted))
@@ -73,12 +79,18 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
     waiting = any(report.waits_on or report.awaits for report in reports)
     counted = not any(source < 0 for report in reports for _, source, *_ in report.received)
-    return waiting and counted and not any(may_go_on(rank, report) for rank, report in enumerate(reports))
+    return (
+        waiting
+        and counted
+        and not any(may_go_on(rank, report) for rank, report in enumerate(reports))
+    )
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
     """Return whether a receive takes a message."""
-    return pattern[::2] == message[::2] and all(pattern[place] in (message[place], -1) for place in (1, 3))
+    return pattern[::2] == message[::2] and all(
+        pattern[place] in (message[place], -1) for place in (1, 3)
+    )
 
 
 class Detector:
@@ -105,7 +117,9 @@ class Detector:
         # another rank may have found it first and left: then this one has been woken, and can go on
         if not again or reports[self._rank] != report or not deadlocked(reports):
             return ""
-        return "every rank waits and none can go on:" + "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
+        return "every rank waits and none can go on:" + "".join(
+            f"\n  rank {r}: {said.what}" for r, said in enumerate(reports)
+        )
 
     def settle(self, rounds: int) -> bool:
         """Bring this rank to the number of rounds that any rank has begun. Return whether none is left open."""
@@ -134,14 +148,41 @@ class Family:
         """How often this rank has taken part in finding out whether all wait."""
         return 0 if self.detector is None else self.detector.rounds
 
-    def report(self, waits_on: str, size: int, what: str, awaits: tuple[tuple[bool, Ends], ...], every: bool) -> Report:
+    def report(
+        self,
+        waits_on: str,
+        size: int,
+        what: str,
+        awaits: tuple[tuple[bool, Ends], ...],
+        every: bool,
+    ) -> Report:
         """Return this rank's report while it waits."""
         named = [(member.lockstep.name, member) for member in self.members]
         calls = tuple((name, member.lockstep.calls) for name, member in named)
-        accepts = tuple((name, *transfer.takes) for name, member in named for transfer in member._requests if transfer.takes)
-        sent = tuple((name, *message[:3]) for name, member in named for message in member.lockstep.sent)
-        received = tuple((name, *message[:3]) for name, member in named for message in member.lockstep.received)
-        return Report(calls, waits_on, size, what, awaits, accepts, sent, received, not waits_on and not awaits, every)
+        accepts = tuple(
+            (name, *transfer.takes)
+            for name, member in named
+            for transfer in member._requests
+            if transfer.takes
+        )
+        sent = tuple(
+            (name, *message[:3]) for name, member in named for message in member.lockstep.sent
+        )
+        received = tuple(
+            (name, *message[:3]) for name, member in named for message in member.lockstep.received
+        )
+        return Report(
+            calls,
+            waits_on,
+            size,
+            what,
+            awaits,
+            accepts,
+            sent,
+            received,
+            not waits_on and not awaits,
+            every,
+        )
 
     def release(self) -> None:
         """Let the other ranks complete what this one has started."""
@@ -152,7 +193,8 @@ class Family:
         """End the example on every live communicator at once, then free all but the first.
 
         Returns:
-            The outcome of every rank of the first communicator; a mismatch if a message was lost on any of this rank's.
+            The outcome of every rank of the first communicator; a mismatch if a message was lost on
+            any of this rank's.
         """
         first, *others = self.members
         everyone = first.lockstep.carrier.drive(self._finish(outcome), "has ended", ending=True)
@@ -162,7 +204,9 @@ class Family:
                 everyone[0][first.rank] = outcomes[member.rank]
         for member in others:
             member._free()
-        first.children = itertools.count()  # so that an example names its communicators alike every time
+        first.children = (
+            itertools.count()
+        )  # so that an example names its communicators alike every time
         self.members = [first]
         return everyone[0]
 

@@ -1,7 +1,8 @@
 """Ranks as threads of one process: the same methods and the same protocol as under MPI, without mpiexec.
 
-Transfers take the least favourable order that MPI allows: a send buffer is read as late as possible, and a receive buffer is
-spoiled when the transfer starts and filled when it completes. So code that touches a buffer too early is wrong every time.
+Transfers take the least favourable order that MPI allows: a send buffer is read as late as
+possible, and a receive buffer is spoiled when the transfer starts and filled when it completes. So
+code that touches a buffer too early is wrong every time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from sp_core.errors import CollectiveMismatch
 from sp_core.testing.comm import LockstepComm, forwarded
 from sp_core.testing.lockstep import Call, Carrier, Lockstep, Message, Record, Steps, Ticket
 from sp_core.testing.outcome import Mismatched
-from sp_core.testing.signatures import COLLECTIVES, Flow, contribution, deliver, op_of, require, view
+from sp_core.testing.signatures import (
+    COLLECTIVES,
+    Flow,
+    contribution,
+    deliver,
+    op_of,
+    require,
+    view,
+)
 from sp_core.testing.specs import Array, read
 from sp_core.testing.stuck import Family
 
@@ -53,7 +62,9 @@ class _Request:
         return True
 
     def _waiting(self) -> Steps[None]:
-        heard = self._comm.lockstep.waiting  # once: otherwise ranks that all wait would wake each other for ever
+        heard = (
+            self._comm.lockstep.waiting
+        )  # once: otherwise ranks that all wait would wake each other for ever
         heard(self._what)
         while not self._over():
             yield
@@ -104,13 +115,18 @@ class ThreadComm(LockstepComm):
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
         self._carrier, self._world = carrier, carrier.world
-        self._pending: list[Callable[[], bool]] = []  # read the buffer of a transfer, and return whether its receivers can complete
+        self._pending: list[
+            Callable[[], bool]
+        ] = []  # read the buffer of a transfer, and return whether its receivers can complete
         self._counts: dict[tuple[Any, ...], int] = defaultdict(int)
         super().__init__(Lockstep(carrier, carrier.name), family)
 
     def _made(self, name: str, rank: int, size: int) -> ThreadComm:
         return ThreadComm(
-            ThreadCarrier(self._world, f"{self._carrier.name}.{name}", rank, size, self._carrier.world_rank), self.family
+            ThreadCarrier(
+                self._world, f"{self._carrier.name}.{name}", rank, size, self._carrier.world_rank
+            ),
+            self.family,
         )
 
     def progress(self) -> None:
@@ -119,7 +135,9 @@ class ThreadComm(LockstepComm):
             raise Stopped
         super().progress()
 
-    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> _Request | None:
+    def _collective(
+        self, form: str, args: Sequence[Any], given: Mapping[str, Any]
+    ) -> _Request | None:
         def make(flow: Flow) -> _Request | None:
             op = op_of(form)
             if form != op:
@@ -151,7 +169,9 @@ class ThreadComm(LockstepComm):
     def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
         """Return what sender and receiver of one transfer share. Transfers of one key are counted on each side."""
         self._counts[side, *key] += 1
-        slot: dict[Any, Any] = self._world.shared((self._carrier.name, *key, self._counts[side, *key]), dict)
+        slot: dict[Any, Any] = self._world.shared(
+            (self._carrier.name, *key, self._counts[side, *key]), dict
+        )
         return slot
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> _Request:
@@ -199,16 +219,32 @@ class ThreadComm(LockstepComm):
         """Receive, as `Irecv`."""
         self.Irecv(buf, source, tag).Wait()
 
-    def Sendrecv(self, sendbuf: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0) -> None:
+    def Sendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = -1,
+        recvtag: int = 0,
+    ) -> None:
         """Send and receive, from a named source."""
         requests = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
         for request in requests:
             request.Wait()
 
-    def _message(self, op: str, buf: Any, source: int, dest: int, tag: int) -> tuple[Message, Array]:
+    def _message(
+        self, op: str, buf: Any, source: int, dest: int, tag: int
+    ) -> tuple[Message, Array]:
         """Return a message and its numbers. If any message has been announced, this one must have been."""
-        peer, part = (dest if op == "Isend" else source), read(buf, "", 1, writable=op == "Irecv").parts[0]
-        require(0 <= peer < self.size, f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator")
+        peer, part = (
+            (dest if op == "Isend" else source),
+            read(buf, "", 1, writable=op == "Irecv").parts[0],
+        )
+        require(
+            0 <= peer < self.size,
+            f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator",
+        )
         if self._exchanges:
             self._take(op, peer, part.nbytes)
         return Message(source, dest, tag, part.nbytes, part.kind), view(part)
@@ -235,7 +271,12 @@ class ThreadComm(LockstepComm):
     def make_counter(self) -> _Draws:
         """Return a counter that these ranks share."""
         self._enter(Call("make_counter"))
-        return _Draws(self, self._world.shared((self._carrier.name, "counter", next(self.children)), itertools.count))
+        return _Draws(
+            self,
+            self._world.shared(
+                (self._carrier.name, "counter", next(self.children)), itertools.count
+            ),
+        )
 
     def _release(self) -> None:
         pending, self._pending = self._pending, []
@@ -313,7 +354,11 @@ class World:
     def running(self) -> list[int]:
         """Return the ranks that neither wait nor have ended."""
         with self.changed:
-            return [rank for rank in range(self.size) if rank not in self._waiting and rank not in self._away]
+            return [
+                rank
+                for rank in range(self.size)
+                if rank not in self._waiting and rank not in self._away
+            ]
 
     def drive(self, rank: int, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run steps to their end. Between two of them sleep until another rank has done something.
@@ -349,7 +394,9 @@ class World:
     def _find_deadlock(self) -> None:
         if len(self._waiting) + len(self._away) < self.size or self._doomed:
             return
-        table = "".join(f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items()))
+        table = "".join(
+            f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items())
+        )
         self._deadlock = "every rank waits and none can go on:" + table
         self._doomed = {rank for rank, (_, ending) in self._waiting.items() if not ending}
         self.touch()
@@ -366,7 +413,13 @@ class ThreadCarrier(Carrier):
     """
 
     def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
-        self.world, self.name, self.rank, self.size, self.world_rank = world, name, rank, size, world_rank
+        self.world, self.name, self.rank, self.size, self.world_rank = (
+            world,
+            name,
+            rank,
+            size,
+            world_rank,
+        )
         self._rounds = 0
 
     def post(self, record: Record) -> Ticket:

@@ -2,10 +2,12 @@
 
     |error| <= C (u + u_acc growth) scale,    growth = longest sum + greatest logit size
 
-u is the unit round-off of the dtype, u_acc that of the dtype it is accumulated in (float32 for 16 bits), and scale the reference's
-own: the sum of the absolute terms behind an element. A logit of size L (the sum of its absolute products, not its value, because
-products cancel and their roundings do not) carries an error of u_acc L into the exponent; a sum of n terms of one sign carries up
-to u_acc n. The two add up; they do not multiply.
+u is the unit round-off of the dtype, u_acc that of the dtype it is accumulated in (float32 for 16
+bits), and scale the reference's
+own: the sum of the absolute terms behind an element. A logit of size L (the sum of its absolute
+products, not its value, because products cancel and their roundings do not) carries an error of
+u_acc L into the exponent; a sum of n terms of one sign carries up to u_acc n. The two add up; they
+do not multiply.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import math
 import torch
 from torch import Tensor
 
-# Over 40,000 random correct results (all dtypes; logits to 10^4; constant, cancelling and heavy-tailed values; orthogonal queries
-# and keys; 1 to 400 tokens) the greatest error was 8.2 (u + u_acc growth) scale: correct code fills 0.41 of this bound.
+# Over 40,000 random correct results (all dtypes; logits to 10^4; constant, cancelling and
+# heavy-tailed values; orthogonal queries
+# and keys; 1 to 400 tokens) the greatest error was 8.2 (u + u_acc growth) scale: correct code fills
+# 0.41 of this bound.
 C = 20.0
 
 
@@ -38,8 +42,10 @@ def bound(
         scale: the reference's scale of the result, of its shape.
         dtype: in which the result was computed.
         growth: the reference's growth: longest sum plus greatest logit size.
-        extra_roundings: partial results that were rounded to `dtype` before they were merged or summed.
-        single_device_error: |single device result - reference| at the same dtype, of the same shape; counted twice.
+        extra_roundings: partial results that were rounded to `dtype` before they were merged or
+            summed.
+        single_device_error: |single device result - reference| at the same dtype, of the same
+            shape; counted twice.
 
     Returns:
         float64 tensor of the shape of scale.
@@ -47,14 +53,19 @@ def bound(
     u = unit_roundoff(dtype)
     accumulated = min(u, unit_roundoff(torch.float32)) * growth
     allowed = (C * (u + accumulated) + extra_roundings * u) * scale.double().abs()
-    return allowed if single_device_error is None else allowed + 2.0 * single_device_error.double().abs()
+    return (
+        allowed
+        if single_device_error is None
+        else allowed + 2.0 * single_device_error.double().abs()
+    )
 
 
 def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
     """Return the greatest error over bound; above 1 means wrong.
 
     Returns:
-        inf for other shapes, for NaN anywhere, for an infinity that is not expected, and for any error where the bound is 0.
+        inf for other shapes, for NaN anywhere, for an infinity that is not expected, and for any
+        error where the bound is 0.
     """
     if not actual.shape == expected.shape == bound.shape:
         return math.inf
@@ -76,7 +87,9 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
     """
     if not actual.shape == expected.shape == bound.shape:
         shapes = [tuple(t.shape) for t in (actual, expected, bound)]
-        raise AssertionError(f"{name}: shape {shapes[0]} given, expected {shapes[1]} (bound {shapes[2]})")
+        raise AssertionError(
+            f"{name}: shape {shapes[0]} given, expected {shapes[1]} (bound {shapes[2]})"
+        )
     ratio = error_ratio(actual, expected, bound)
     if not ratio <= 1.0:
         raise AssertionError(_worst(name, ratio, actual, expected, bound))
@@ -97,7 +110,9 @@ def _worst(name: str, ratio: float, actual: Tensor, expected: Tensor, bound: Ten
     ratios = _ratios(actual, expected, bound)
     flat = int(ratios.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape))
-    got, want, allowed = (float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound))
+    got, want, allowed = (
+        float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound)
+    )
     beyond = int((ratios > 1).sum())
     return (
         f"{name}{list(index)} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is {ratio:.3g} times the bound "

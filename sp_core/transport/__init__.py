@@ -34,7 +34,10 @@ __all__ = [
     "wait",
 ]
 
-NAMES = {"cpu": ("host", "window", "distributed"), "cuda": ("ipc", "pinned", "pipelined", "staged", "device", "distributed")}
+NAMES = {
+    "cpu": ("host", "window", "distributed"),
+    "cuda": ("ipc", "pinned", "pipelined", "staged", "device", "distributed"),
+}
 """Transports by kind of device, the one that "auto" takes first."""
 
 MESSAGES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
@@ -46,18 +49,23 @@ MAY_BE_REFUSED = ("device", "distributed")
 
 
 def make_transport(
-    name: str | HostWrapper, comm: Intracomm, device: torch.device, poll: Callable[[], None] = lambda: None
+    name: str | HostWrapper,
+    comm: Intracomm,
+    device: torch.device,
+    poll: Callable[[], None] = lambda: None,
 ) -> Transport:
     """Make the transport of that name for tensors on a device; every rank calls this.
 
     Args:
-        name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host tensors.
+        name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host
+            tensors.
         comm: an mpi4py communicator that nobody else sends on.
         device: where the tensors live.
         poll: called while waiting.
 
     Communication:
-        None but for "device" and "distributed", where the ranks find out together whether they can have it.
+        None but for "device" and "distributed", where the ranks find out together whether they can
+        have it.
 
     Raises:
         DeviceError: no such transport for that kind of device, or not here; on every rank.
@@ -83,27 +91,39 @@ def make_transport(
             from sp_core.transport.distributed import DistributedTransport, make_group
 
             group = make_group(comm, device)  # before buffers are made for nothing
-            messages = host if device.type == "cpu" else _over_host("pipelined", host, device, comm.size, poll)
+            messages = (
+                host
+                if device.type == "cpu"
+                else _over_host("pipelined", host, device, comm.size, poll)
+            )
             return DistributedTransport(comm, group, messages, device, poll)
     return _over_host(chosen, host, device, comm.size, poll)
 
 
 def _over_host(
-    name: str | HostWrapper, host: HostTransport, device: torch.device, size: int, poll: Callable[[], None]
+    name: str | HostWrapper,
+    host: HostTransport,
+    device: torch.device,
+    size: int,
+    poll: Callable[[], None],
 ) -> Transport:
     from sp_core.transport import cuda, staged
 
     if name == "staged":
         return staged.StagedTransport(host)
     kinds = {"ipc": staged.IpcTransport, "pinned": staged.PinnedTransport}
-    return kinds.get(str(name), staged.PipelinedTransport)(host, cuda.CudaStreams(device), size, poll=poll)
+    return kinds.get(str(name), staged.PipelinedTransport)(
+        host, cuda.CudaStreams(device), size, poll=poll
+    )
 
 
 def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
     from sp_core.transport import cuda_aware
 
     first = first_of_its_machine(comm)  # one child per machine
-    cuda_aware.refuse_host_only(comm, lambda: cuda_aware.no_device_memory(device.type) if first else "")
+    cuda_aware.refuse_host_only(
+        comm, lambda: cuda_aware.no_device_memory(device.type) if first else ""
+    )
     return cuda_aware.DeviceTransport(comm, partial(cuda_aware.settle, device))
 
 

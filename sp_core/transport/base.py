@@ -31,8 +31,9 @@ class Handle(Protocol):
 class Transport(Protocol):
     """How the bytes of one tensor reach another rank.
 
-    Buffers are flat contiguous tensors on the transport's device. `send` and `recv` may be None where the transfer says that this
-    rank sends or receives nothing. Results are safe to read on the current stream when `run` returns or `test` is True.
+    Buffers are flat contiguous tensors on the transport's device. `send` and `recv` may be None
+    where the transfer says that this rank sends or receives nothing. Results are safe to read on
+    the current stream when `run` returns or `test` is True.
     """
 
     name: str
@@ -45,7 +46,9 @@ class Transport(Protocol):
         """Begin a collective and return without waiting for the other ranks."""
         ...
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
         """Prepare a collective on the same memory for many runs: each call of the returned function is one."""
         return partial(self.run, operation, send, recv)
 

@@ -1,9 +1,10 @@
 """Memory of a CUDA device that other processes map: the few calls of the CUDA runtime that torch does not offer.
 
-torch's own allocator hands out parts of large blocks, which may grow in place; a handle leads to a block as it was. So the memory
-of a window comes from the runtime itself, once.
+torch's own allocator hands out parts of large blocks, which may grow in place; a handle leads to a
+block as it was. So the memory of a window comes from the runtime itself, once.
 
-Source: CUDA runtime API, "Memory Management" and "Device Management" (cudaIpcGetMemHandle, cudaIpcOpenMemHandle).
+Source: CUDA runtime API, "Memory Management" and "Device Management" (cudaIpcGetMemHandle,
+cudaIpcOpenMemHandle).
 """
 
 from __future__ import annotations
@@ -110,7 +111,14 @@ class CudaStream:
         """Return a copy on the stream, wherever its two sides are."""
         sides = ctypes.c_void_p(into.data_ptr()), ctypes.c_void_p(part.data_ptr())
         stream = ctypes.c_void_p(self._stream.cuda_stream)
-        return partial(_call, "cudaMemcpyAsync", *sides, ctypes.c_size_t(into.nbytes), ctypes.c_int(ANY_DIRECTION), stream)
+        return partial(
+            _call,
+            "cudaMemcpyAsync",
+            *sides,
+            ctypes.c_size_t(into.nbytes),
+            ctypes.c_int(ANY_DIRECTION),
+            stream,
+        )
 
 
 class CudaMemory(CudaStream):
@@ -131,7 +139,9 @@ class CudaMemory(CudaStream):
                 _call("cudaFree", pointer)
                 raise
         address = int(pointer.value or 0)
-        return tensor_at(address, nbytes, self._device).zero_(), Offer(os.getpid(), address, bytes(handle), nbytes)
+        return tensor_at(address, nbytes, self._device).zero_(), Offer(
+            os.getpid(), address, bytes(handle), nbytes
+        )
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory of a handle. Memory of this process is used as it is: a process cannot open its own handles."""
@@ -184,7 +194,12 @@ class PinnedMemory(CudaStream):
 
     def _registered(self, host: Tensor) -> Tensor:
         with torch.cuda.device(self._device):
-            _call("cudaHostRegister", ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(host.nbytes), ctypes.c_uint(0))
+            _call(
+                "cudaHostRegister",
+                ctypes.c_void_p(host.data_ptr()),
+                ctypes.c_size_t(host.nbytes),
+                ctypes.c_uint(0),
+            )
         return tensor_at(host.data_ptr(), host.nbytes, self._device)
 
     def _forget(self, x: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Device tensors over an MPI library that reads and writes device memory by itself.
 
-What a library says about itself is no proof, and a library that cannot do it ends the process when it touches the first byte. So a
-child process tries it first, once per process that asks, and the ranks compare what their children found.
+What a library says about itself is no proof, and a library that cannot do it ends the process when
+it touches the first byte. So a child process tries it first, once per process that asks, and the
+ranks compare what their children found.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 PROBE_SECONDS = 60.0
-OF_A_JOB = ("PMI", "PMIX", "OMPI_COMM", "OMPI_UNIVERSE", "OMPI_NUM", "OMPI_APP", "OMPI_FILE", "OMPI_FIRST", "HYDI", "MPI_LOCAL")
+OF_A_JOB = (
+    "PMI",
+    "PMIX",
+    "OMPI_COMM",
+    "OMPI_UNIVERSE",
+    "OMPI_NUM",
+    "OMPI_APP",
+    "OMPI_FILE",
+    "OMPI_FIRST",
+    "HYDI",
+    "MPI_LOCAL",
+)
 """Variables of a rank that mpiexec has started begin so; with them the child would look for its place in that job."""
 
 PROBE = """
@@ -51,7 +63,8 @@ if not (torch.equal(x, y) and torch.equal(x, z)):
 class DeviceTransport(HostTransport):
     """Hands addresses of device memory to the MPI library, after the current stream has been waited for.
 
-    Collectives that are started are carried out at once: libraries that read device memory do so in blocking collectives only.
+    Collectives that are started are carried out at once: libraries that read device memory do so in
+    blocking collectives only.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
@@ -63,7 +76,9 @@ class DeviceTransport(HostTransport):
 
     name = "device"
 
-    def __init__(self, comm: Intracomm, settle: Callable[[], object], *, max_count: int = MAX_COUNT) -> None:
+    def __init__(
+        self, comm: Intracomm, settle: Callable[[], object], *, max_count: int = MAX_COUNT
+    ) -> None:
         super().__init__(comm, max_count=max_count)
         self._wait_for_stream = settle
 
@@ -72,7 +87,9 @@ class DeviceTransport(HostTransport):
         self.run(operation, send, recv)
         return Done()
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
         """Prepare the library's call, and a wait for the stream before it."""
         return partial(in_turn, self._settle, super().prepare(operation, send, recv))
 
@@ -108,12 +125,18 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
         program: what the child runs.
         seconds: limit of the child.
     """
-    code, output = bounded([sys.executable, "-c", program, device], seconds=seconds, env=outside_of_job(os.environ))
+    code, output = bounded(
+        [sys.executable, "-c", program, device], seconds=seconds, env=outside_of_job(os.environ)
+    )
     if code == 0:
         return ""
     if code is None:
         return f"a process that tried it had not ended after {seconds:g} s"
-    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}: {last_line(output)}"
+    how = (
+        f"was ended by signal {-code}"
+        if code < 0
+        else f"failed with exit code {code}: {last_line(output)}"
+    )
     return f"a process that tried it {how}"
 
 
@@ -121,7 +144,10 @@ def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables of an MPI job, in which a child finds this package."""
     kept = {name: value for name, value in environment.items() if not name.startswith(OF_A_JOB)}
     here = str(Path(__file__).resolve().parents[2])
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH")))),
+    }
 
 
 def refuse_host_only(comm: Intracomm, reason: Callable[[], str]) -> None:

@@ -1,9 +1,11 @@
 """Collectives by torch.distributed, over a process group of its own: gloo on a CPU, NCCL on CUDA.
 
-The group takes even pieces, and the types that it can add. So what only moves goes as bytes; an all-gather of uneven pieces is an
-all-to-all in which everybody gets the same; a reduce-scatter is an all-to-all whose pieces are added in the order of the ranks.
-Messages that all ranks post together are one all-to-all, too. The messages of a schedule, which each rank posts when it is ready,
-go over MPI: NCCL would match them by their order alone, and gloo's cannot be asked whether they are complete.
+The group takes even pieces, and the types that it can add. So what only moves goes as bytes; an
+all-gather of uneven pieces is an all-to-all in which everybody gets the same; a reduce-scatter is
+an all-to-all whose pieces are added in the order of the ranks. Messages that all ranks post
+together are one all-to-all, too. The messages of a schedule, which each rank posts when it is
+ready, go over MPI: NCCL would match them by their order alone, and gloo's cannot be asked whether
+they are complete.
 """
 
 from __future__ import annotations
@@ -81,11 +83,21 @@ class DistributedTransport(Transport):
         """Begin point-to-point messages, as one all-to-all; a single message is not copied."""
         what = "messages by torch.distributed"
         self._say(what)
-        outgoing, incoming = ([_bytes(x) for _, x in sorted(messages, key=itemgetter(0))] for messages in (sends, recvs))
-        room = incoming[0] if len(incoming) == 1 else self._nothing.new_empty(sum(part.numel() for part in incoming))
+        outgoing, incoming = (
+            [_bytes(x) for _, x in sorted(messages, key=itemgetter(0))]
+            for messages in (sends, recvs)
+        )
+        room = (
+            incoming[0]
+            if len(incoming) == 1
+            else self._nothing.new_empty(sum(part.numel() for part in incoming))
+        )
         packed = outgoing[0] if len(outgoing) == 1 else torch.cat([self._nothing, *outgoing])
         received, sent = (
-            [sum(x.nbytes for peer, x in messages if peer == rank) for rank in range(self._comm.size)]
+            [
+                sum(x.nbytes for peer, x in messages if peer == rank)
+                for rank in range(self._comm.size)
+            ]
             for messages in (recvs, sends)
         )
         work = self._group.alltoall_base(room, packed, received, sent)
@@ -107,7 +119,9 @@ class DistributedTransport(Transport):
         """Give the group up."""
         self._messages.close(together=together)
         held, self._group = [self._group], None
-        if not together:  # its end waits for what is under way, until the others have gone or its time is up
+        if (
+            not together
+        ):  # its end waits for what is under way, until the others have gone or its time is up
             threading.Thread(target=held.clear, daemon=True).start()
 
     def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
@@ -124,10 +138,14 @@ class DistributedTransport(Transport):
             return self._pieces(operation, send, given)
         wide, total, after = widened(send, recv, _WIDER)
         assert wide is not None
-        total = wide.clone() if total is None else total  # on every rank memory that may be overwritten
+        total = (
+            wide.clone() if total is None else total
+        )  # on every rank memory that may be overwritten
         total.copy_(wide)
         options = ReduceOptions() if operation.op is Op.REDUCE else AllreduceOptions()
-        options.reduceOp = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[operation.reduction]
+        options.reduceOp = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[
+            operation.reduction
+        ]
         if operation.op is Op.ALL_REDUCE:
             return self._group.allreduce([total], options), (total, recv), after
         options.rootRank = operation.root
@@ -137,13 +155,27 @@ class DistributedTransport(Transport):
         """Begin what goes from every rank to every rank."""
         size, gathers = self._comm.size, operation.op is Op.ALL_GATHER
         if gathers and len(set(operation.recv)) == 1:
-            return self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)]), (send, recv), None
-        packed, room, after = _bytes(send).repeat(size) if gathers else _bytes(send), _bytes(recv), None
-        sent = [send.nbytes] * size if gathers else [count * send.itemsize for count in operation.send]
+            return (
+                self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)]),
+                (send, recv),
+                None,
+            )
+        packed, room, after = (
+            _bytes(send).repeat(size) if gathers else _bytes(send),
+            _bytes(recv),
+            None,
+        )
+        sent = (
+            [send.nbytes] * size if gathers else [count * send.itemsize for count in operation.send]
+        )
         received = [count * recv.itemsize for count in operation.recv]
         if operation.op is Op.REDUCE_SCATTER:
             parts = recv.new_empty((size, recv.numel()))
-            room, received, after = _bytes(parts.view(-1)), [recv.nbytes] * size, partial(_add, recv, parts)
+            room, received, after = (
+                _bytes(parts.view(-1)),
+                [recv.nbytes] * size,
+                partial(_add, recv, parts),
+            )
         return self._group.alltoall_base(room, packed, received, sent), (room, packed), after
 
 
@@ -151,9 +183,20 @@ class _Work:
     """A transfer of the group, and what is done after it."""
 
     def __init__(
-        self, work: Any, keep: tuple[object, ...], what: str, after: Callable[[], object] | None, watch: Callable[[str], object]
+        self,
+        work: Any,
+        keep: tuple[object, ...],
+        what: str,
+        after: Callable[[], object] | None,
+        watch: Callable[[str], object],
     ) -> None:
-        self._work, self._keep, self._what, self._after, self._watch = work, keep, what, after, watch
+        self._work, self._keep, self._what, self._after, self._watch = (
+            work,
+            keep,
+            what,
+            after,
+            watch,
+        )
 
     def test(self) -> bool:
         if self._work is None:
@@ -162,9 +205,12 @@ class _Work:
             self._watch(self._what)
             return False
         try:
-            self._work.wait()  # complete; what went wrong is said here, and on CUDA the current stream waits
+            # complete; what went wrong is said here, and on CUDA the current stream waits
+            self._work.wait()
         except RuntimeError as error:
-            raise PeerFailed(f"{self._what} failed: {str(error).splitlines()[0]} See what the other ranks say.") from error
+            raise PeerFailed(
+                f"{self._what} failed: {str(error).splitlines()[0]} See what the other ranks say."
+            ) from error
         if self._after is not None:
             self._after()
         self._work, self._keep, self._after = None, (), None
@@ -211,13 +257,19 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
         The backend itself, as torch.distributed keeps it inside its groups.
 
     Communication:
-        Three exchanges of a few bytes; then the ranks connect through a store on rank 0, whose address travels over MPI.
+        Three exchanges of a few bytes; then the ranks connect through a store on rank 0, whose
+        address travels over MPI.
 
     Raises:
-        DeviceError: on every rank: two ranks have one GPU, this torch has no such backend, or the ranks cannot connect.
+        DeviceError: on every rank: two ranks have one GPU, this torch has no such backend, or the
+            ranks cannot connect.
     """
     if device.type == "cuda":
-        refuse_shared_gpus(comm.allgather(f"GPU {torch.cuda.get_device_properties(device).uuid} of {platform.node()}"))
+        refuse_shared_gpus(
+            comm.allgather(
+                f"GPU {torch.cuda.get_device_properties(device).uuid} of {platform.node()}"
+            )
+        )
     near = together(comm)
     store, offer = _offered(near) if comm.rank == 0 else (None, ("", 0, ""))
     host, port, problem = comm.bcast(offer)
@@ -243,7 +295,11 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
         ranks[gpu].append(rank)
-    shared = [f"ranks {', '.join(map(str, found))}: {gpu}" for gpu, found in ranks.items() if len(found) > 1]
+    shared = [
+        f"ranks {', '.join(map(str, found))}: {gpu}"
+        for gpu, found in ranks.items()
+        if len(found) > 1
+    ]
     if shared:
         raise DeviceError(
             f"transport 'distributed' uses NCCL, which needs a GPU for each rank; {len(gpus)} ranks have {len(ranks)} "
@@ -266,10 +322,20 @@ def _store(host: str, port: int, listening: int | None = None) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=CONNECT_SECONDS)
-    return TCPStore(host, port, None, listening is not None, limit, wait_for_workers=False, master_listen_fd=listening)
+    return TCPStore(
+        host,
+        port,
+        None,
+        listening is not None,
+        limit,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
 
 
-def _connected(store: Any, comm: Intracomm, device: torch.device, near: bool, limit: timedelta) -> Any:
+def _connected(
+    store: Any, comm: Intracomm, device: torch.device, near: bool, limit: timedelta
+) -> Any:
     from torch._C import _distributed_c10d
 
     backends: Any = _distributed_c10d  # its stubs do not know that options can be passed
@@ -280,5 +346,7 @@ def _connected(store: Any, comm: Intracomm, device: torch.device, near: bool, li
     gloo = backends.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_device(hostname=LOOPBACK) if near else gloo.create_default_device()]
+    options._devices = [
+        gloo.create_device(hostname=LOOPBACK) if near else gloo.create_default_device()
+    ]
     return gloo(store, comm.rank, comm.size, options)

@@ -1,7 +1,8 @@
 """Tensors in host memory, moved by the MPI library. Nothing is copied on the way to MPI: it reads and writes tensor memory.
 
-MPI never sees a torch tensor. mpi4py would take one, and send a transposed tensor in storage order or sum bfloat16 as bytes;
-so MPI gets NumPy views of flat memory, and types that MPI cannot sum are summed in float32.
+MPI never sees a torch tensor. mpi4py would take one, and send a transposed tensor in storage order
+or sum bfloat16 as bytes; so MPI gets NumPy views of flat memory, and types that MPI cannot sum are
+summed in float32.
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ if TYPE_CHECKING:
 MAX_COUNT = 2**30
 """Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int as well."""
 
-TAG = 0  # of messages that all ranks post in the same order: the communicator is the transport's own, and MPI keeps their order
+# of messages that all ranks post in the same order: the communicator is the transport's own, and
+# MPI keeps their order
+TAG = 0
 Array = np.ndarray[Any, Any]
 _EMPTY = np.empty(0, np.uint8)
-_SUMMABLE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8}
+_SUMMABLE = {
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+}
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,7 +56,12 @@ def as_numpy(x: Tensor | None) -> Array:
 class Request:
     """An MPI request, with what must happen after it (such as rounding a float32 sum into a bfloat16 result)."""
 
-    def __init__(self, requests: Sequence[Any], keep: tuple[object, ...] = (), after: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Any],
+        keep: tuple[object, ...] = (),
+        after: Callable[[], object] | None = None,
+    ) -> None:
         self._requests = list(requests)
         self._keep = keep  # MPI holds only the address of these buffers
         self._after = after
@@ -89,12 +105,18 @@ class HostTransport(Transport):
         self._run_in_chunks(operation, send, recv)
         return Done()
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
         """Prepare the library's call with its arguments. Half types are added in wider memory."""
         if not self._fits(operation):
             return partial(self.run, operation, send, recv)
-        wide_send, wide_recv, after = widened(send, recv) if operation.reduces else (send, recv, None)
-        call = _bound(self._comm, operation, self._memory(wide_send), self._memory(wide_recv), blocking=True)
+        wide_send, wide_recv, after = (
+            widened(send, recv) if operation.reduces else (send, recv, None)
+        )
+        call = _bound(
+            self._comm, operation, self._memory(wide_send), self._memory(wide_recv), blocking=True
+        )
         if send is None or wide_send is None or wide_send is send:
             return call
         return partial(in_turn, partial(wide_send.copy_, send), call, *([after] if after else []))
@@ -131,14 +153,18 @@ class HostTransport(Transport):
 
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
         """Announce messages. Their sizes are computed only if somebody listens."""
-        sent, received = (((peer, x.nbytes) for peer, x in self._parts(messages)) for messages in (sends, recvs))
+        sent, received = (
+            ((peer, x.nbytes) for peer, x in self._parts(messages)) for messages in (sends, recvs)
+        )
         self._observer.announce_exchange(sent, received, later=later)
 
     def _fits(self, operation: Operation) -> bool:
         """Return whether one call will do. The answer is the same on all ranks, because `longest` is."""
         return self._comm.size * operation.longest <= self._max_count
 
-    def _run_in_chunks(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
+    def _run_in_chunks(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> None:
         length = max(self._max_count // self._comm.size, 1)
         for offset, chunk in operation.chunks(length):
             sent = _packed(send, operation.send, offset, chunk.send)
@@ -146,11 +172,15 @@ class HostTransport(Transport):
             self._call(chunk, sent, received, blocking=True)
             _unpack(received, recv, operation.recv, offset, chunk.recv)
 
-    def _call(self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool) -> Handle:
+    def _call(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool
+    ) -> Handle:
         after = None
         if operation.reduces:
             send, recv, after = widened(send, recv)
-        call = _bound(self._comm, operation, self._memory(send), self._memory(recv), blocking=blocking)
+        call = _bound(
+            self._comm, operation, self._memory(send), self._memory(recv), blocking=blocking
+        )
         self._settle()
         request = call()
         handle = Request([] if request is None else [request], (send, recv), after)
@@ -198,16 +228,31 @@ def in_turn(*calls: Callable[[], object]) -> None:
         call()
 
 
-def _packed(flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> Tensor | None:
+def _packed(
+    flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]
+) -> Tensor | None:
     if flat is None:
         return None
-    return torch.cat([piece[offset : offset + n] for piece, n in zip(flat.split(list(sizes)), chunk, strict=True)])
+    return torch.cat(
+        [
+            piece[offset : offset + n]
+            for piece, n in zip(flat.split(list(sizes)), chunk, strict=True)
+        ]
+    )
 
 
-def _unpack(packed: Tensor | None, flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]) -> None:
+def _unpack(
+    packed: Tensor | None,
+    flat: Tensor | None,
+    sizes: tuple[int, ...],
+    offset: int,
+    chunk: tuple[int, ...],
+) -> None:
     if packed is None or flat is None:
         return
-    for piece, part, n in zip(flat.split(list(sizes)), packed.split(list(chunk)), chunk, strict=True):
+    for piece, part, n in zip(
+        flat.split(list(sizes)), packed.split(list(chunk)), chunk, strict=True
+    ):
         piece[offset : offset + n] = part
 
 
@@ -215,19 +260,30 @@ _METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...
     Op.ALL_GATHER: ("Allgatherv", lambda o, send, recv: (send, [recv, list(o.recv)])),
     Op.REDUCE_SCATTER: ("Reduce_scatter", lambda o, send, recv: (send, recv, list(o.send))),
     Op.ALL_REDUCE: ("Allreduce", lambda o, send, recv: (send, recv)),
-    Op.ALL_TO_ALL: ("Alltoallv", lambda o, send, recv: ([send, list(o.send)], [recv, list(o.recv)])),
+    Op.ALL_TO_ALL: (
+        "Alltoallv",
+        lambda o, send, recv: ([send, list(o.send)], [recv, list(o.recv)]),
+    ),
     Op.BROADCAST: ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
     Op.REDUCE: ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
 """By collective, the communicator's method and its arguments. A shift is messages, no collective of the library."""
 
 
-def _bound(comm: Intracomm, operation: Operation, send: Array, recv: Array, *, blocking: bool) -> Callable[[], Any]:
+def _bound(
+    comm: Intracomm, operation: Operation, send: Array, recv: Array, *, blocking: bool
+) -> Callable[[], Any]:
     """Return the call of a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
     name, arguments = _METHODS[operation.op]
-    keywords: dict[str, Any] = {"root": operation.root} if operation.op in (Op.BROADCAST, Op.REDUCE) else {}
+    keywords: dict[str, Any] = (
+        {"root": operation.root} if operation.op in (Op.BROADCAST, Op.REDUCE) else {}
+    )
     if operation.reduction != "sum":  # a sum is what every library does by default
         from mpi4py import MPI
 
         keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
-    return partial(getattr(comm, name if blocking else "I" + name.lower()), *arguments(operation, send, recv), **keywords)
+    return partial(
+        getattr(comm, name if blocking else "I" + name.lower()),
+        *arguments(operation, send, recv),
+        **keywords,
+    )

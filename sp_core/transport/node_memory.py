@@ -80,7 +80,9 @@ def share_on_device(comm: Intracomm, memory: NodeMemory, nbytes: int) -> list[Te
         NotShared: on every rank.
     """
     if not together(comm):
-        raise NotShared(f"its {comm.size} ranks are on several machines, or in containers that do not see each other")
+        raise NotShared(
+            f"its {comm.size} ranks are on several machines, or in containers that do not see each other"
+        )
     mine, offer, problem = _allocated(memory, max(nbytes, _NONCE_BYTES))
     offers = [found for found in comm.allgather(offer) if found is not None]
     parts: list[Tensor] = []
@@ -96,7 +98,9 @@ def share_on_device(comm: Intracomm, memory: NodeMemory, nbytes: int) -> list[Te
     return parts
 
 
-def give_back(comm: Intracomm, memory: NodeMemory, mine: Tensor | None, parts: Sequence[Tensor]) -> None:
+def give_back(
+    comm: Intracomm, memory: NodeMemory, mine: Tensor | None, parts: Sequence[Tensor]
+) -> None:
     """Close what belongs to others, wait for them to do the same, and free the own part; every rank calls this."""
     for part in parts:
         if part is not mine:
@@ -113,7 +117,9 @@ def _allocated(memory: NodeMemory, nbytes: int) -> tuple[Tensor | None, Offer | 
         return None, None, f"cannot allocate {nbytes:,} bytes on its device: {error}"
 
 
-def _opened(memory: NodeMemory, offers: Sequence[Offer], mine: Tensor | None, own: int) -> tuple[list[Tensor], str]:
+def _opened(
+    memory: NodeMemory, offers: Sequence[Offer], mine: Tensor | None, own: int
+) -> tuple[list[Tensor], str]:
     """Map the parts of all ranks. Return those before the first that cannot be mapped, and the reason."""
     parts: list[Tensor] = []
     assert mine is not None
@@ -133,12 +139,23 @@ def _misread(comm: Intracomm, memory: NodeMemory, parts: Sequence[Tensor]) -> st
     numbers = comm.allgather(int(number))
     found = torch.empty(comm.size, dtype=torch.int64, device=device)
     rows = found.view(torch.uint8).view(comm.size, _NONCE_BYTES)
-    _made(memory, *(memory.copying(row, part[:_NONCE_BYTES]) for row, part in zip(rows, parts, strict=True)))
+    _made(
+        memory,
+        *(memory.copying(row, part[:_NONCE_BYTES]) for row, part in zip(rows, parts, strict=True)),
+    )
     comm.Barrier()
     _made(memory, memory.copying(mine, torch.zeros_like(mine)))
     comm.Barrier()
-    wrong = [rank for rank, (one, other) in enumerate(zip(numbers, found.tolist(), strict=True)) if one != other]
-    return f"finds something else in the memory of rank {wrong[0]} than was written there" if wrong else ""
+    wrong = [
+        rank
+        for rank, (one, other) in enumerate(zip(numbers, found.tolist(), strict=True))
+        if one != other
+    ]
+    return (
+        f"finds something else in the memory of rank {wrong[0]} than was written there"
+        if wrong
+        else ""
+    )
 
 
 def _made(memory: NodeMemory, *work: Work) -> None:

@@ -1,9 +1,10 @@
 """Memory that all ranks of a communicator see, where they are processes of one machine.
 
-It has no name in any file system: rank 0 makes it (`memfd_create`), the others open it through rank 0's `/proc` entry. So however a
-run ends, nothing is left behind, a small /dev/shm does not matter, and a tensor in it may outlive its communicator: the memory goes
-when the last process has let go of it. That is why this is not `MPI_Win_allocate_shared`, whose memory goes with a collective call
-and whose segments are files in /dev/shm.
+It has no name in any file system: rank 0 makes it (`memfd_create`), the others open it through rank
+0's `/proc` entry. So however a run ends, nothing is left behind, a small /dev/shm does not matter,
+and a tensor in it may outlive its communicator: the memory goes when the last process has let go of
+it. That is why this is not `MPI_Win_allocate_shared`, whose memory goes with a collective call and
+whose segments are files in /dev/shm.
 """
 
 from __future__ import annotations
@@ -66,9 +67,13 @@ def share(comm: Intracomm, nbytes: int) -> list[Tensor]:
     sizes = [-(-int(size) // mmap.PAGESIZE) * mmap.PAGESIZE for size in told[:, 1]]
     places = len(set(told[:, 0].tolist()))
     if places > 1:
-        raise NotShared(f"its {comm.size} ranks are on {places} machines, or in containers that do not see each other")
+        raise NotShared(
+            f"its {comm.size} ranks are on {places} machines, or in containers that do not see each other"
+        )
     if platform.machine().lower() not in ORDERED:
-        raise NotShared(f"a processor of type {platform.machine()} may show writes to other cores in another order")
+        raise NotShared(
+            f"a processor of type {platform.machine()} may show writes to other cores in another order"
+        )
     fd = _made(comm, sizes)
     try:
         memory, problem = _opened(comm, fd, sizes)
@@ -78,7 +83,9 @@ def share(comm: Intracomm, nbytes: int) -> list[Tensor]:
             os.close(fd)
     if any(problems):
         rank = next(rank for rank, code in enumerate(problems) if code)
-        raise NotShared(f"rank {rank} cannot map {sum(sizes):,} bytes of it: {os.strerror(problems[rank])}")
+        raise NotShared(
+            f"rank {rank} cannot map {sum(sizes):,} bytes of it: {os.strerror(problems[rank])}"
+        )
     assert memory is not None
     return list(torch.frombuffer(memory, dtype=torch.uint8)[mmap.PAGESIZE :].split(sizes))
 
@@ -107,7 +114,9 @@ def first_of_its_machine(comm: Intracomm) -> bool:
     return bool(machines.index(machines[comm.rank]) == comm.rank)
 
 
-def everybodys(comm: Intracomm, numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def everybodys(
+    comm: Intracomm, numbers: Sequence[int]
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Gather the numbers of all ranks, by rank."""
     found = np.empty((comm.size, len(numbers)), np.int64)
     comm.Allgather(np.array(numbers, np.int64), found.reshape(-1))
@@ -122,7 +131,9 @@ def _machine() -> int:
             parts.append(os.readlink(path) if "ns" in path else Path(path).read_text())
         except OSError:
             parts.append("unknown")
-    return int.from_bytes(hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _made(comm: Intracomm, sizes: Sequence[int]) -> int:
@@ -150,7 +161,9 @@ def _opened(comm: Intracomm, fd: int, sizes: Sequence[int]) -> tuple[mmap.mmap |
         own = os.open(f"/proc/{offer[0]}/fd/{offer[1]}", os.O_RDWR)
         try:
             start = mmap.PAGESIZE + sum(sizes[: comm.rank])
-            if sizes[comm.rank]:  # now, and by its owner: later it would be a signal that ends the process
+            if sizes[
+                comm.rank
+            ]:  # now, and by its owner: later it would be a signal that ends the process
                 os.posix_fallocate(own, start, sizes[comm.rank])
             memory = mmap.mmap(own, 0)
         finally:
@@ -163,13 +176,14 @@ def _opened(comm: Intracomm, fd: int, sizes: Sequence[int]) -> tuple[mmap.mmap |
 class Rooms:
     """Memory that all ranks of a node see, kept from one use to the next: some rooms that take turns.
 
-    In a use of a room every rank writes its part in a step of the window; when all have made it, each reads what it needs where it
-    is. With two rooms nobody waits until the others have read:
+    In a use of a room every rank writes its part in a step of the window; when all have made it,
+    each reads what it needs where it is. With two rooms nobody waits until the others have read:
 
         use     room
         1       0       write, fence, read
         2       1                           write, fence, read
-        3       0                                               write: all have begun use 2, so nobody reads what use 1 left here
+        3       0                                               write: all have begun use 2, so
+        nobody reads what use 1 left here
 
     Args:
         comm: an mpi4py communicator whose ranks have memory in common.
@@ -194,9 +208,14 @@ class Rooms:
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         number, self._uses = self._uses % len(self._rooms), self._uses + 1
         if self._rooms[number].numel() < starts[-1]:
-            self._rooms[number] = self._made(starts[-1])  # the old one lives as long as anybody reads there
+            self._rooms[number] = self._made(
+                starts[-1]
+            )  # the old one lives as long as anybody reads there
         room, found = self._rooms[number], zip(specs, starts, sizes, strict=False)
-        return [room[start : start + size].view(dtype).view(tuple(shape)) for (shape, dtype), start, size in found]
+        return [
+            room[start : start + size].view(dtype).view(tuple(shape))
+            for (shape, dtype), start, size in found
+        ]
 
     def clear(self) -> None:
         """Let go of all memory; it lives as long as a tensor in it."""

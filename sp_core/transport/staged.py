@@ -1,10 +1,12 @@
 """Device tensors over an MPI that cannot read device memory: device -> host -> MPI -> host -> device.
 
-`StagedTransport` is the plain form: copy everything down, communicate, copy everything up, one after the other, through fresh
-pageable memory. It is what most programs do, and it is here to be measured against.
+`StagedTransport` is the plain form: copy everything down, communicate, copy everything up, one
+after the other, through fresh pageable memory. It is what most programs do, and it is here to be
+measured against.
 
-`PipelinedTransport` cuts the vector into chunks and keeps three things going at once: while MPI moves chunk k, the copy engines
-bring chunk k+1 down and chunk k-1 up, through two sets of page-locked buffers that are made once.
+`PipelinedTransport` cuts the vector into chunks and keeps three things going at once: while MPI
+moves chunk k, the copy engines bring chunk k+1 down and chunk k-1 up, through two sets of
+page-locked buffers that are made once.
 
     down   | 0 | 1 | 2 | 3 |
     MPI        | 0 | 1 | 2 | 3 |
@@ -106,7 +108,9 @@ class StagedTransport(OverHost):
         """Begin announced messages."""
         return self._messages(sends, recvs, functools.partial(self.on_host, tag))
 
-    def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Handle:
+    def _messages(
+        self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
+    ) -> Handle:
         host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
         handle = on_host([(peer, x.cpu()) for peer, x in sends], host_recvs)
 
@@ -167,9 +171,14 @@ class PipelinedTransport(OverHost):
         self._host = host
         self._streams = streams
         self._size = size
-        self._chunk_bytes = max(chunk_bytes, size * 8)  # at least one element of the widest type per piece
+        self._chunk_bytes = max(
+            chunk_bytes, size * 8
+        )  # at least one element of the widest type per piece
         self._poll = poll
-        self._slots = [_Slot(streams.buffer(self._chunk_bytes), streams.buffer(self._chunk_bytes)) for _ in range(2)]
+        self._slots = [
+            _Slot(streams.buffer(self._chunk_bytes), streams.buffer(self._chunk_bytes))
+            for _ in range(2)
+        ]
         self._queue: deque[_Steps] = deque()
 
     def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
@@ -191,7 +200,9 @@ class PipelinedTransport(OverHost):
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages, beside all others: their tag keeps them apart, and ranks may be ready for them at any time."""
         alone: deque[_Steps] = deque()
-        handle = _Steps(self._messages(sends, recvs, functools.partial(self.on_host, tag)), alone, self._streams)
+        handle = _Steps(
+            self._messages(sends, recvs, functools.partial(self.on_host, tag)), alone, self._streams
+        )
         alone.append(handle)
         handle.test()
         return handle
@@ -202,7 +213,9 @@ class PipelinedTransport(OverHost):
         if together:
             self._slots.clear()
 
-    def _run_on_host(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def _run_on_host(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Handle:
         self._host.run(operation, send, recv)
         return Done()
 
@@ -222,7 +235,9 @@ class PipelinedTransport(OverHost):
         chunks = list(operation.chunks(self._chunk_len(send, recv)))
         self._download(0, chunks[0], operation, send)
         for index, (offset, chunk) in enumerate(chunks):
-            if index + 1 < len(chunks):  # MPI has left the other slot's send buffer: chunk index - 1 is complete
+            if index + 1 < len(
+                chunks
+            ):  # MPI has left the other slot's send buffer: chunk index - 1 is complete
                 self._download(index + 1, chunks[index + 1], operation, send)
             slot = self._slots[index % 2]
             yield from _until(slot.downloaded)
@@ -237,26 +252,40 @@ class PipelinedTransport(OverHost):
         itemsize = 1 if given is None else given.itemsize
         return self._chunk_bytes // itemsize // self._size
 
-    def _download(self, index: int, step: tuple[int, Operation], operation: Operation, send: Tensor | None) -> None:
+    def _download(
+        self, index: int, step: tuple[int, Operation], operation: Operation, send: Tensor | None
+    ) -> None:
         offset, chunk = step
         slot = self._slots[index % 2]
         host = _prefix(slot.send, send, chunk.send)
         if host is None or send is None:
             return
-        for piece, part in zip(send.split(list(operation.send)), host.split(list(chunk.send)), strict=True):
+        for piece, part in zip(
+            send.split(list(operation.send)), host.split(list(chunk.send)), strict=True
+        ):
             self._streams.download(part, piece[offset : offset + part.numel()])
         slot.downloaded = self._streams.downloaded()
 
     def _upload(
-        self, slot: _Slot, offset: int, chunk: Operation, operation: Operation, recv: Tensor | None, host: Tensor | None
+        self,
+        slot: _Slot,
+        offset: int,
+        chunk: Operation,
+        operation: Operation,
+        recv: Tensor | None,
+        host: Tensor | None,
     ) -> None:
         if host is None or recv is None:
             return
-        for piece, part in zip(recv.split(list(operation.recv)), host.split(list(chunk.recv)), strict=True):
+        for piece, part in zip(
+            recv.split(list(operation.recv)), host.split(list(chunk.recv)), strict=True
+        ):
             self._streams.upload(piece[offset : offset + part.numel()], part)
         slot.uploaded = self._streams.uploaded()
 
-    def _messages(self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]) -> Iterator[None]:
+    def _messages(
+        self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
+    ) -> Iterator[None]:
         host_sends = [(peer, self._pinned_like(x)) for peer, x in sends]
         host_recvs = [(peer, self._pinned_like(x)) for peer, x in recvs]
         for (_, host), (_, x) in zip(host_sends, sends, strict=True):
@@ -286,8 +315,9 @@ class PinnedTransport(PipelinedTransport):
 class _Steps:
     """A transfer that advances when it is tested, after those that were started before it.
 
-    It may be started on one stream, advanced by whoever polls, and read on another stream: its copies wait for the stream that it
-    was started on, and whoever is told that it is complete waits for its copies.
+    It may be started on one stream, advanced by whoever polls, and read on another stream: its
+    copies wait for the stream that it was started on, and whoever is told that it is complete waits
+    for its copies.
     """
 
     def __init__(self, steps: Iterator[None], queue: deque[_Steps], streams: Streams) -> None:
@@ -305,7 +335,9 @@ class _Steps:
             except StopIteration:
                 self._queue.popleft()
             except BaseException as error:  # noqa: BLE001  # it is raised again from every transfer that it broke
-                for broken in self._queue:  # what comes behind a failed transfer cannot keep its order
+                for (
+                    broken
+                ) in self._queue:  # what comes behind a failed transfer cannot keep its order
                     broken._error = error
                 self._queue.clear()
             else:

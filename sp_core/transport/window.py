@@ -1,17 +1,20 @@
 """Shared memory of the ranks of one node: slots for what travels, flags that say how far each rank is, tensors that live in it.
 
-A rank's flag is the number of steps that it has made. Operations are lists of steps, carried out in the order in which they were
-started, which is the same on all ranks; a step begins when every rank has made those before it. The first step of an operation only
-writes into a slot that nobody reads any more (see `sp_core.schedules.window`), so it need not wait for the last step of the
-operation before it.
+A rank's flag is the number of steps that it has made. Operations are lists of steps, carried out in
+the order in which they were started, which is the same on all ranks; a step begins when every rank
+has made those before it. The first step of an operation only writes into a slot that nobody reads
+any more (see `sp_core.schedules.window`), so it need not wait for the last step of the operation
+before it.
 
-The slots may lie in memory of a device. Then the copies of a step are launched on a stream of their own, after those of the steps
-before, and the flag, which stays in host memory, goes up when the device has carried them out:
+The slots may lie in memory of a device. Then the copies of a step are launched on a stream of their
+own, after those of the steps before, and the flag, which stays in host memory, goes up when the
+device has carried them out:
 
     host      launch 0 .......... | flag 1, launch 1 .......... | flag 2
     device             copies of 0                   copies of 1
 
-A rank launches step t + 1 when the OTHERS have made step t; that its own copies are in order is the stream's business.
+A rank launches step t + 1 when the OTHERS have made step t; that its own copies are in order is the
+stream's business.
 """
 
 from __future__ import annotations
@@ -63,25 +66,34 @@ class Window:
 
     Args:
         comm: an mpi4py communicator.
-        slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank, `SLOT_BYTES` if not given.
+        slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank,
+            `SLOT_BYTES` if not given.
         memory: of this rank's device; None for host memory.
 
     Attributes:
-        has_rooms: whether schemes may compute on what others have put there. On a device only the window's copies are in order.
-        blocks: rooms for what all ranks read in place; two, so that nobody waits until the others have read.
+        has_rooms: whether schemes may compute on what others have put there. On a device only the
+            window's copies are in order.
+        blocks: rooms for what all ranks read in place; two, so that nobody waits until the others
+            have read.
         sums: a room for sums that ranks add to in turn.
 
     Raises:
         NotShared: the ranks have no memory in common, or cannot map each other's; on every rank.
     """
 
-    def __init__(self, comm: Intracomm, slot_bytes: int | None = None, memory: NodeMemory | None = None) -> None:
+    def __init__(
+        self, comm: Intracomm, slot_bytes: int | None = None, memory: NodeMemory | None = None
+    ) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
         self._comm, self._memory, self.has_rooms = comm, memory, memory is None
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         nbytes = SLOTS * self.slot_bytes
         parts = share(comm, FLAG_BYTES + (nbytes if memory is None else 0))
-        slots = [part[FLAG_BYTES:] for part in parts] if memory is None else share_on_device(comm, memory, nbytes)
+        slots = (
+            [part[FLAG_BYTES:] for part in parts]
+            if memory is None
+            else share_on_device(comm, memory, nbytes)
+        )
         self.slots = [part[:nbytes] for part in slots]
         flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
         self._mine = flags[comm.rank]
@@ -171,11 +183,22 @@ class Window:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor of zeros in shared memory; every rank calls this, shapes may differ."""
-        shapes = everybodys(self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]).tolist()
+        shapes = everybodys(
+            self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]
+        ).tolist()
         nbytes = math.prod(shape) * dtype.itemsize
-        parts = demand(self._comm, nbytes) if self._memory is None else share_on_device(self._comm, self._memory, nbytes)
-        tensors = [_shaped(part, dims[1 : dims[0] + 1], dtype) for part, dims in zip(parts, shapes, strict=True)]
-        self._allocations = {number: found for number, found in self._allocations.items() if found.is_alive}
+        parts = (
+            demand(self._comm, nbytes)
+            if self._memory is None
+            else share_on_device(self._comm, self._memory, nbytes)
+        )
+        tensors = [
+            _shaped(part, dims[1 : dims[0] + 1], dtype)
+            for part, dims in zip(parts, shapes, strict=True)
+        ]
+        self._allocations = {
+            number: found for number, found in self._allocations.items() if found.is_alive
+        }
         made = Allocation(tensors, self._comm.rank, keep=self._memory is not None)
         self._allocations[next(self._numbers)] = made
         return tensors[self._comm.rank]
@@ -187,7 +210,9 @@ class Window:
 
     def tensors(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks that were allocated together with x; none if it was not allocated here."""
-        return next((found.tensors(x) for found in self._allocations.values() if found.is_whole(x)), [])
+        return next(
+            (found.tensors(x) for found in self._allocations.values() if found.is_whole(x)), []
+        )
 
     def number(self, x: Tensor) -> int:
         """Return the index of the allocation that starts at a flat tensor, or -1. Ranks number their allocations alike."""
@@ -205,7 +230,8 @@ class Window:
     def close(self, *, together: bool) -> None:
         """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it.
 
-        On a device it stays until the process ends, as do slots if other ranks may still look there.
+        On a device it stays until the process ends, as do slots if other ranks may still look
+        there.
         """
         if together and self.slots and self._memory is not None:
             give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
@@ -285,7 +311,11 @@ class Allocation:
     def is_whole(self, x: Tensor) -> bool:
         """Return whether a tensor is this rank's, and not a part of it."""
         shape, stride, _ = self._layouts[self._rank]
-        return x.layout is torch.strided and (x.shape, x.stride()) == (shape, stride) and self.offset(x) == 0
+        return (
+            x.layout is torch.strided
+            and (x.shape, x.stride()) == (shape, stride)
+            and self.offset(x) == 0
+        )
 
     def tensors(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, from any tensor of this rank that lies there."""

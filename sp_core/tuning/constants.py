@@ -1,7 +1,8 @@
 """Measured times of messages, sums, copies and whole collectives, by size in bytes.
 
-A message of n bytes takes alpha + beta n, a sum gamma n. On a real machine beta and gamma depend on n, because caches end and
-libraries change their protocol; so each is a curve through measured points, and alpha is what its first point says.
+A message of n bytes takes alpha + beta n, a sum gamma n. On a real machine beta and gamma depend on
+n, because caches end and libraries change their protocol; so each is a curve through measured
+points, and alpha is what its first point says.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ LINKS = ("node", "network")
 class Curve:
     """Seconds as a function of bytes.
 
-    Between two points it is a power law, below the first one constant, above the last one proportional to the size.
+    Between two points it is a power law, below the first one constant, above the last one
+    proportional to the size.
 
     Args:
         points: (bytes, seconds) in ascending order of bytes; positive.
@@ -30,9 +32,13 @@ class Curve:
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or min(sizes) < 1:
-            raise ValueError(f"a curve through the sizes {sizes} was given; at least one is needed, in ascending order from 1.")
+            raise ValueError(
+                f"a curve through the sizes {sizes} was given; at least one is needed, in ascending order from 1."
+            )
         if not all(0 < seconds < math.inf for _, seconds in self.points):
-            raise ValueError("a curve was given with a time that is not a positive number; measure again.")
+            raise ValueError(
+                "a curve was given with a time that is not a positive number; measure again."
+            )
 
     def __call__(self, nbytes: float) -> float:
         first, last = self.points[0], self.points[-1]
@@ -53,7 +59,9 @@ class Curve:
 
 def straight(alpha: float, per_byte: float) -> Curve:
     """Make the curve alpha + per_byte * n."""
-    return Curve(tuple((size, alpha + per_byte * size) for size in (1 << place for place in range(41))))
+    return Curve(
+        tuple((size, alpha + per_byte * size) for size in (1 << place for place in range(41)))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +75,10 @@ class Tuning:
         add, copy: seconds for n bytes of result, in memory that is there already.
         start: seconds that a run of a plan takes beside its messages and sums.
         bind: seconds to prepare a call, and each of its steps; a plan has that behind it.
-        times: seconds of a plan's run by collective and algorithm, over the bytes of the whole vector; "mpi" is the library.
-        error: of the model without `times`, against them: median and 95th percentile of |predicted / measured - 1|.
+        times: seconds of a plan's run by collective and algorithm, over the bytes of the whole
+            vector; "mpi" is the library.
+        error: of the model without `times`, against them: median and 95th percentile of |predicted
+            / measured - 1|.
         measured_at: date and time.
     """
 

@@ -12,7 +12,9 @@ STEPS_PER_OCTAVE = 4
 """Decisions are made for so many sizes between n and 2n. Sizes in between use the nearest one."""
 
 
-def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[str, ...], planned: bool) -> str:
+def decide(
+    tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[str, ...], planned: bool
+) -> str:
     """Return the quickest algorithm for a collective.
 
     Args:
@@ -32,10 +34,16 @@ def decide(tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[s
 
 
 @lru_cache(maxsize=4096)
-def _decided(tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool) -> str:
+def _decided(
+    tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool
+) -> str:
     if len(set(nodes)) > 1 and "network" not in tuning.links:
         return "mpi"
     nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
-    timed = [name for name in among if name in tuning.times[op]]  # the model alone is not good enough to prefer a stranger
-    seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned).seconds for name in timed}
+    timed = [
+        name for name in among if name in tuning.times[op]
+    ]  # the model alone is not good enough to prefer a stranger
+    seconds = {
+        name: predict(tuning, op, name, nodes, nbytes, planned=planned).seconds for name in timed
+    }
     return min(seconds, key=lambda name: (seconds[name], name != "mpi"), default="mpi")

@@ -27,17 +27,21 @@ def default_path(fingerprint: Mapping[str, str]) -> Path:
     """Return the path of a machine's constants: in $SP_TUNING_DIR, else in sp_core's folder of the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_core"
     folder = Path(os.environ.get(FOLDER) or cache)
-    name = hashlib.blake2b(json.dumps(dict(fingerprint), sort_keys=True).encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(
+        json.dumps(dict(fingerprint), sort_keys=True).encode(), digest_size=8
+    ).hexdigest()
     return folder / f"tuning-{name}.json"
 
 
-def find(fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None = None) -> Tuning | None:
+def find(
+    fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None = None
+) -> Tuning | None:
     """Find the constants to use.
 
     Args:
         fingerprint: gives that of this machine; asked where it is needed.
-        choice: a file, which must be usable; "off" for none; "auto" for those of this machine, if there are any. Default: the
-            environment's SP_TUNING, else "auto".
+        choice: a file, which must be usable; "off" for none; "auto" for those of this machine, if
+            there are any. Default: the environment's SP_TUNING, else "auto".
 
     Returns:
         The constants; None for none, and for a kept file that cannot be used: `doctor` says why.
@@ -74,7 +78,8 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
         fingerprint: of the machine that they must be of; None takes those of another one too.
 
     Raises:
-        FileError: there is no such file, it is no such file, is of another version of it, or of another machine.
+        FileError: there is no such file, it is no such file, is of another version of it, or of
+            another machine.
     """
     try:
         found = json.loads(path.read_text())
@@ -84,20 +89,26 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
         raise FileError(f"{path} cannot be read: {error}") from None
     version = found.get("schema_version") if isinstance(found, dict) else None
     if version != SCHEMA_VERSION:
-        raise FileError(f"{path} has version {version!r} of the format; this sp_core reads {SCHEMA_VERSION}. Measure again.")
+        raise FileError(
+            f"{path} has version {version!r} of the format; this sp_core reads {SCHEMA_VERSION}. Measure again."
+        )
     try:
         tuning = _tuning(found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileError(f"{path} is damaged ({error!r}). Measure again.") from None
     if fingerprint is not None and tuning.fingerprint != dict(fingerprint):
-        raise FileError(f"{path} is of another machine or MPI library: {tuning.fingerprint}. Measure again.")
+        raise FileError(
+            f"{path} is of another machine or MPI library: {tuning.fingerprint}. Measure again."
+        )
     return tuning
 
 
 def save(tuning: Tuning, path: Path) -> None:
     """Write constants. A process that reads meanwhile finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=1, allow_nan=False)
+    text = json.dumps(
+        {"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=1, allow_nan=False
+    )
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -109,7 +120,10 @@ def save(tuning: Tuning, path: Path) -> None:
 
 
 def _tuning(found: dict[str, Any]) -> Tuning:
-    times = {op: {name: _curve(curve) for name, curve in by_name.items()} for op, by_name in found["times"].items()}
+    times = {
+        op: {name: _curve(curve) for name, curve in by_name.items()}
+        for op, by_name in found["times"].items()
+    }
     return Tuning(
         fingerprint={str(key): str(value) for key, value in found["fingerprint"].items()},
         nodes=tuple(int(node) for node in found["nodes"]),

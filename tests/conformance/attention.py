@@ -1,7 +1,8 @@
 """What a library's attention may be able to do, and the problems that find out.
 
-Everything that a capability is not about is plain: an even length, as many heads as any scheme wants, the dtype and layout that the
-library is made for. So a fault shows under the capability that it belongs to.
+Everything that a capability is not about is plain: an even length, as many heads as any scheme
+wants, the dtype and layout that the library is made for. So a fault shows under the capability that
+it belongs to.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Case:
         """Run a library; return what it gives this rank, by name."""
         problem = self._shards.problem
 
-        def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, softmax_scale: float | None, **_: Any) -> tuple[Tensor, None]:
+        def scheme(
+            q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, softmax_scale: float | None, **_: Any
+        ) -> tuple[Tensor, None]:
             seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
             how = {"variant": variant, "layout": problem.layout, "softmax_scale": softmax_scale}
             return call(q, k, v, **seen, **how, shards=problem.shards, comm=comm), None
@@ -118,7 +121,9 @@ def places(layout: str, seq_len: int, size: int, documents: tuple[int, ...] | No
 
 
 @st.composite
-def problems(draw: st.DrawFn, capability: str, size: int, needs: Needs, gradients: bool, full: bool = True) -> Posed:
+def problems(
+    draw: st.DrawFn, capability: str, size: int, needs: Needs, gradients: bool, full: bool = True
+) -> Posed:
     """Problems of one capability on `size` ranks.
 
     Args:
@@ -134,7 +139,13 @@ def problems(draw: st.DrawFn, capability: str, size: int, needs: Needs, gradient
     kv_heads, group = _heads(drawn, size, capability)
     dtype = capability if capability in ("float64", "bfloat16") else needs.dtype
     mask = _mask(draw, capability, seq_len, needs.document_unit(size), full)
-    layout = capability if capability in LAYOUTS else needs.layouts[0] if mask.causal else needs.full_layout
+    layout = (
+        capability
+        if capability in LAYOUTS
+        else needs.layouts[0]
+        if mask.causal
+        else needs.full_layout
+    )
     seq_len = mask.documents[-1] if mask.documents else seq_len
     plain = AttentionProblem(
         batch=1 if needs.one_sequence else drawn.batch,
@@ -155,7 +166,9 @@ def problems(draw: st.DrawFn, capability: str, size: int, needs: Needs, gradient
         storage="plain",
         seed=3 * drawn.seed + 1,  # with these seeds the log-sum-exp has no gradient
     )
-    return Posed(**vars(plain), shards=(needs.places or places)(layout, seq_len, size, mask.documents))
+    return Posed(
+        **vars(plain), shards=(needs.places or places)(layout, seq_len, size, mask.documents)
+    )
 
 
 def _length(drawn: int, size: int, capability: str) -> int:
@@ -194,7 +207,17 @@ def _mask(draw: st.DrawFn, capability: str, seq_len: int, unit: int, full: bool)
 def told(problem: Posed) -> dict[str, Any]:
     """A problem as plain data."""
     mask = problem.mask
-    kept = ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout", "softmax_scale", "seed")
+    kept = (
+        "batch",
+        "seq_len",
+        "kv_heads",
+        "group",
+        "head_dim",
+        "dtype",
+        "layout",
+        "softmax_scale",
+        "seed",
+    )
     return {
         **{name: getattr(problem, name) for name in kept},
         "causal": mask.causal,
@@ -209,11 +232,26 @@ def posed(data: dict[str, Any]) -> Posed:
     """A problem from plain data."""
     documents = None if data["documents"] is None else tuple(data["documents"])
     mask = Mask(data["causal"], data["window"], documents)
-    same = {name: data[name] for name in ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout")}
-    rest = {"softmax_scale": data["softmax_scale"], "seed": data["seed"], "shards": tuple(map(tuple, data["shards"]))}
+    same = {
+        name: data[name]
+        for name in ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout")
+    }
+    rest = {
+        "softmax_scale": data["softmax_scale"],
+        "seed": data["seed"],
+        "shards": tuple(map(tuple, data["shards"])),
+    }
     fixed = {"magnitude": 1.0, "values": "normal", "upstream": "normal", "storage": "plain"}
     grads = {"needs_grad": (data["gradients"],) * 3}
-    return Posed(**same, kv_len=data["seq_len"], kv_layout=data["layout"], mask=mask, **fixed, **grads, **rest)
+    return Posed(
+        **same,
+        kv_len=data["seq_len"],
+        kv_layout=data["layout"],
+        mask=mask,
+        **fixed,
+        **grads,
+        **rest,
+    )
 
 
 def smallest(problem: Posed) -> str:

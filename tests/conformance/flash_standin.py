@@ -1,12 +1,14 @@
 """What ring-flash-attn, yunchang and transformers call of flash-attn, computed by torch: for machines without its GPU.
 
-Exact: everything is computed in float64 and rounded once, to the dtype of the input. The signatures are those of flash-attn 2.7.
-Masks are aligned at the bottom right, as flash-attn does since 2.1; a row that sees nothing has output 0 and log-sum-exp +inf,
-as its kernels give. Dropout, softcap and ALiBi are refused. The whole file is also pasted into scripts, so it imports torch alone.
+Exact: everything is computed in float64 and rounded once, to the dtype of the input. The signatures
+are those of flash-attn 2.7. Masks are aligned at the bottom right, as flash-attn does since 2.1; a
+row that sees nothing has output 0 and log-sum-exp +inf, as its kernels give. Dropout, softcap and
+ALiBi are refused. The whole file is also pasted into scripts, so it imports torch alone.
 
 Shape letters: B batch, S sequence, H heads, K key/value heads, D head dim.
 
-Source: github.com/Dao-AILab/flash-attention, README.md ("2.1: Change behavior of causal flag"), flash_attn/flash_attn_interface.py.
+Source: github.com/Dao-AILab/flash-attention, README.md ("2.1: Change behavior of causal flag"),
+flash_attn/flash_attn_interface.py.
 """
 
 from __future__ import annotations
@@ -39,14 +41,23 @@ def visible(queries: int, keys: int, causal: bool, left: int, right: int) -> Ten
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, S, H, D) and log-sum-exp (B, H, S), in float64."""
     logits = _logits(q, k, scale, seen)
-    lse = torch.logsumexp(logits, -1) if k.shape[1] else logits.new_full(logits.shape[:-1], -math.inf)
+    lse = (
+        torch.logsumexp(logits, -1) if k.shape[1] else logits.new_full(logits.shape[:-1], -math.inf)
+    )
     p = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None])
     out = torch.einsum("bhqk,bkhd->bqhd", p, _spread(v, q.shape[2]))
     return out, torch.where(lse.isinf(), math.inf, lse)
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, seen: Tensor
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    seen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in float64, with the probabilities that follow from the log-sum-exp (B, H, S) given."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
@@ -71,7 +82,9 @@ def _logits(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
 
 def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
     if dropout_p or softcap or alibi_slopes is not None:
-        raise NotImplementedError("the stand-in for flash-attn has no dropout, no softcap and no ALiBi")
+        raise NotImplementedError(
+            "the stand-in for flash-attn has no dropout, no softcap and no ALiBi"
+        )
 
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
@@ -157,11 +170,16 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
     """Output (S, H, D) and log-sum-exp (H, S) of packed documents."""
-    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float32)
+    out, lse = (
+        torch.zeros_like(q),
+        q.new_full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float32),
+    )
     for rows, keys in _documents(cu_seqlens_q, cu_seqlens_k):
         part = (q[None, rows], k[None, keys], v[None, keys])
         window = (window_size_left, window_size_right)
-        o, part_lse, _, _ = _flash_attn_forward(*part, dropout_p, softmax_scale, causal, *window, softcap, alibi_slopes, False)
+        o, part_lse, _, _ = _flash_attn_forward(
+            *part, dropout_p, softmax_scale, causal, *window, softcap, alibi_slopes, False
+        )
         out[rows], lse[:, rows] = o[0], part_lse[0]
     return out, lse, None, None
 
@@ -194,7 +212,14 @@ def _flash_attn_varlen_backward(
     """Gradients of packed documents written into dq, dk and dv."""
     delta = torch.zeros_like(softmax_lse)
     for rows, keys in _documents(cu_seqlens_q, cu_seqlens_k):
-        part = (dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], softmax_lse[None, :, rows])
+        part = (
+            dout[None, rows],
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            out[None, rows],
+            softmax_lse[None, :, rows],
+        )
         into = (dq[None, rows], dk[None, keys], dv[None, keys])
         window = (window_size_left, window_size_right)
         settings = (dropout_p, softmax_scale, causal, *window, softcap, alibi_slopes, deterministic)
@@ -249,7 +274,12 @@ def install() -> None:
     for module in (package, interface):
         module.__spec__ = ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
-    functions = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
+    functions = (
+        _flash_attn_forward,
+        _flash_attn_backward,
+        _flash_attn_varlen_forward,
+        _flash_attn_varlen_backward,
+    )
     vars(interface).update({function.__name__: function for function in functions})
     public = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
     vars(package).update(__version__=VERSION, flash_attn_interface=interface, __path__=[], **public)

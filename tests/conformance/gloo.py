@@ -22,7 +22,9 @@ class Gloo:
 
     def __init__(self, folder: Path, comm: Any, patience: float) -> None:
         if Path("/sys/class/net/lo").exists():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which containers may not know
+            os.environ.setdefault(
+                "GLOO_SOCKET_IFNAME", "lo"
+            )  # else gloo looks the host name up, which containers may not know
         self._folder, self._made, self._patience = folder, 0, timedelta(seconds=patience)
         self._prepare: Callable[[Any], None] = lambda comm: None
         self._start(comm)
@@ -48,4 +50,6 @@ class Gloo:
         self._made += 1
         meeting = self._folder / f"gloo-{self._made}"
         who = {"rank": comm.rank, "world_size": comm.size}
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", timeout=self._patience, **who)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", timeout=self._patience, **who
+        )

@@ -65,7 +65,9 @@ class Limits:
     planted: tuple[int, ...] = ()
 
 
-def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], limits: Limits, found: Found) -> None:
+def put_on_trial(
+    libraries: Sequence[Library], ranks: Sequence[int], limits: Limits, found: Found
+) -> None:
     """Try every capability that these libraries of one adapter offer, on each number of ranks.
 
     Args:
@@ -76,7 +78,9 @@ def put_on_trial(libraries: Sequence[Library], ranks: Sequence[int], limits: Lim
     """
     for size in ranks:
         cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
-        still = [cell for cell in cells if cell not in found or found[cell]["verdict"] not in SETTLED]
+        still = [
+            cell for cell in cells if cell not in found or found[cell]["verdict"] not in SETTLED
+        ]
         for part in _launch_all(still, size, limits):
             found.update(merged(found, part))
 
@@ -104,17 +108,26 @@ def merged(before: Found, now: Found) -> Found:
     total = dict(before)
     for cell, verdict in now.items():
         old = before.get(cell)
-        total[cell] = {**verdict, "ranks": [verdict["ranks"]]} if old is None else _joined(old, verdict)
+        total[cell] = (
+            {**verdict, "ranks": [verdict["ranks"]]} if old is None else _joined(old, verdict)
+        )
     return total
 
 
 def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     joined = new if new["verdict"] in CONDEMNED or old["verdict"] == "pass" else old
     counts = {name: old[name] + new[name] for name in ("examples", "refused")}
-    return {**joined, **counts, "ranks": [*old["ranks"], new["ranks"]], "error": max(old["error"], new["error"])}
+    return {
+        **joined,
+        **counts,
+        "ranks": [*old["ranks"], new["ranks"]],
+        "error": max(old["error"], new["error"]),
+    }
 
 
-def _launch_all(cells: Sequence[Cell], size: int, limits: Limits, known: Sequence[str] = ()) -> Iterator[Found]:
+def _launch_all(
+    cells: Sequence[Cell], size: int, limits: Limits, known: Sequence[str] = ()
+) -> Iterator[Found]:
     """Cells on one number of ranks, the verdicts of each launch; one that dies takes one of them with it.
 
     The plain gradients of libraries that are `known` to be right need not be tried first.
@@ -134,7 +147,11 @@ def _launch_all(cells: Sequence[Cell], size: int, limits: Limits, known: Sequenc
             told = _told(folder) | _died(cells, size, folder, printed)
         _log(limits.logs, cells, size, printed, told)
         yield told
-        right += [name for (name, capability), one in told.items() if (capability, one["verdict"]) == ("backward", "pass")]
+        right += [
+            name
+            for (name, capability), one in told.items()
+            if (capability, one["verdict"]) == ("backward", "pass")
+        ]
         cells = [cell for cell in cells if cell not in told]
 
 
@@ -145,34 +162,68 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def _told(folder: Path) -> Found:
     """The verdicts of a launch."""
-    return {(line["library"], line["capability"]): line for line in _lines(folder) if "verdict" in line}
+    return {
+        (line["library"], line["capability"]): line for line in _lines(folder) if "verdict" in line
+    }
 
 
 def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found:
     """The cell that a launch has died of; all of them where it came to none."""
     told, in_flight = _told(folder), folder / "in_flight.json"
-    begun = [line for line in _lines(folder) if "begins" in line and (line["library"], line["capability"]) not in told]
+    begun = [
+        line
+        for line in _lines(folder)
+        if "begins" in line and (line["library"], line["capability"]) not in told
+    ]
     problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
     if begun or told:
-        return {(line["library"], line["capability"]): _dead(line, printed) | problem for line in begun}
+        return {
+            (line["library"], line["capability"]): _dead(line, printed) | problem for line in begun
+        }
     blank = {"ranks": size, "gradients": False}
-    return {(name, capability): _dead({"library": name, "capability": capability, **blank}, printed) for name, capability in cells}
+    return {
+        (name, capability): _dead({"library": name, "capability": capability, **blank}, printed)
+        for name, capability in cells
+    }
 
 
 def _launch(size: int, folder: Path, patience: float) -> str:
     """Run the laws with the setting in a folder; returns what the ranks printed."""
     seconds = {"SP_WATCHDOG_S": str(EXAMPLE_SECONDS * patience)}
     chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "OMP_NUM_THREADS": "1", **seconds}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(size), "--timeout", str(LAUNCH_SECONDS * patience), "--"]
+    path = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    launch = [
+        sys.executable,
+        "-m",
+        "sp_core.testing.launch",
+        "-n",
+        str(size),
+        "--timeout",
+        str(LAUNCH_SECONDS * patience),
+        "--",
+    ]
     quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--sp-no-raw-replay", "-q"]
-    suite = [sys.executable, "-m", "pytest", str(LAWS), "--only-mpi", "--sp-expect-ranks", str(size), *quiet]
+    suite = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(LAWS),
+        "--only-mpi",
+        "--sp-expect-ranks",
+        str(size),
+        *quiet,
+    ]
     with (folder / "printed").open("w") as printed:
         environment = {**os.environ, **chosen, "PYTHONPATH": path}
-        process = subprocess.Popen([*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT
+        )
         try:
             process.wait()
-        finally:  # a killed launcher would leave its ranks; one that is asked to end takes them along
+        # a killed launcher would leave its ranks; one that is asked to end takes them along
+        finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait(ENDING_SECONDS)

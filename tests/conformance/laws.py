@@ -1,7 +1,7 @@
 """The property of every capability, for the libraries of one adapter under mpiexec; started by `conformance.launching`.
 
-SP_CONFORMANCE names a file with the setting. A line of JSON is written when a cell of the report begins and when its verdict is
-there, so that what a launch died of is known.
+SP_CONFORMANCE names a file with the setting. A line of JSON is written when a cell of the report
+begins and when its verdict is there, so that what a launch died of is known.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
     world = MPI.COMM_WORLD
     library = named(name)
     subject = library.subject
-    gradients = capability == "backward" or (name in RIGHT_GRADIENTS and capability not in subject.FORWARD_ONLY)
+    gradients = capability == "backward" or (
+        name in RIGHT_GRADIENTS and capability not in subject.FORWARD_ONLY
+    )
     cell = {"library": name, "capability": capability, "ranks": world.size, "gradients": gradients}
     note(world, {"begins": True, **cell})
     adapter = library.module()
@@ -63,7 +65,9 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
         FAULTS[number].plant()
     gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
     strategy = subject.problems(capability, world.size, library.needs, gradients, library.full)
-    trial = Trial(subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"])
+    trial = Trial(
+        subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"]
+    )
     found = judged(trial, strategy, world.size, SETTING["examples"])
     if capability == "backward" and found["verdict"] == "pass":
         RIGHT_GRADIENTS.add(name)

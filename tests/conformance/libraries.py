@@ -23,7 +23,8 @@ class Says:
     """Why a capability is not tried.
 
     Args:
-        verdict: REFUSED where the documentation says that it is not supported, NOT_OFFERED where the call has no place for it.
+        verdict: REFUSED where the documentation says that it is not supported, NOT_OFFERED where
+            the call has no place for it.
         text: what it says, or what is missing.
         source: where.
     """
@@ -85,14 +86,19 @@ class Library:
     def excluded(self) -> dict[str, Says]:
         """Capabilities that are not, with the reason; layouts that it does not have are among them."""
         layouts = {"contiguous", "zigzag", "striped"} & set(self.subject.CAPABILITIES)
-        missing = {name: Says(NOT_OFFERED, "another layout", "") for name in sorted(layouts - set(self.needs.layouts))}
+        missing = {
+            name: Says(NOT_OFFERED, "another layout", "")
+            for name in sorted(layouts - set(self.needs.layouts))
+        }
         return {**missing, **self.says}
 
 
 def _per_document(half: bool) -> Any:
     """The ownership of ring-flash-attn's varlen functions: every rank a piece, or two, of each document."""
 
-    def places(layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None) -> Positions:
+    def places(
+        layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
+    ) -> Positions:
         shards: list[list[int]] = [[] for _ in range(size)]
         cuts = documents or (0, seq_len)
         for start, end in pairwise(cuts):
@@ -106,7 +112,9 @@ def _per_document(half: bool) -> Any:
     return places
 
 
-def _yunchang_zigzag(layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None) -> Positions:
+def _yunchang_zigzag(
+    layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
+) -> Positions:
     """Pieces r and 2R-1-r for the r-th rank of a ring of R; each of its Ulysses group has a part of them."""
     ulysses, ring = degrees(size)
     each = seq_len // (2 * ring)
@@ -124,58 +132,102 @@ YUNCHANG = "github.com/feifeibear/long-context-attention"
 CONTEXT_PARALLEL = "torch/distributed/tensor/experimental/_context_parallel"
 
 FLASH_DTYPES = Says(
-    REFUSED, "Datatype fp16 and bf16", "github.com/Dao-AILab/flash-attention, README.md: of the kernels that it calls"
+    REFUSED,
+    "Datatype fp16 and bf16",
+    "github.com/Dao-AILab/flash-attention, README.md: of the kernels that it calls",
 )
-CAUSAL_ONLY = Says(REFUSED, "zigzag ring is meaningless for causal=False", f"{RING_FLASH}, zigzag_ring_flash_attn.py: an assertion")
-NO_WINDOW = Says(REFUSED, "window_size is not supported", f"{RING_FLASH}, README.md: Known Limitations")
+CAUSAL_ONLY = Says(
+    REFUSED,
+    "zigzag ring is meaningless for causal=False",
+    f"{RING_FLASH}, zigzag_ring_flash_attn.py: an assertion",
+)
+NO_WINDOW = Says(
+    REFUSED, "window_size is not supported", f"{RING_FLASH}, README.md: Known Limitations"
+)
 
 BATCH = {
     "window": NO_WINDOW,
-    "documents": Says(NOT_OFFERED, "no argument for boundaries", f"{RING_FLASH}, README.md: its varlen functions have one"),
+    "documents": Says(
+        NOT_OFFERED,
+        "no argument for boundaries",
+        f"{RING_FLASH}, README.md: its varlen functions have one",
+    ),
     "float64": FLASH_DTYPES,
 }
 RING = {
     **BATCH,
-    "uneven length": Says(REFUSED, "assert seqlen % world_size == 0", f"{RING_FLASH}, test/test_ring_flash_attn_func.py"),
+    "uneven length": Says(
+        REFUSED,
+        "assert seqlen % world_size == 0",
+        f"{RING_FLASH}, test/test_ring_flash_attn_func.py",
+    ),
 }
 ZIGZAG = {
     **BATCH,
     "full": CAUSAL_ONLY,
     "uneven length": Says(
-        REFUSED, "assert seqlen % (2 * world_size) == 0", f"{RING_FLASH}, test/test_zigzag_ring_flash_attn_func.py"
+        REFUSED,
+        "assert seqlen % (2 * world_size) == 0",
+        f"{RING_FLASH}, test/test_zigzag_ring_flash_attn_func.py",
     ),
 }
 STRIPE = {
     **BATCH,
-    "full": Says(REFUSED, "stripe flash attn only supports causal attention", f"{RING_FLASH}, stripe_flash_attn.py: an assertion"),
-    "uneven length": Says(REFUSED, "assert seqlen % (2 * world_size) == 0", f"{RING_FLASH}, test/test_stripe_flash_attn_func.py"),
+    "full": Says(
+        REFUSED,
+        "stripe flash attn only supports causal attention",
+        f"{RING_FLASH}, stripe_flash_attn.py: an assertion",
+    ),
+    "uneven length": Says(
+        REFUSED,
+        "assert seqlen % (2 * world_size) == 0",
+        f"{RING_FLASH}, test/test_stripe_flash_attn_func.py",
+    ),
 }
 VARLEN = {
     "window": NO_WINDOW,
     "float64": FLASH_DTYPES,
     "uneven length": Says(
-        REFUSED, "assert torch.all(cu_seqlens_tensor % world_size == 0)", f"{RING_FLASH}, test/test_*_varlen_func.py"
+        REFUSED,
+        "assert torch.all(cu_seqlens_tensor % world_size == 0)",
+        f"{RING_FLASH}, test/test_*_varlen_func.py",
     ),
 }
 TORCH = {
     "window": Says(NOT_OFFERED, "no argument for a window", f"{CONTEXT_PARALLEL}/_attention.py"),
-    "documents": Says(NOT_OFFERED, "no argument for boundaries", f"{CONTEXT_PARALLEL}/_attention.py"),
+    "documents": Says(
+        NOT_OFFERED, "no argument for boundaries", f"{CONTEXT_PARALLEL}/_attention.py"
+    ),
     "uneven length": Says(
-        REFUSED, "seq_length % (world_size * 2) != 0: raise AssertionError", f"{CONTEXT_PARALLEL}/_load_balancer.py"
+        REFUSED,
+        "seq_length % (world_size * 2) != 0: raise AssertionError",
+        f"{CONTEXT_PARALLEL}/_load_balancer.py",
     ),
 }
 USP = {
-    "documents": Says(NOT_OFFERED, "no argument for boundaries", f"{YUNCHANG}, yunchang/hybrid/attn_layer.py"),
-    "uneven length": Says(REFUSED, "assert seqlen % world_size == 0", f"{YUNCHANG}, test/test_hybrid_attn.py"),
+    "documents": Says(
+        NOT_OFFERED, "no argument for boundaries", f"{YUNCHANG}, yunchang/hybrid/attn_layer.py"
+    ),
+    "uneven length": Says(
+        REFUSED, "assert seqlen % world_size == 0", f"{YUNCHANG}, test/test_hybrid_attn.py"
+    ),
 }
 USP_EFFICIENT = {
     **USP,
-    "backward": Says(REFUSED, "the backward pass is not supported for AttnType.TORCH_EFFICIENT", f"{YUNCHANG}, README.md"),
+    "backward": Says(
+        REFUSED,
+        "the backward pass is not supported for AttnType.TORCH_EFFICIENT",
+        f"{YUNCHANG}, README.md",
+    ),
 }
 USP_FLASH = {**USP, "float64": FLASH_DTYPES}
 USP_ZIGZAG = {
     **USP_FLASH,
-    "full": Says(REFUSED, "zigzag and stripe is load balance strategy for causal=True", f"{YUNCHANG}, README.md"),
+    "full": Says(
+        REFUSED,
+        "zigzag and stripe is load balance strategy for causal=True",
+        f"{YUNCHANG}, README.md",
+    ),
 }
 ALST = {
     "uneven length": Says(
@@ -216,20 +268,47 @@ MEGATRON = {
 
 
 def _alst(variant: str, says: Mapping[str, Says], **rest: Any) -> Library:
-    return Library(f"ALST Ulysses {variant}", "alst_ulysses", "deepspeed transformers", variant, says=says, **rest)
+    return Library(
+        f"ALST Ulysses {variant}",
+        "alst_ulysses",
+        "deepspeed transformers",
+        variant,
+        says=says,
+        **rest,
+    )
 
 
 def _flash(variant: str, needs: Needs, says: Mapping[str, Says]) -> Library:
     full = "full" not in says
-    return Library(f"ring-flash-attn {variant}", "ring_flash", "ring-flash-attn", variant, needs, says, flash=True, full=full)
+    return Library(
+        f"ring-flash-attn {variant}",
+        "ring_flash",
+        "ring-flash-attn",
+        variant,
+        needs,
+        says,
+        flash=True,
+        full=full,
+    )
 
 
 def _usp(variant: str, needs: Needs, says: Mapping[str, Says]) -> Library:
-    return Library(f"yunchang {variant}", "yunchang_usp", "yunchang", variant, needs, says, flash=True, full="full" not in says)
+    return Library(
+        f"yunchang {variant}",
+        "yunchang_usp",
+        "yunchang",
+        variant,
+        needs,
+        says,
+        flash=True,
+        full="full" not in says,
+    )
 
 
 def _packed(layout: str, half: bool) -> Needs:
-    return Needs((layout,), layout, "bfloat16", _per_document(half), lambda size: 2 * size, one_sequence=True)
+    return Needs(
+        (layout,), layout, "bfloat16", _per_document(half), lambda size: 2 * size, one_sequence=True
+    )
 
 
 LIBRARIES = (
@@ -239,7 +318,8 @@ LIBRARIES = (
         *("torch context_parallel", "torch_context_parallel", "torch"),
         needs=Needs(("zigzag",), "zigzag"),
         says=TORCH,
-        patience=60.0,  # each rank derives DTensor's rules for itself, which takes one much longer than another
+        # each rank derives DTensor's rules for itself, which takes one much longer than another
+        patience=60.0,
     ),
     Library(
         *("DeepSpeed Ulysses", "deepspeed_ulysses", "deepspeed"),
@@ -249,13 +329,20 @@ LIBRARIES = (
     _alst(
         "flash_attention_2",
         {**ALST, "float64": FLASH_DTYPES},
-        needs=Needs(dtype="bfloat16", one_sequence=True),  # transformers knows packed documents in a batch of one only
+        needs=Needs(
+            dtype="bfloat16", one_sequence=True
+        ),  # transformers knows packed documents in a batch of one only
         flash=True,
     ),
     _alst("flex_attention", ALST_FLEX, full=False, patience=60.0),  # each rank compiles for itself
     *(
         Library(
-            *(f"accelerate {variant}".strip(), "accelerate_context_parallel", "accelerate", variant),
+            *(
+                f"accelerate {variant}".strip(),
+                "accelerate_context_parallel",
+                "accelerate",
+                variant,
+            ),
             needs=Needs(("zigzag",), "zigzag"),
             says=ACCELERATE,
             patience=60.0,  # as torch context_parallel
@@ -271,10 +358,18 @@ LIBRARIES = (
     _flash("stripe", Needs(("striped",), "striped", "bfloat16"), STRIPE),
     _flash("ring_varlen", _packed("contiguous", False), VARLEN),
     _flash("zigzag_varlen", _packed("zigzag", True), {**VARLEN, "full": CAUSAL_ONLY}),
-    _flash("llama3", Needs(dtype="bfloat16", one_sequence=True), {name: VARLEN[name] for name in ("window", "float64")}),
+    _flash(
+        "llama3",
+        Needs(dtype="bfloat16", one_sequence=True),
+        {name: VARLEN[name] for name in ("window", "float64")},
+    ),
     Library("sp_core layers", "our_layers", "sp-core", about="layers"),
     *(
-        Library(*(f"megatron-core {variant}".strip(), "megatron_tp_sp", "megatron-core", variant), says=MEGATRON, about="layers")
+        Library(
+            *(f"megatron-core {variant}".strip(), "megatron_tp_sp", "megatron-core", variant),
+            says=MEGATRON,
+            about="layers",
+        )
         for variant in ("", "CPU stand-in")
     ),
 )

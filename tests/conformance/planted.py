@@ -96,7 +96,9 @@ ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 MEGATRON, MEGATRON_LAYERS = "megatron-core CPU stand-in", "megatron.core.tensor_parallel.layers"
 MEGATRON_SUMS = "megatron.core.distributed.finalize_model_grads"
 FAULTS = (
-    Fault("torch ring", "contiguous", "the mask is lost", RING, "_templated_ring_attention", _no_mask),
+    Fault(
+        "torch ring", "contiguous", "the mask is lost", RING, "_templated_ring_attention", _no_mask
+    ),
     Fault(
         *("ALST Ulysses sdpa", "causal", "nothing is exchanged", ALST),
         *("_dim_zero_all_to_all", _no_exchange),

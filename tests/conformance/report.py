@@ -43,7 +43,12 @@ def document(
 ) -> dict[str, Any]:
     """Return everything as plain data; each column says which run it is of, and which adapter."""
     columns = [
-        {"name": one.name, "about": one.about, "package": one.package, "version": versions[one.name]}
+        {
+            "name": one.name,
+            "about": one.about,
+            "package": one.package,
+            "version": versions[one.name],
+        }
         | {"examples": examples, "adapter_sha256": digest(one)}
         for one in libraries
     ]
@@ -68,10 +73,19 @@ def read(folder: Path) -> dict[str, Any]:
     return found if found.get("schema_version") == SCHEMA else {}
 
 
-def known_cells(report: Mapping[str, Any], names: Sequence[str]) -> dict[tuple[str, str], dict[str, Any]]:
+def known_cells(
+    report: Mapping[str, Any], names: Sequence[str]
+) -> dict[tuple[str, str], dict[str, Any]]:
     """What a report says that was tried, of some libraries."""
-    columns = {name: report["verdicts"][name] for name in names if name in report.get("verdicts", {})}
-    return {(name, cell): v for name, column in columns.items() for cell, v in column.items() if "examples" in v}
+    columns = {
+        name: report["verdicts"][name] for name in names if name in report.get("verdicts", {})
+    }
+    return {
+        (name, cell): v
+        for name, column in columns.items()
+        for cell, v in column.items()
+        if "examples" in v
+    }
 
 
 def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
@@ -79,7 +93,9 @@ def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str])
     columns = {column["name"]: column for part in (old, new) for column in part["libraries"]}
     here = [name for name in order if name in columns]
     verdicts = {**old["verdicts"], **new["verdicts"]}
-    planted = [one for one in old["planted"] if one["library"] not in new["verdicts"]] + new["planted"]
+    planted = [one for one in old["planted"] if one["library"] not in new["verdicts"]] + new[
+        "planted"
+    ]
     return {
         **new,
         "libraries": [columns[name] for name in here],
@@ -162,21 +178,38 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     for about in SUBJECTS:
         lines += _matrix(document, about, runs)
-    for title, names in {"Wrong": ("wrong",), "Hung, crashed or slow": NO_RESULT, "Refused": ("refused", "not offered")}.items():
+    for title, names in {
+        "Wrong": ("wrong",),
+        "Hung, crashed or slow": NO_RESULT,
+        "Refused": ("refused", "not offered"),
+    }.items():
         lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
-    lines += ["", "## Planted faults", "", "A function of the library was replaced by a wrong one; the column must see it.", ""]
+    lines += [
+        "",
+        "## Planted faults",
+        "",
+        "A function of the library was replaced by a wrong one; the column must see it.",
+        "",
+    ]
     lines += ["| library | capability | fault | verdict |", "| --- | --- | --- | --- |"]
     for one in document["planted"]:
-        lines.append(f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |")
+        lines.append(
+            f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _matrix(document: Mapping[str, Any], about: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _matrix(
+    document: Mapping[str, Any], about: str, runs: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Make the table of a subject: capabilities down, libraries across."""
     verdicts, columns = document["verdicts"], _columns(document, about)
     if not columns:
         return []
-    rows = {"version": [c["version"] for c in columns], "run": [str(runs.index(c["run"]) + 1) for c in columns]}
+    rows = {
+        "version": [c["version"] for c in columns],
+        "run": [str(runs.index(c["run"]) + 1) for c in columns],
+    }
     rows |= {"numbers of ranks": [_ranks(verdicts[c["name"]]) for c in columns]}
     rows |= {"problems at most": [str(c["examples"]) for c in columns]}
     rows |= {
@@ -184,21 +217,33 @@ def _matrix(document: Mapping[str, Any], about: str, runs: Sequence[Mapping[str,
         for capability, meaning in SUBJECTS[about].CAPABILITIES.items()
     }
     lines = ["", f"## {about.capitalize()}", "", f"| | {' | '.join(c['name'] for c in columns)} |"]
-    return [*lines, f"| --- |{' --- |' * len(columns)}", *(f"| {name} | {' | '.join(row)} |" for name, row in rows.items())]
+    return [
+        *lines,
+        f"| --- |{' --- |' * len(columns)}",
+        *(f"| {name} | {' | '.join(row)} |" for name, row in rows.items()),
+    ]
 
 
 def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
-    return ", ".join(map(str, sorted({size for verdict in column.values() for size in verdict.get("ranks", ())})))
+    return ", ".join(
+        map(str, sorted({size for verdict in column.values() for size in verdict.get("ranks", ())}))
+    )
 
 
 def _commit(run: Mapping[str, Any]) -> str:
     """Name the code of a run; runs of before this was recorded have none."""
     commit = run.get("commit", {"sha": None})
-    return "not recorded" if commit["sha"] is None else commit["sha"][:10] + " with changes" * bool(commit["dirty"])
+    return (
+        "not recorded"
+        if commit["sha"] is None
+        else commit["sha"][:10] + " with changes" * bool(commit["dirty"])
+    )
 
 
 def _machine(run: Mapping[str, Any]) -> str:
-    return f"{run['cores']} cores, Python {run['python']}, torch {run['torch']} on CPU, {run['mpi']}"
+    return (
+        f"{run['cores']} cores, Python {run['python']}, torch {run['torch']} on CPU, {run['mpi']}"
+    )
 
 
 def _details(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -210,17 +255,28 @@ def _details(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     ]
     if not found:
         return []
-    heads = {"wrong": "smallest problem | error | by its script", "hung": "problem | what the ranks did | by its script"}
+    heads = {
+        "wrong": "smallest problem | error | by its script",
+        "hung": "problem | what the ranks did | by its script",
+    }
     head = heads.get(names[0], "why | source")
-    lines = [f"| library | capability | {head} |", f"| --- | --- |{' --- |' * (head.count('|') + 1)}"]
-    return lines + [f"| {c['name']} | {name} | {' | '.join(_cells(c['about'], verdict))} |" for c, name, verdict in found]
+    lines = [
+        f"| library | capability | {head} |",
+        f"| --- | --- |{' --- |' * (head.count('|') + 1)}",
+    ]
+    return lines + [
+        f"| {c['name']} | {name} | {' | '.join(_cells(c['about'], verdict))} |"
+        for c, name, verdict in found
+    ]
 
 
 def _cells(about: str, verdict: Mapping[str, Any]) -> list[str]:
     """What is told of one cell."""
     subject = SUBJECTS[about]
     problem = subject.smallest(subject.posed(verdict["problem"])) if "problem" in verdict else "-"
-    alone = verdict.get("alone", "not tried") + (f"; {verdict['known']}" if "known" in verdict else "")
+    alone = verdict.get("alone", "not tried") + (
+        f"; {verdict['known']}" if "known" in verdict else ""
+    )
     if verdict["verdict"] == "wrong":
         relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
         where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"

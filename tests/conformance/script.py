@@ -1,7 +1,7 @@
 """A script that shows one wrong result with that library alone: torch, the library, gloo between processes of its own.
 
-It is put together from the adapter's source, the stand-in's where the library needs one, and a driver, so it calls the library
-exactly as the trial did. Nothing of this project is imported.
+It is put together from the adapter's source, the stand-in's where the library needs one, and a
+driver, so it calls the library exactly as the trial did. Nothing of this project is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 from conformance import flash_standin, pair
 from conformance.libraries import Library
 
-DRIVER, ATTENTION = (Path(__file__).with_name(f"{name}.txt") for name in ("driver", "driver_attention"))
+DRIVER, ATTENTION = (
+    Path(__file__).with_name(f"{name}.txt") for name in ("driver", "driver_attention")
+)
 SECONDS = 120.0
 IMPORTS = "\n".join(
     (
@@ -37,15 +39,25 @@ def script(library: Library, verdict: dict[str, Any], version: str) -> str:
         version: of the library.
     """
     least = (verdict.get("relative") or 1.0) / 2
-    found = f"{verdict['result']} of rank {verdict['rank']} is wrong" if "result" in verdict else verdict["verdict"]
+    found = (
+        f"{verdict['result']} of rank {verdict['rank']} is wrong"
+        if "result" in verdict
+        else verdict["verdict"]
+    )
     what = f"{library.name} ({library.package} {version}), {verdict['capability']}: {found}."
     parts = [f'"""{what}\n\nExit code 0: right after all.\n"""\n', IMPORTS]
     if library.flash:
-        parts += ["\n# ---- a stand-in for flash-attn's kernels, exact, for the CPU", _source(flash_standin), "install()"]
+        parts += [
+            "\n# ---- a stand-in for flash-attn's kernels, exact, for the CPU",
+            _source(flash_standin),
+            "install()",
+        ]
     parts += [f"\n# ---- the call: {library.name}", _source(library.module())]
     problem = pprint.pformat(verdict["problem"], width=120, sort_dicts=False)
     values = {"VARIANT": library.variant, "RESULT": verdict.get("result", ""), "LEAST": least}
-    constants = "\n".join([f"CALL = {library.subject.CALL}", *(f"{name} = {x!r}" for name, x in values.items())])
+    constants = "\n".join(
+        [f"CALL = {library.subject.CALL}", *(f"{name} = {x!r}" for name, x in values.items())]
+    )
     parts += [f"\n# ---- the smallest problem that was found\n{constants}\nPROBLEM = {problem}\n\n"]
     parts += [_source(pair) if library.about == "layers" else ATTENTION.read_text()]
     return "\n".join([*parts, "", DRIVER.read_text()])
@@ -62,15 +74,27 @@ def last_words(path: Path, patience: float = 1.0) -> str:
     seconds = SECONDS * patience
     try:
         answer = subprocess.run(
-            [sys.executable, "-W", "ignore", str(path)], capture_output=True, text=True, timeout=seconds, check=False
+            [sys.executable, "-W", "ignore", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"it has not ended after {seconds:.0f} s"
-    printed = [line.strip() for line in (answer.stdout.strip() or answer.stderr.strip()).splitlines() if line.strip()]
+    printed = [
+        line.strip()
+        for line in (answer.stdout.strip() or answer.stderr.strip()).splitlines()
+        if line.strip()
+    ]
     return printed[-1][:300] if printed else f"nothing was printed; exit code {answer.returncode}"
 
 
 def shows(verdict: Mapping[str, Any]) -> bool:
     """Whether a script has shown what was found: the error, or for ranks that hang or die anything but a right result."""
     words: str = verdict["alone"]
-    return words.startswith("WRONG") if verdict["verdict"] == "wrong" else not words.startswith("right")
+    return (
+        words.startswith("WRONG")
+        if verdict["verdict"] == "wrong"
+        else not words.startswith("right")
+    )

@@ -1,7 +1,9 @@
 """One capability of one library on trial: the body that every rank runs for each problem, and the verdict that follows.
 
-A library talks over gloo, where no checked communicator sees it. So whatever it raises is caught first, and the ranks tell each
-other: an error on every rank is a refusal, an error on some is a fault, because the others would wait for ever.
+A library talks over gloo, where no checked communicator sees it. So whatever it raises is caught
+first, and the ranks tell each
+other: an error on every rank is a refusal, an error on some is a fault, because the others would
+wait for ever.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from sp_core.testing.tolerance import error_ratio
 
 CELL_SECONDS = 25.0
 """So long may the problems of a capability take; then none is tried that is not known yet. A library that hangs uses it up."""
-TRANSPORT = ("gloo", "op.preamble", "timed out", "timeout", "connection closed", "connection reset", "connection refused")
+TRANSPORT = (
+    "gloo",
+    "op.preamble",
+    "timed out",
+    "timeout",
+    "connection closed",
+    "connection reset",
+    "connection refused",
+)
 """Words of a process group in trouble: not of a library that refuses."""
 FINE, RAISED, STUCK = "fine", "raised", "stuck"
 
@@ -119,13 +129,20 @@ class Trial:
         if comm.rank == 0:
             self.examples += 1
         if any(attempt.status != FINE for attempt in everyone):
-            self.renew(comm)  # also where every rank has refused: messages may be under way, and would meet the next problem's
+            self.renew(
+                comm
+            )  # also where every rank has refused: messages may be under way, and would meet the next problem's
             self._not_fine(problem, everyone)
             return
         error = max(comm.allgather(worst(case, results, comm.rank)), key=lambda e: e.ratio)
         self.worst = max(self.worst, min(error.ratio, 1.0))
         if not error.ratio <= 1.0:
-            said = {"result": error.result, "rank": error.rank, "relative": finite(error.relative), "ratio": finite(error.ratio)}
+            said = {
+                "result": error.result,
+                "rank": error.rank,
+                "relative": finite(error.relative),
+                "ratio": finite(error.ratio),
+            }
             self._fail(problem, {"verdict": "wrong", "problem": self.subject.told(problem), **said})
 
     def _not_fine(self, problem: Any, everyone: Sequence[Attempt]) -> None:
@@ -134,8 +151,17 @@ class Trial:
             self.refusals[text] += 1
             return
         hung = not any(attempt.status == RAISED for attempt in everyone)
-        states = "; ".join(f"rank {rank}: {a.status} {a.text}".strip() for rank, a in enumerate(everyone))
-        self._fail(problem, {"verdict": "hung" if hung else "crashed", "problem": self.subject.told(problem), "states": states})
+        states = "; ".join(
+            f"rank {rank}: {a.status} {a.text}".strip() for rank, a in enumerate(everyone)
+        )
+        self._fail(
+            problem,
+            {
+                "verdict": "hung" if hung else "crashed",
+                "problem": self.subject.told(problem),
+                "states": states,
+            },
+        )
 
     def _fail(self, problem: Any, failure: dict[str, Any]) -> None:
         """The same failure again whenever this problem comes again, also when there is no time to try it."""
@@ -144,7 +170,9 @@ class Trial:
 
     def _attempt(self, case: Case, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
         try:
-            return Attempt(), case.results(getattr(self.adapter, self.subject.CALL), self.variant, comm)
+            return Attempt(), case.results(
+                getattr(self.adapter, self.subject.CALL), self.variant, comm
+            )
         except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
             return _caught(error), {}
 
@@ -159,7 +187,9 @@ class Trial:
         return {**said, "verdict": "refused" if refused else "pass"}
 
 
-def judged(trial: Trial, strategy: st.SearchStrategy[Any], size: int, examples: int) -> dict[str, Any]:
+def judged(
+    trial: Trial, strategy: st.SearchStrategy[Any], size: int, examples: int
+) -> dict[str, Any]:
     """Run the property of a capability to its end, on every rank together.
 
     Args:
@@ -172,7 +202,9 @@ def judged(trial: Trial, strategy: st.SearchStrategy[Any], size: int, examples: 
     def body(comm: Any, problem: Any) -> None:
         trial(comm, problem)
 
-    law = settings(report_multiple_bugs=False)(given(nprocs=st.just(size), max_examples=examples, problem=strategy)(body))
+    law = settings(report_multiple_bugs=False)(
+        given(nprocs=st.just(size), max_examples=examples, problem=strategy)(body)
+    )
     try:
         law()
     except RankFailure:

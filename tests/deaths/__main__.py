@@ -1,6 +1,7 @@
 """`nox -s deaths`: a rank of a launch is lost in every way at every point; then faults that must be caught, attributed and shrunk.
 
-Each run adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks something, or something is left.
+Each run adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks
+something, or something is left.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = _parsed(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that what was started is ended
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     report = Report(options.out, trial.library())
     for way in options.ways:
@@ -48,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _say(row: dict[str, Any], printed: str) -> None:
     wrong = row["faults"]
-    print(f"{' '.join(str(value) for value in row.values() if value is not wrong)} {', '.join(wrong) or 'ok'}", flush=True)
+    print(
+        f"{' '.join(str(value) for value in row.values() if value is not wrong)} {', '.join(wrong) or 'ok'}",
+        flush=True,
+    )
     if wrong:
         print("\n".join(["-" * 20, *printed.splitlines()[-SHOWN_LINES:], "-" * 20]), flush=True)
 
@@ -56,11 +62,20 @@ def _say(row: dict[str, Any], printed: str) -> None:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s deaths --", description=__doc__)
     known = [fault.fault for fault in FAULTS] + list(CRASHES)
-    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="default: all")
+    parser.add_argument(
+        "--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="default: all"
+    )
     parser.add_argument("--places", nargs="*", choices=PLACES, default=PLACES, help="default: all")
     parser.add_argument("--faults", nargs="*", choices=known, default=known, help="default: all")
-    parser.add_argument("--seed", type=int, help="draws the rank and the example of each death (default: any)")
-    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "deaths", help="folder (default: reports/deaths)")
+    parser.add_argument(
+        "--seed", type=int, help="draws the rank and the example of each death (default: any)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "reports" / "deaths",
+        help="folder (default: reports/deaths)",
+    )
     return parser.parse_args(arguments)
 
 

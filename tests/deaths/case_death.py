@@ -50,7 +50,9 @@ def lost_soon() -> None:
     time.sleep(LATE_SECONDS)
 
 
-if VICTIM and DEATH["place"] == "inside":  # told by a signal of another rank: no thread of its own can start once memory is short
+if (
+    VICTIM and DEATH["place"] == "inside"
+):  # told by a signal of another rank: no thread of its own can start once memory is short
     signal.signal(signal.SIGUSR2, lambda *_: be_lost())
     VICTIM_NUMBER.write_text(str(os.getpid()))
 lost_at("collection")
@@ -61,7 +63,11 @@ def test_of_before(comm: Any) -> None:
     total = np.empty(1)
     comm.Allreduce(np.ones(1), total)
     assert total[0] == comm.size
-    names = {line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    names = {
+        line.split()[5]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    }
     (FOLDER / f"mapped-{RANK}").write_text("\n".join(names))
 
 

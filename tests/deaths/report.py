@@ -32,7 +32,8 @@ class Report:
     """The rows of all MPIs, kept in a folder.
 
     Args:
-        folder: where its files lie; rows that are there stay until the same way and place are tried again with the same MPI.
+        folder: where its files lie; rows that are there stay until the same way and place are tried
+            again with the same MPI.
         library: this MPI.
     """
 
@@ -62,7 +63,16 @@ def markdown(everything: dict[str, Rows]) -> str:
     lines = [HEAD]
     for library, told in everything.items():
         rows = [*told["deaths"], *told["faults"]]
-        lines += [f"## {library}", "", _summary(rows), "", *_deaths(told["deaths"]), "", *_faults(told["faults"]), ""]
+        lines += [
+            f"## {library}",
+            "",
+            _summary(rows),
+            "",
+            *_deaths(told["deaths"]),
+            "",
+            *_faults(told["faults"]),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -90,5 +100,11 @@ def _faults(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| fault | smallest example found | launches | seconds | |"
     yield "| --- | --- | --- | --- | --- |"
     for row in rows:
-        cells = (row["fault"], row["minimum"], row["launches"], f"{row['seconds']:.0f}", ", ".join(row["faults"]) or "as expected")
+        cells = (
+            row["fault"],
+            row["minimum"],
+            row["launches"],
+            f"{row['seconds']:.0f}",
+            ", ".join(row["faults"]) or "as expected",
+        )
         yield f"| {' | '.join(map(str, cells))} |"

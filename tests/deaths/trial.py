@@ -71,9 +71,22 @@ def tried(death: Death) -> Seen:
     """Launch a session in which this happens."""
     with tempfile.TemporaryDirectory(prefix="sp_core-death-") as name:
         folder, mark = Path(name), uuid.uuid4().hex
-        told = {"way": death.way, "place": death.place, "rank": death.rank, "from": death.first, "folder": name, "mark": mark}
+        told = {
+            "way": death.way,
+            "place": death.place,
+            "rank": death.rank,
+            "from": death.first,
+            "folder": name,
+            "mark": mark,
+        }
         with (folder / "printed").open("w") as output:
-            code = run(command(folder), ROOT, output.fileno(), environment(json.dumps(told)), LAUNCH_SECONDS + 30)
+            code = run(
+                command(folder),
+                ROOT,
+                output.fileno(),
+                environment(json.dumps(told)),
+                LAUNCH_SECONDS + 30,
+            )
         printed = (folder / "printed").read_text(errors="replace")
         lost = folder / "lost"
         seconds = time.time() - float(lost.read_text()) if lost.exists() else float("nan")
@@ -96,14 +109,35 @@ def judged(death: Death, code: int | None, seconds: float, printed: str, folder:
 
 def command(folder: Path) -> list[str]:
     """What is launched."""
-    launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{LAUNCH_SECONDS:g}", "--"]
-    suite = ["python", "-m", "pytest", "--with-mpi", "-q", "--color=no", "-p", "no:cacheprovider", *wanted()]
+    launch = [
+        sys.executable,
+        "-m",
+        "sp_core.testing.launch",
+        "-n",
+        str(RANKS),
+        "--timeout",
+        f"{LAUNCH_SECONDS:g}",
+        "--",
+    ]
+    suite = [
+        "python",
+        "-m",
+        "pytest",
+        "--with-mpi",
+        "-q",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        *wanted(),
+    ]
     return [*launch, *suite, f"--junitxml={folder / 'junit.xml'}", CASE]
 
 
 def environment(death: str) -> dict[str, str]:
     """Short limits, and the death; the mark in it is how what is left of the launch is found."""
-    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join(
+        [str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     limits = {"SP_WATCHDOG_S": f"{EXAMPLE_SECONDS:g}", "SP_WATCHDOG_PHASE_S": f"{PHASE_SECONDS:g}"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SP_")}
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **limits, "SP_DEATH": death}
@@ -121,14 +155,20 @@ def _ending(death: Death, code: int | None, seconds: float) -> Iterator[str]:
 def _words(death: Death, printed: str) -> Iterator[str]:
     """What the report does not name."""
     rank = death.rank
-    alone = rf"rank {rank} (died first|waits for nobody|is stopped|could not collect|left collection)"
+    alone = (
+        rf"rank {rank} (died first|waits for nobody|is stopped|could not collect|left collection)"
+    )
     if not re.search(rf"{alone}|on rank {rank} of {RANKS}", printed):
         yield "no rank"
     if (CASE if death.place == "collection" else f"{CASE}::{END}") not in printed:
         yield "no test"
-    if death.in_body and not re.search(rf"{END}\(nprocs={RANKS}, n=\d\)|@example\(nprocs={RANKS}, n={death.first}\)", printed):
+    if death.in_body and not re.search(
+        rf"{END}\(nprocs={RANKS}, n=\d\)|@example\(nprocs={RANKS}, n={death.first}\)", printed
+    ):
         yield "no example"
-    wanted_line = "last place: " if death.way in SILENT else r"(case_death|ways)\.py\"?(:|, line )\d+"
+    wanted_line = (
+        "last place: " if death.way in SILENT else r"(case_death|ways)\.py\"?(:|, line )\d+"
+    )
     if not re.search(wanted_line, printed):
         yield "no stack"
 
@@ -141,7 +181,10 @@ def _results(death: Death, folder: Path) -> Iterator[str]:
         return
     if death.place == "collection":
         return
-    outcomes = {case.get("name", ""): [bad.tag for bad in case] for case in ET.parse(xml).getroot().iter("testcase")}
+    outcomes = {
+        case.get("name", ""): [bad.tag for bad in case]
+        for case in ET.parse(xml).getroot().iter("testcase")
+    }
     if outcomes.get(BEFORE) != []:
         yield "the test before is not in the JUnit file"
     if not set(outcomes.get(END, [])) & {"failure", "error"}:
@@ -166,14 +209,22 @@ def _marked(mark: str) -> dict[str, str]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (process / "environ").read_bytes():
-                found[process.name] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found[process.name] = (
+                    (process / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
     return found
 
 
 def library() -> str:
     """The MPI library that this Python uses."""
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     return " ".join(said.splitlines()[0].split(",")[0].replace("\0", "").split())
 
 

@@ -30,7 +30,10 @@ def spin() -> None:
 def exhaust_memory() -> None:
     """Take more than this process may have; the machine is not harmed."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + ROOM_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS,
+        (pages * os.sysconf("SC_PAGE_SIZE") + ROOM_BYTES, resource.RLIM_INFINITY),
+    )
     blocks = []
     while True:
         blocks.append(bytearray(BLOCK_BYTES))

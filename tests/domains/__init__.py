@@ -1,5 +1,6 @@
 """Declared domains: every public call, every parameter, and the named parts into which its values are cut.
 
-`declared` says what a domain is and how rows of parts are drawn. One module for each family of calls lists their parts as data,
-beside the function that calls them and judges the result. `public` finds what is public; a parameter without a domain is red.
+`declared` says what a domain is and how rows of parts are drawn. One module for each family of
+calls lists their parts as data, beside the function that calls them and judges the result. `public`
+finds what is public; a parameter without a domain is red.
 """

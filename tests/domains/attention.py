@@ -30,7 +30,9 @@ def lengths() -> Parts:
     """Lengths of a sequence, in relation to the number of ranks."""
     return {
         "even": lambda c, v: seq_len(c, v, shards=2 * size_of(v)),
-        "halves uneven": lambda c, v: seq_len(c, v, shards=size_of(v)) | 1 if size_of(v) % 2 else size_of(v),
+        "halves uneven": lambda c, v: (
+            seq_len(c, v, shards=size_of(v)) | 1 if size_of(v) % 2 else size_of(v)
+        ),
         "uneven": lambda c, v: seq_len(c, v, shards=size_of(v)) + c.randint(0, size_of(v) - 1),
         "fewer than ranks": lambda c, v: c.randint(0, size_of(v) - 1),
         "0": lambda c, v: 0,
@@ -46,11 +48,16 @@ def size_of(drawn: Values) -> int:
     return int(drawn["mesh.ring"]) * int(drawn["mesh.ulysses"])
 
 
-def boundaries(chance: Random, drawn: Values, number: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def boundaries(
+    chance: Random, drawn: Values, number: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Document boundaries of the queries and of the keys, empty documents included."""
     count = chance.randint(*number) - 1
     problem = problem_of(drawn | {"mask.documents": None})
-    ends = [sharding_end(problem.sharding(size_of(drawn))), sharding_end(problem.kv_sharding(size_of(drawn)))]
+    ends = [
+        sharding_end(problem.sharding(size_of(drawn))),
+        sharding_end(problem.kv_sharding(size_of(drawn))),
+    ]
     queries = (0, *sorted(chance.randint(0, ends[0]) for _ in range(count)), ends[0])
     if drawn["kv_sharding"] == "own":
         return queries, queries
@@ -65,7 +72,9 @@ def sharding_end(sharding: sp.Sharding) -> int:
 def documents() -> Parts:
     """Numbers of packed documents."""
     named = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64), "65 to 200": (65, 200)}
-    return {"none": lambda c, v: None} | {name: partial(boundaries, number=number) for name, number in named.items()}
+    return {"none": lambda c, v: None} | {
+        name: partial(boundaries, number=number) for name, number in named.items()
+    }
 
 
 def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
@@ -75,7 +84,11 @@ def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
 
 def several(low: int, high: int) -> dict[str, Draw]:
     """A part of large numbers, of which a long sequence gets the least."""
-    return {f"{low} to {high}": lambda c, v: low if v.get("q.seq_len", 0) > 1000 else c.randint(low, high)}
+    return {
+        f"{low} to {high}": lambda c, v: (
+            low if v.get("q.seq_len", 0) > 1000 else c.randint(low, high)
+        )
+    }
 
 
 COMMON: dict[str, Parts] = {
@@ -173,7 +186,9 @@ def on_a_communicator(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A scheme along one axis of a mesh; every other group of ranks has a problem of its own."""
     with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
         group = situations.group_of(mesh, drawn)
-        problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)})
+        problem = problem_of(
+            drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
+        )
         shards = Shards(problem, group.rank, group.size, group.device)
         inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
         arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
@@ -190,7 +205,9 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
         axes = tuple(axis for axis in named if axis != "third")
         axes = axes[::-1] if drawn["axes"] == "not the mesh's order" else axes
         tokens = mesh[axes]
-        problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * (mesh.coordinate("third") if third else 0)})
+        problem = problem_of(
+            drawn | {"seed": drawn["seed"] + 3 * (mesh.coordinate("third") if third else 0)}
+        )
         shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
         where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
         arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
@@ -199,7 +216,9 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
 
 def grid_ranks(drawn: Values) -> int:
     """How many ranks the whole mesh of a hybrid has."""
-    return int(drawn["mesh.ring"] * drawn["mesh.ulysses"] * (2 if drawn["mesh.axes"] == "three" else 1))
+    return int(
+        drawn["mesh.ring"] * drawn["mesh.ulysses"] * (2 if drawn["mesh.axes"] == "three" else 1)
+    )
 
 
 def by_hand(*given: Any, **named: Any) -> Any:

@@ -34,7 +34,11 @@ def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
 def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
     """Return a model dim that the heads divide if they have to."""
     heads = drawn["num_heads"] if drawn["head_dim"] is None else 1
-    return max(3, -(-least // heads)) * heads if most < heads else heads * chance.randint(-(-max(least, 3) // heads), most // heads)
+    return (
+        max(3, -(-least // heads)) * heads
+        if most < heads
+        else heads * chance.randint(-(-max(least, 3) // heads), most // heads)
+    )
 
 
 def boundaries(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
@@ -74,7 +78,10 @@ ATTENTION: dict[str, Parts] = {
     },
     "attention": {"default": lambda c, v: "default", "the user's own": lambda c, v: own_scheme}
     | {name: lambda c, v, name=name: SCHEMES[name] for name in SCHEMES},
-    "rope": {"none": lambda c, v: None, "given": lambda c, v: None if dim_of(v) % 2 else sp.Rope(dim_of(v), ROPE_BASE)},
+    "rope": {
+        "none": lambda c, v: None,
+        "given": lambda c, v: None if dim_of(v) % 2 else sp.Rope(dim_of(v), ROPE_BASE),
+    },
     "bias": values(True, False),
 }
 
@@ -89,11 +96,17 @@ def mask_of(drawn: Values) -> Values:
     return {name: drawn[f"mask.{name}"] for name in ("causal", "window", "documents")}
 
 
-def attended(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
+def attended(
+    x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any
+) -> Tensor:
     """Self-attention of the whole sequence."""
     seen = reference.visible(positions, positions, **mask_of(drawn))
     base = None if drawn["rope"] is None else ROPE_BASE
-    return rounding(reference.self_attention(rounding(x), weights, drawn["num_heads"], positions, base, seen, rounding=rounding))
+    return rounding(
+        reference.self_attention(
+            rounding(x), weights, drawn["num_heads"], positions, base, seen, rounding=rounding
+        )
+    )
 
 
 def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
@@ -101,7 +114,10 @@ def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, roundin
     kept: tuple[Tensor | float, ...] = (1.0, 1.0)
     if p := drawn["dropout"] * drawn["(training)"]:
         places = [range(x.shape[0]), positions.tolist(), range(x.shape[2])]
-        kept = tuple(numeric.kept(p, 2 * drawn["seed.value"] + place, places).double() / (1 - p) for place in (0, 1))
+        kept = tuple(
+            numeric.kept(p, 2 * drawn["seed.value"] + place, places).double() / (1 - p)
+            for place in (0, 1)
+        )
     return reference.transformer_block(
         x,
         weights,
@@ -121,7 +137,9 @@ def masked(comm: Any, drawn: Values, *, kind: Kind) -> Any:
     here = drawn.get("(mask)", "call")
     other = sp.Mask(causal=not drawn["mask.causal"])
     made = {"constructor": mask, "call": None, "both": other}[here]
-    return layers.on_ranks(kind, comm, drawn | {"mask": made, "(call mask)": None if here == "constructor" else mask})
+    return layers.on_ranks(
+        kind, comm, drawn | {"mask": made, "(call mask)": None if here == "constructor" else mask}
+    )
 
 
 HEADS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "attention", "rope", "bias")

@@ -19,7 +19,15 @@ from sp_core.collectives.build import MOVABLE, SUMMABLE
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.sharding import split_sizes
 
-SUMS = ("reduce_scatter", "all_reduce", "all_reduce_", "reduce", "reduce_from_group", "copy_to_group", "copy_all_to_group")
+SUMS = (
+    "reduce_scatter",
+    "all_reduce",
+    "all_reduce_",
+    "reduce",
+    "reduce_from_group",
+    "copy_to_group",
+    "copy_all_to_group",
+)
 UNEVEN = ("all_gather", "all_to_all", "shift", "gather_replicated")
 """Collectives whose tensors may have another length along one dim on every rank."""
 MEMORIES = ("contiguous", "transposed", "expanded", "sliced at an odd offset", "every second")
@@ -58,11 +66,18 @@ def scattered(inputs: list[Tensor], a: Values) -> list[Tensor]:
 
 def exchanged(inputs: list[Tensor], a: Values) -> list[Tensor]:
     sizes = a["split_sizes"] or split_sizes(inputs[0].shape[a["split_dim"]], len(inputs))
-    return [torch.cat([part(x, sizes, a["split_dim"], rank) for x in inputs], a["concat_dim"]) for rank in range(len(inputs))]
+    return [
+        torch.cat([part(x, sizes, a["split_dim"], rank) for x in inputs], a["concat_dim"])
+        for rank in range(len(inputs))
+    ]
 
 
 def reduced(inputs: list[Tensor], a: Values) -> list[Tensor]:
-    best = {"sum": total, "max": lambda x: torch.stack(x).amax(0), "min": lambda x: torch.stack(x).amin(0)}
+    best = {
+        "sum": total,
+        "max": lambda x: torch.stack(x).amax(0),
+        "min": lambda x: torch.stack(x).amin(0),
+    }
     return [best[a.get("op", "sum")](inputs)] * len(inputs)
 
 
@@ -73,7 +88,9 @@ DEFINITIONS: dict[str, Definition] = {
     "all_to_all": exchanged,
     "shift": lambda x, a: [x[(rank - a["offset"]) % len(x)] for rank in range(len(x))],
     "broadcast": lambda x, a: [x[a["root"]]] * len(x),
-    "reduce": lambda x, a: [total(x) if rank == a["root"] else torch.zeros_like(x[0]) for rank in range(len(x))],
+    "reduce": lambda x, a: [
+        total(x) if rank == a["root"] else torch.zeros_like(x[0]) for rank in range(len(x))
+    ],
     "reduce_from_group": reduced,
     "gather_replicated": lambda x, a: [torch.cat(x, a["dim"])] * len(x),
     "copy_to_group": lambda x, a: list(x),
@@ -84,7 +101,9 @@ COUNTS_ONCE = ("reduce_from_group", "gather_replicated")
 """Their results are one value that all ranks hold alike: the gradient of one rank's is that of all."""
 
 
-def gradients(op: str, inputs: list[Tensor], upstream: list[Tensor], a: Values, rank: int) -> Tensor:
+def gradients(
+    op: str, inputs: list[Tensor], upstream: list[Tensor], a: Values, rank: int
+) -> Tensor:
     """The gradient of this rank's tensor: of the sum over ranks of <result, upstream>, or of this rank's where it counts once."""
     leaves = [x.detach().double().requires_grad_() for x in inputs]
     results = DEFINITIONS[op](leaves, a)
@@ -98,7 +117,11 @@ def gradients(op: str, inputs: list[Tensor], upstream: list[Tensor], a: Values, 
 
 def cut(chance: Random, size: int, most: int, *, even: bool) -> tuple[int, ...]:
     """A length for each rank."""
-    return (chance.randint(1, most),) * size if even else tuple(chance.randint(0, most) for _ in range(size))
+    return (
+        (chance.randint(1, most),) * size
+        if even
+        else tuple(chance.randint(0, most) for _ in range(size))
+    )
 
 
 def shape_of(op: str, drawn: Values, rank: int) -> tuple[int, ...]:
@@ -155,7 +178,12 @@ def judge(op: str, group: sp.Communicator, drawn: Values, x: Tensor, result: Any
     if not result.requires_grad:
         return
     made = [
-        torch.randint(0, 4, tuple(expected[r].shape), generator=torch.Generator().manual_seed(drawn["seed"] + 7 * r)).to(x.dtype)
+        torch.randint(
+            0,
+            4,
+            tuple(expected[r].shape),
+            generator=torch.Generator().manual_seed(drawn["seed"] + 7 * r),
+        ).to(x.dtype)
         for r in range(size if op not in COUNTS_ONCE else 1)
     ] * (1 if op not in COUNTS_ONCE else size)
     upstream = [in_memory(grad, drawn["x.upstream"]) if grad.dim() else grad for grad in made]
@@ -170,8 +198,14 @@ def prepared(op: str, function: Callable[..., Any], comm: Any, drawn: Values) ->
         group = situations.group_of(mesh, drawn)
         drawn = drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
         x = tensor(op, drawn, group.rank, 0, drawn["x.memory"])
-        x.requires_grad_(drawn["x.gradient"] and x.is_floating_point() and drawn.get("op", "sum") == "sum")
-        yield Call(function, {"x": x, "comm": group, **arguments_of(op, drawn)}, partial(judge, op, group, drawn, x))
+        x.requires_grad_(
+            drawn["x.gradient"] and x.is_floating_point() and drawn.get("op", "sum") == "sum"
+        )
+        yield Call(
+            function,
+            {"x": x, "comm": group, **arguments_of(op, drawn)},
+            partial(judge, op, group, drawn, x),
+        )
 
 
 def shapes(op: str) -> Parts:

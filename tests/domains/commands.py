@@ -34,7 +34,13 @@ def words(options: Values) -> list[str]:
     found: list[str] = []
     for name, value in options.items():
         for item in value if isinstance(value, list) else [value]:
-            found += [] if item is None or item is False else [name] if item is True else [name, str(item)]
+            found += (
+                []
+                if item is None or item is False
+                else [name]
+                if item is True
+                else [name, str(item)]
+            )
     return found
 
 
@@ -66,7 +72,10 @@ TEXTS = {
 FEW = {aspect: dict([*parts.items()][:1]) for aspect, parts in SMALL.items()}
 INFERENCE: dict[str, Parts] = {
     **architecture("--model", FEW | {"vocab": values(256), "tied": values(False, True)}),
-    "--model.stops": {"none": lambda c, v: (), "some": lambda c, v: tuple(c.sample(range(256), 40))},
+    "--model.stops": {
+        "none": lambda c, v: (),
+        "some": lambda c, v: tuple(c.sample(range(256), 40)),
+    },
     "--model.dtype": values(*DTYPES[:2]),
     "--prompt.count": spans((1, 1), (2, 3), (5, 6)),
     "--prompt.text": values(*TEXTS),
@@ -75,10 +84,20 @@ INFERENCE: dict[str, Parts] = {
     "--algorithm": values(None, "ring", "all_reduce=ring,all_gather=bruck", "auto"),
     "--dtype": values(None, *DTYPES[:2]),
     "--device": values("cpu") if device().type == "cpu" else values("cpu", "cuda"),
-    "(ranks)": values("--ring 2 --ulysses 2", "", "--tp 2", "--pp 2", "--ring 2 --tp 2", "--pp 2 --tp 2", "--ulysses 3"),
+    "(ranks)": values(
+        "--ring 2 --ulysses 2",
+        "",
+        "--tp 2",
+        "--pp 2",
+        "--ring 2 --tp 2",
+        "--pp 2 --tp 2",
+        "--ulysses 3",
+    ),
 }
 AXES = ("--dp", "--pp", "--ring", "--ulysses", "--tp")
-BY_RANKS = dict.fromkeys(AXES, "by (ranks)") | {"--timeout": "of ranks that are started: test_llama_command.py"}
+BY_RANKS = dict.fromkeys(AXES, "by (ranks)") | {
+    "--timeout": "of ranks that are started: test_llama_command.py"
+}
 REPLICAS = {"(ranks)": {**INFERENCE["(ranks)"], **values("--dp 2 --tp 2", "--dp 3")}}
 GENERATE: dict[str, Parts] = {
     "--max-tokens": values(3, 0, 1, 9),
@@ -106,15 +125,27 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     case = replace(case_of(drawn, drawn["--model.dtype"]), stops=drawn["--model.stops"])
     with folder_of(comm) as folder:
         if comm.rank == 0:
-            written(case, folder, {"folder.dtypes": "one", "folder.more": "nothing", "folder.files": "two"})
+            written(
+                case,
+                folder,
+                {"folder.dtypes": "one", "folder.more": "nothing", "folder.files": "two"},
+            )
             byte_tokenizer().save(str(folder / "tokenizer.json"))
         comm.Barrier()
         text = TEXTS[drawn["--prompt.text"]]
         prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
-        own = {option: value for option, value in drawn.items() if option.startswith("--") and "." not in option}
+        own = {
+            option: value
+            for option, value in drawn.items()
+            if option.startswith("--") and "." not in option
+        }
         given = {"--model": str(folder), "--prompt": prompts, **axes_of(drawn), **own}
         judge = {"generate": judge_generate, "logits": judge_logits}[name]
-        yield Call(partial(printed, name, comm), given, partial(judge, case, given) if comm.rank == 0 else lambda _: None)
+        yield Call(
+            partial(printed, name, comm),
+            given,
+            partial(judge, case, given) if comm.rank == 0 else lambda _: None,
+        )
 
 
 def judge_generate(case: Case, given: Values, text: str) -> None:
@@ -122,11 +153,15 @@ def judge_generate(case: Case, given: Values, text: str) -> None:
     chosen = {name: given[f"--{name.replace('_', '-')}"] for name in SAMPLING}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
     tokens = [
-        decoding.continued(case, list(prompt.encode()), number, given["--max-tokens"], sampling, case.stops)
+        decoding.continued(
+            case, list(prompt.encode()), number, given["--max-tokens"], sampling, case.stops
+        )
         for number, prompt in enumerate(given["--prompt"])
     ]
     texts = [bytes(found).decode(errors="replace") for found in tokens]
-    wanted = texts if len(texts) == 1 else [f"[{number}] {found}" for number, found in enumerate(texts)]
+    wanted = (
+        texts if len(texts) == 1 else [f"[{number}] {found}" for number, found in enumerate(texts)]
+    )
     assert text == "".join(f"{line}\n" for line in wanted)
 
 
@@ -142,9 +177,14 @@ def judge_logits(case: Case, given: Values, text: str) -> None:
     assert parts[::2] == [str(number) for number in range(len(rows))]
     for row, bound, lines in zip(rows, allowed, parts[1::2], strict=True):
         shown = [line.split(maxsplit=2) for line in lines.splitlines()]
-        tokens, logs = [int(token) for token, *_ in shown], torch.tensor([float(value) for _, value, _ in shown])
+        tokens, logs = (
+            [int(token) for token, *_ in shown],
+            torch.tensor([float(value) for _, value, _ in shown]),
+        )
         assert len(tokens) == len(set(tokens)) == min(given["--top"] or 5, 256)
-        assert [quoted for *_, quoted in shown] == [repr(bytes([token]).decode(errors="replace")) for token in tokens]
+        assert [quoted for *_, quoted in shown] == [
+            repr(bytes([token]).decode(errors="replace")) for token in tokens
+        ]
         slack = 2 * float(bound.max()) + 5.1e-5  # four decimals are shown
         assert (logs - row[tokens]).abs().max() <= slack
         assert logs.tolist() == sorted(logs.tolist(), reverse=True)
@@ -166,12 +206,19 @@ PLAN: dict[str, Parts] = {
     "--ranks": spans((2, 4), (1, 1), (5, 9), (100, 128), (1000, 1024)),
     "--seq": {"short": partial(length, most=9), "long": partial(length, most=5000)},
     "--kv-heads": {**values(None), **spans((1, 1), (2, 3), (4, 9))},
-    "--heads": {"as many": lambda c, v: v["--kv-heads"] or 4, "more": lambda c, v: (v["--kv-heads"] or 1) * c.randint(2, 16)},
+    "--heads": {
+        "as many": lambda c, v: v["--kv-heads"] or 4,
+        "more": lambda c, v: (v["--kv-heads"] or 1) * c.randint(2, 16),
+    },
     "--head-dim": {**values(None), **spans((1, 1), (2, 256))},
     "--batch": {**values(None), **spans((2, 9))},
     "--dtype": values(None, "float32", "float16"),
     "--link": LINKS,
-    "--node-link": {"as the link": lambda c, v: v["--link"], "fast": lambda c, v: "200gb,1us", "slower": lambda c, v: "1mb,1s"},
+    "--node-link": {
+        "as the link": lambda c, v: v["--link"],
+        "fast": lambda c, v: "200gb,1us",
+        "slower": lambda c, v: "1mb,1s",
+    },
     "--ranks-per-node": {**values(None), **spans((2, 8), (5000, 5000))},
     "--flops": values(1e12, 1e3, 1e18, None),
     "--show": {**values(None), **spans((1, 3), (99, 99))},
@@ -196,17 +243,45 @@ def planned(**options: Any) -> str:
 def judge_plan(given: Values, text: str) -> None:
     """Compare bytes and messages with the formulas of `cost`, times with that of attention alone, and their order."""
     title, *lines, speed, known = text.splitlines()
-    assert title.split() == ["scheme", "ring", "x", "ulysses", "ms", "waiting", "MB", "sent", "messages"]
+    assert title.split() == [
+        "scheme",
+        "ring",
+        "x",
+        "ulysses",
+        "ms",
+        "waiting",
+        "MB",
+        "sent",
+        "messages",
+    ]
     assert "not known here" in known
     ranks, heads = given["--ranks"], given["--heads"]
-    sizes = {name: (given[f"--{name}"] or default) for name, default in (("batch", 1), ("head-dim", 128), ("kv-heads", heads))}
+    sizes = {
+        name: (given[f"--{name}"] or default)
+        for name, default in (("batch", 1), ("head-dim", 128), ("kv-heads", heads))
+    }
     flops = 1e9 * float(re.findall(r"([\d.]+) Gflop/s", speed)[0])
-    alone = 3.5 * 2 * sizes["batch"] * given["--seq"] ** 2 * heads * sizes["head-dim"] / ranks / max(flops, 1e3) * 1e3
-    rows = [re.match(r"(\w+) +(\d+) x (\d+) +([\d.]+) +(\d+)% +([\d.]+) +(\d+)$", line) for line in lines]
+    alone = (
+        3.5
+        * 2
+        * sizes["batch"]
+        * given["--seq"] ** 2
+        * heads
+        * sizes["head-dim"]
+        / ranks
+        / max(flops, 1e3)
+        * 1e3
+    )
+    rows = [
+        re.match(r"(\w+) +(\d+) x (\d+) +([\d.]+) +(\d+)% +([\d.]+) +(\d+)$", line)
+        for line in lines
+    ]
     found = [row.groups() for row in rows if row]
     assert len(found) == len(lines)
     meshes = [(ranks // u, u) for u in range(1, min(ranks, heads) + 1) if ranks % u == 0]
-    named = {("ring" if u == 1 else "ulysses" if r == 1 else "hybrid", r, u) for r, u in meshes} | {("allgather_kv", ranks, 1)}
+    named = {("ring" if u == 1 else "ulysses" if r == 1 else "hybrid", r, u) for r, u in meshes} | {
+        ("allgather_kv", ranks, 1)
+    }
     shown = [(name, int(r), int(u)) for name, r, u, *_ in found]
     assert len(set(shown)) == len(shown) == min(given["--show"] or 10, len(named))
     assert set(shown) <= named
@@ -217,7 +292,10 @@ def judge_plan(given: Values, text: str) -> None:
         assert 0 <= int(waiting) <= 100
         if ranks <= 9:
             total = traffic(given, sizes, *place)
-            assert (float(sent), int(messages)) == (round(total.bytes_sent / 1e6, 1), total.messages), (name, r, u)
+            assert (float(sent), int(messages)) == (
+                round(total.bytes_sent / 1e6, 1),
+                total.messages,
+            ), (name, r, u)
 
 
 def traffic(given: Values, sizes: Values, scheme: str, ring: int, ulysses: int) -> cost.Traffic:
@@ -241,7 +319,15 @@ def one_rank(_: Values) -> int:
 
 
 SUBJECTS = [
-    Subject("sp-core generate", INFERENCE | REPLICAS | GENERATE, partial(inferred, "generate"), ranks, outside=BY_RANKS),
-    Subject("sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_RANKS),
+    Subject(
+        "sp-core generate",
+        INFERENCE | REPLICAS | GENERATE,
+        partial(inferred, "generate"),
+        ranks,
+        outside=BY_RANKS,
+    ),
+    Subject(
+        "sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_RANKS
+    ),
     Subject("sp-core plan", PLAN, projected, one_rank),
 ]

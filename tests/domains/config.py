@@ -39,7 +39,9 @@ CONFIG: dict[str, Parts] = {
     "head_dim": {**values(16, 2, 256), "18 to 128": lambda c, v: 2 * c.randint(9, 64)},
     "rms_norm_eps": values(1e-6, 1e-5, 0.0),
     "rope_theta": values(10_000.0, 500_000.0, 1.0, 3.5),
-    "rope_scaling": {name: (lambda c, v, name=name: SCALINGS[name]) for name in ("none", "linear", "llama3")},
+    "rope_scaling": {
+        name: (lambda c, v, name=name: SCALINGS[name]) for name in ("none", "linear", "llama3")
+    },
     "tie_word_embeddings": values(False, True),
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
     "eos_token_id": some((), (2,), (128_001, 128_008, 128_009)),
@@ -64,10 +66,19 @@ def judge_fields(given: Values, config: LlamaConfig) -> None:
     """Compare fields, what a file keeps of them, and the angles."""
     assert {name: getattr(config, name) for name in given} == given
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    x = torch.randn(1, 3, 2, config.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    frequencies = reference.llama_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    x = torch.randn(
+        1, 3, 2, config.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    frequencies = reference.llama_frequencies(
+        config.head_dim, config.rope_theta, config.rope_scaling
+    )
     positions = [0, 7, 1000]
-    torch.testing.assert_close(config.rope().apply(x, positions), reference.rotate(x, positions, frequencies), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        config.rope().apply(x, positions),
+        reference.rotate(x, positions, frequencies),
+        rtol=0,
+        atol=1e-10,
+    )
 
 
 def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
@@ -75,9 +86,16 @@ def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
     contents, meant = config.to_dict(), Settings()
     scaling = {"rope_type": "linear", "factor": 4.0}
     rope = {
-        "two entries": ({"rope_theta": 5e5, "rope_scaling": scaling}, {"rope_theta": 5e5, "rope_scaling": scaling}),
+        "two entries": (
+            {"rope_theta": 5e5, "rope_scaling": scaling},
+            {"rope_theta": 5e5, "rope_scaling": scaling},
+        ),
         "one entry": (
-            {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": 7.0}},
+            {
+                "rope_theta": None,
+                "rope_scaling": None,
+                "rope_parameters": {**scaling, "rope_theta": 7.0},
+            },
             {"rope_theta": 7.0, "rope_scaling": scaling},
         ),
         "type": (
@@ -98,14 +116,32 @@ def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
     dropped, changed = heads[drawn["values.heads"]]
     meant |= changed
     contents |= dict.fromkeys(changed if drawn["values.heads"] == "null" else ())
-    eos = {"a list": ([5, 6], (5, 6)), "a number": (7, (7,)), "null": (None, ()), "missing": (None, ())}
+    eos = {
+        "a list": ([5, 6], (5, 6)),
+        "a number": (7, (7,)),
+        "null": (None, ()),
+        "missing": (None, ()),
+    }
     contents["eos_token_id"], meant["eos_token_id"] = eos[drawn["values.eos"]]
     missing = [*dropped, *(["eos_token_id"] if drawn["values.eos"] == "missing" else [])]
     missing += ["rope_theta", "rope_scaling"] if drawn["values.rope"] == "missing" else []
     if drawn["values.more"] == "defaults missing":
-        missing += ["rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "architectures", "hidden_act"]
-        meant |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
-    more = {"supported settings": {"attention_bias": False, "attention_dropout": 0.0}, "unknown settings": {"use_cache": True}}
+        missing += [
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "max_position_embeddings",
+            "architectures",
+            "hidden_act",
+        ]
+        meant |= {
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 2048,
+        }
+    more = {
+        "supported settings": {"attention_bias": False, "attention_dropout": 0.0},
+        "unknown settings": {"use_cache": True},
+    }
     contents |= more.get(drawn["values.more"], {})
     return {name: value for name, value in contents.items() if name not in missing}, meant
 
@@ -114,8 +150,19 @@ def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
 def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
     """A `config.json` as other programs write it."""
     chance = Random(drawn["seed"])
-    fields = {"vocab_size": 99, "hidden_size": 96, "intermediate_size": 7, "num_hidden_layers": chance.randint(1, 9)}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 20, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    fields = {
+        "vocab_size": 99,
+        "hidden_size": 96,
+        "intermediate_size": 7,
+        "num_hidden_layers": chance.randint(1, 9),
+    }
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
     config = LlamaConfig(**fields, **heads, max_position_embeddings=512)
     contents, meant = written(config, drawn)
     wanted = LlamaConfig(**{**{name: getattr(config, name) for name in CONFIG}, **meant})
@@ -137,7 +184,9 @@ TEXTS: Parts = {
     "spaces and lines": lambda c, v: "  a\t\n\r\n  b ",
     "control characters": lambda c, v: "".join(map(chr, range(128))),
     "other scripts": lambda c, v: "für \u4e16\u754c \U0001f469\u200d\U0001f52c",
-    "any": lambda c, v: "".join(chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)])) for _ in range(60)),
+    "any": lambda c, v: "".join(
+        chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)])) for _ in range(60)
+    ),
 }
 
 
@@ -160,7 +209,19 @@ def one_rank(_: Values) -> int:
 
 
 SUBJECTS = [
-    Subject("llama.LlamaConfig", CONFIG, configured, one_rank, covers=("llama.LlamaConfig.rope", "llama.LlamaConfig.to_dict")),
-    Subject("llama.LlamaConfig.from_folder", WRITTEN, from_folder, one_rank, covers=("llama.LlamaConfig.from_dict",)),
+    Subject(
+        "llama.LlamaConfig",
+        CONFIG,
+        configured,
+        one_rank,
+        covers=("llama.LlamaConfig.rope", "llama.LlamaConfig.to_dict"),
+    ),
+    Subject(
+        "llama.LlamaConfig.from_folder",
+        WRITTEN,
+        from_folder,
+        one_rank,
+        covers=("llama.LlamaConfig.from_dict",),
+    ),
     Subject("llama.byte_tokenizer", {"(text)": TEXTS}, tokenized, one_rank),
 ]

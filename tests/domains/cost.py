@@ -21,12 +21,32 @@ from sp_core.schemes import SCHEMES
 
 TRANSPORT = {False: "host", True: "window"}
 MATTERS = (
-    *("q.seq_len", "q.batch", "q.head_dim", "q.dtype", "q.group", "k.heads", "k.gradients", "kv_sharding"),
-    *("sharding.layout", "sharding.start", "kv_sharding.layout", "kv_sharding.start", "kv_sharding.kv_len"),
+    *(
+        "q.seq_len",
+        "q.batch",
+        "q.head_dim",
+        "q.dtype",
+        "q.group",
+        "k.heads",
+        "k.gradients",
+        "kv_sharding",
+    ),
+    *(
+        "sharding.layout",
+        "sharding.start",
+        "kv_sharding.layout",
+        "kv_sharding.start",
+        "kv_sharding.kv_len",
+    ),
     *("mask.causal", "mask.window", "mask.documents", "return_lse"),
 )
 """Factors of attention that its bytes may depend on; the others keep their first part."""
-OTHERS: Values = {"q.memory": "plain", "q.magnitude": 1.0, "v.values": "normal", "v.upstream": "normal"}
+OTHERS: Values = {
+    "q.memory": "plain",
+    "q.magnitude": 1.0,
+    "v.values": "normal",
+    "v.upstream": "normal",
+}
 
 
 def inner(drawn: Values) -> Values:
@@ -40,7 +60,10 @@ def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
     def drawn(draw: Draw) -> Draw:
         return lambda chance, values: draw(chance, inner(values))
 
-    return {f"{parameter}.{name}": {part: drawn(draw) for part, draw in parts.items()} for name, parts in factors.items()}
+    return {
+        f"{parameter}.{name}": {part: drawn(draw) for part, draw in parts.items()}
+        for name, parts in factors.items()
+    }
 
 
 FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS})
@@ -51,11 +74,16 @@ RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8
 GRID = {
     **under("ring_rank", {"mesh.ring": spans((2, 2), (1, 1), (3, 3))}),
     **under("ulysses_rank", {"mesh.ulysses": spans((2, 2), (1, 1), (3, 4))}),
-    **under("groups", {name: attention.GRID[name] for name in ("mesh.axes", "mesh.order", "axes", "ulysses")}),
+    **under(
+        "groups",
+        {name: attention.GRID[name] for name in ("mesh.axes", "mesh.order", "axes", "ulysses")},
+    ),
 }
 
 
-def sizes_of(problem: AttentionProblem, size: int, *, shared: bool, return_lse: bool = True) -> cost.Attention:
+def sizes_of(
+    problem: AttentionProblem, size: int, *, shared: bool, return_lse: bool = True
+) -> cost.Attention:
     """The sizes of a problem on so many ranks."""
     return cost.Attention(
         sharding=problem.sharding(size),
@@ -76,7 +104,9 @@ def sizes_of(problem: AttentionProblem, size: int, *, shared: bool, return_lse: 
 COLLECTIVES = ("all_to_all", "reduce_scatter")
 
 
-def measured(scheme: Any, shards: Shards, *comms: sp.Communicator, return_lse: bool = True) -> cost.Both:
+def measured(
+    scheme: Any, shards: Shards, *comms: sp.Communicator, return_lse: bool = True
+) -> cost.Both:
     """What the counters say, forward and backward."""
     seen = []
     if return_lse:
@@ -100,7 +130,9 @@ def drained(*comms: sp.Communicator) -> cost.Traffic:
     total = cost.Traffic()
     for comm in comms:
         count = comm.counters.total()
-        inside = sum(comm.counters[name].messages for name in COLLECTIVES)  # in a window collectives count what they read
+        inside = sum(
+            comm.counters[name].messages for name in COLLECTIVES
+        )  # in a window collectives count what they read
         total += cost.Traffic(count.messages - inside, count.bytes_sent)
         comm.counters.reset()
     return total
@@ -111,11 +143,19 @@ def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A scheme on one axis."""
     asked, shared = drawn["problem.return_lse"] != "no", drawn["problem.shared"]
     problem = attention.problem_of(inner(drawn))
-    with sp.Mesh(comm, device=situations.device(), transport=TRANSPORT[shared], sp=comm.size) as mesh:
+    with sp.Mesh(
+        comm, device=situations.device(), transport=TRANSPORT[shared], sp=comm.size
+    ) as mesh:
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
-        found = measured(partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"], return_lse=asked)
+        found = measured(
+            partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"], return_lse=asked
+        )
         sizes = sizes_of(problem, comm.size, shared=shared, return_lse=asked)
-        yield Call(getattr(cost, name), {"problem": sizes, "rank": comm.rank}, partial(judge, sizes, shards, found))
+        yield Call(
+            getattr(cost, name),
+            {"problem": sizes, "rank": comm.rank},
+            partial(judge, sizes, shards, found),
+        )
 
 
 def judge(sizes: cost.Attention, shards: Shards, found: cost.Both, formula: cost.Both) -> None:
@@ -128,15 +168,26 @@ def judge(sizes: cost.Attention, shards: Shards, found: cost.Both, formula: cost
 @contextmanager
 def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """A hybrid on two axes; along a third one the same problem."""
-    asked, shared, named = drawn["problem.return_lse"] != "no", drawn["problem.shared"], inner(drawn)
+    asked, shared, named = (
+        drawn["problem.return_lse"] != "no",
+        drawn["problem.shared"],
+        inner(drawn),
+    )
     problem = attention.problem_of(named)
     third = {"third": 2} if named["mesh.axes"] == "three" else {}
     lengths = {"ring": named["mesh.ring"], "ulysses": named["mesh.ulysses"], **third}
     order = sorted(lengths, reverse=named["mesh.order"] == "reversed")
-    axes = [axis for axis in order if axis != "third"][:: -1 if named["axes"] == "not the mesh's order" else 1]
+    axes = [axis for axis in order if axis != "third"][
+        :: -1 if named["axes"] == "not the mesh's order" else 1
+    ]
     heads = named["ulysses"]
     around = next(axis for axis in axes if axis != heads)
-    with sp.Mesh(comm, device=situations.device(), transport=TRANSPORT[shared], **{axis: lengths[axis] for axis in order}) as mesh:
+    with sp.Mesh(
+        comm,
+        device=situations.device(),
+        transport=TRANSPORT[shared],
+        **{axis: lengths[axis] for axis in order},
+    ) as mesh:
         tokens = mesh[tuple(axes)]
         shards = Shards(problem, tokens.rank, tokens.size, mesh.device)
         scheme = partial(sp.hybrid_attention, mesh=mesh, axes=tuple(axes), ulysses=heads)
@@ -173,19 +224,33 @@ def layers(comm: Any, drawn: Values) -> Iterator[Call]:
     sharding = LAYOUTS[drawn["sharding.layout"]](drawn["sharding.seq_len"], comm.size)
     dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[drawn["itemsize"]]
     chance, size, hidden = Random(drawn["seed"]), comm.size, drawn["hidden"]
-    features = [chance.randint(0, 9) for _ in range(size)] if drawn["(features)"] == "uneven" else [4] * size
-    up, down = (nn.Linear(*shape, bias=False, dtype=dtype) for shape in ((hidden, sum(features)), (sum(features), hidden)))
+    features = (
+        [chance.randint(0, 9) for _ in range(size)]
+        if drawn["(features)"] == "uneven"
+        else [4] * size
+    )
+    up, down = (
+        nn.Linear(*shape, bias=False, dtype=dtype)
+        for shape in ((hidden, sum(features)), (sum(features), hidden))
+    )
     with sp.Mesh(comm, device=situations.device(), transport="host", sp=size) as mesh:
         group = mesh["sp"]
-        column = sp.ColumnParallelLinear.from_linear(up, comm=group, sharding=sharding, sizes=features)
+        column = sp.ColumnParallelLinear.from_linear(
+            up, comm=group, sharding=sharding, sizes=features
+        )
         row = sp.RowParallelLinear.from_linear(down, comm=group, sharding=sharding, sizes=features)
-        x = torch.ones(drawn["batch"], sharding.local_len(comm.rank), hidden, dtype=dtype, device=mesh.device)
+        x = torch.ones(
+            drawn["batch"], sharding.local_len(comm.rank), hidden, dtype=dtype, device=mesh.device
+        )
         group.counters.reset()
         out = row(column(x.requires_grad_()))
         forward = group.counters.total().bytes_sent
         out.backward(torch.ones_like(out))
         found = (forward, group.counters.total().bytes_sent - forward)
-        given = {name: drawn[name] for name in ("batch", "hidden", "itemsize")} | {"sharding": sharding, "rank": comm.rank}
+        given = {name: drawn[name] for name in ("batch", "hidden", "itemsize")} | {
+            "sharding": sharding,
+            "rank": comm.rank,
+        }
         yield Call(cost.tp_sp, given, partial(judge_layers, found))
 
 
@@ -203,10 +268,21 @@ def added(_: Any, drawn: Values) -> Iterator[Call]:
 
 def judge_sum(given: Values, traffic: cost.Traffic) -> None:
     """Compare a sum with the sums of both numbers."""
-    assert traffic + cost.Traffic(3, 5) == cost.Traffic(given["messages"] + 3, given["bytes_sent"] + 5)
+    assert traffic + cost.Traffic(3, 5) == cost.Traffic(
+        given["messages"] + 3, given["bytes_sent"] + 5
+    )
 
 
-SIZES = ("sharding", "kv_sharding", "mask", "batch", "num_heads", "num_kv_heads", "head_dim", "itemsize")
+SIZES = (
+    "sharding",
+    "kv_sharding",
+    "mask",
+    "batch",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "itemsize",
+)
 TRAFFIC = {"messages": spans((0, 9), (1000, 9999)), "bytes_sent": spans((0, 9), (10**9, 10**12))}
 FLAGS = ("return_lse", "needs_grad", "lse_grad", "shared")
 UNEVEN = {"ring_rank.mesh.ring": "2", "ulysses_rank.mesh.ulysses": "3 to 4"}

@@ -23,7 +23,8 @@ class Call:
     Attributes:
         function: what is called.
         arguments: of this rank, by parameter.
-        judge: compares the result, and gradients where there are any, with a reference that does not communicate.
+        judge: compares the result, and gradients where there are any, with a reference that does
+            not communicate.
         positional: parameters that cannot be passed by name.
     """
 
@@ -33,7 +34,9 @@ class Call:
     positional: tuple[str, ...] = ()
 
     def __call__(self) -> Any:
-        named = {name: value for name, value in self.arguments.items() if name not in self.positional}
+        named = {
+            name: value for name, value in self.arguments.items() if name not in self.positional
+        }
         return self.function(*(self.arguments[name] for name in self.positional), **named)
 
 
@@ -46,16 +49,22 @@ class Subject:
 
     Attributes:
         name: of the function, as `public` finds it.
-        factors: by "parameter" or "parameter.aspect", or "(situation)" for what is no parameter; each has its parts, and the
-            first part of every factor together make a row that is valid.
+        factors: by "parameter" or "parameter.aspect", or "(situation)" for what is no parameter;
+            each has its parts, and the first part of every factor together make a row that is
+            valid.
         prepare: opens a mesh on a communicator of `ranks(values)` ranks and yields the call.
         ranks: how many ranks a row needs.
-        covers: further public names whose parameters are among these factors, such as methods of what the call makes.
+        covers: further public names whose parameters are among these factors, such as methods of
+            what the call makes.
         outside: parameters that have no domain, each with the reason.
-        allowed: differences between ranks that are valid and change the result, as `differing` names them.
-        own_results: names of differences for which each rank has the result of its own argument where nothing is compared.
-        alone: whether a wrong argument is an error on its rank alone, or there is none but the communicator.
-        together: rows drawn in every run beside the single parts, in which parts meet that hid a fault when they met.
+        allowed: differences between ranks that are valid and change the result, as `differing`
+            names them.
+        own_results: names of differences for which each rank has the result of its own argument
+            where nothing is compared.
+        alone: whether a wrong argument is an error on its rank alone, or there is none but the
+            communicator.
+        together: rows drawn in every run beside the single parts, in which parts meet that hid a
+            fault when they met.
     """
 
     name: str
@@ -80,7 +89,9 @@ class Subject:
 
     def pairs(self) -> set[Pair]:
         """Every pair of parts of two factors."""
-        named = [[(factor, part) for part in parts] for factor, parts in sorted(self.factors.items())]
+        named = [
+            [(factor, part) for part in parts] for factor, parts in sorted(self.factors.items())
+        ]
         return {pair for one, two in combinations(named, 2) for pair in product(one, two)}
 
     def draw(self, row: Row, seed: int) -> Values:
@@ -114,11 +125,19 @@ class Subject:
 
     @property
     def _quick(self) -> dict[str, list[str]]:
-        return {factor: [part for part in parts if (factor, part) not in SLOW] for factor, parts in self.factors.items()}
+        return {
+            factor: [part for part in parts if (factor, part) not in SLOW]
+            for factor, parts in self.factors.items()
+        }
 
 
 SLOW = {
-    *(("(call)", "10th"), ("(call)", "100th"), ("comm.ranks", "9 to 17"), ("q.seq_len", "thousands")),
+    *(
+        ("(call)", "10th"),
+        ("(call)", "100th"),
+        ("comm.ranks", "9 to 17"),
+        ("q.seq_len", "thousands"),
+    ),
     *(
         ("mesh.ring", "4 to 5"),
         ("mesh.ulysses", "4 to 5"),
@@ -138,6 +157,8 @@ def values(*items: Any) -> Parts:
 def spans(*bounds: tuple[int, int]) -> Parts:
     """Parts that are ranges of whole numbers, bounds included."""
     return {
-        str(low) if low == high else f"{low} to {high}": (lambda chance, _, b=(low, high): chance.randint(*b))
+        str(low) if low == high else f"{low} to {high}": (
+            lambda chance, _, b=(low, high): chance.randint(*b)
+        )
         for low, high in bounds
     }

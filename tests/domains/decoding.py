@@ -18,7 +18,16 @@ from torch import Tensor
 
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.models import FEW_CALLS, SCHEMES, SITUATIONS, SMALL, Expected, architecture, case_of, meshes
+from domains.models import (
+    FEW_CALLS,
+    SCHEMES,
+    SITUATIONS,
+    SMALL,
+    Expected,
+    architecture,
+    case_of,
+    meshes,
+)
 from domains.sampling import SAMPLING
 from domains.situations import CALLS, LATE_SECONDS
 from sp_core.llama import Decoder, Sampling, generate, prefill_unequal
@@ -52,14 +61,23 @@ DECODER: dict[str, Parts] = {
 }
 
 
-def last_logits(what: str, case: Case, sequences: Sequence[Sequence[int]], dtype: str = "") -> Expected:
+def last_logits(
+    what: str, case: Case, sequences: Sequence[Sequence[int]], dtype: str = ""
+) -> Expected:
     """The logits after the last token of each sequence; each is computed by itself."""
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        rows = [reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1] for x in sequences]
-        return {"logits": torch.stack(rows) if rows else torch.empty(0, case.vocab, dtype=torch.float64)}
+        rows = [
+            reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1]
+            for x in sequences
+        ]
+        return {
+            "logits": torch.stack(rows) if rows else torch.empty(0, case.vocab, dtype=torch.float64)
+        }
 
-    return Expected(what, case, run, repr(sequences), tokens=max(map(len, sequences), default=0), dtype=dtype)
+    return Expected(
+        what, case, run, repr(sequences), tokens=max(map(len, sequences), default=0), dtype=dtype
+    )
 
 
 @contextmanager
@@ -68,24 +86,35 @@ def decoder(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     case = case_of(drawn, drawn["model.dtype"])
     count, calls = drawn["room.sequences"], CALLS[drawn["(call)"]]
     before = [0 if drawn["(history)"] == "none" else 3 + number % 2 for number in range(count)]
-    sequences = models.text(case, [old + more for old, more in zip(before, drawn["tokens"], strict=True)])
+    sequences = models.text(
+        case, [old + more for old, more in zip(before, drawn["tokens"], strict=True)]
+    )
     with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
-        room = [old + calls * more + drawn["room.spare"] for old, more in zip(before, drawn["tokens"], strict=True)]
+        room = [
+            old + calls * more + drawn["room.spare"]
+            for old, more in zip(before, drawn["tokens"], strict=True)
+        ]
         made = Decoder(model, room, micro_batches=drawn["micro_batches"])
         if drawn["(history)"] == "prefill":
             made.prefill([tokens[:old] for tokens, old in zip(sequences, before, strict=True)])
         if drawn["(history)"] == "prefill and decode":
             made.prefill([tokens[: old - 1] for tokens, old in zip(sequences, before, strict=True)])
-            made.decode([tokens[old - 1 : old] for tokens, old in zip(sequences, before, strict=True)])
+            made.decode(
+                [tokens[old - 1 : old] for tokens, old in zip(sequences, before, strict=True)]
+            )
         given = {"tokens": [tokens[old:] for tokens, old in zip(sequences, before, strict=True)]}
         old = [tokens[:length] for tokens, length in zip(sequences, before, strict=True)]
         yield Call(getattr(made, name), given, partial(judge_decoder, case, given, old, calls))
 
 
-def judge_decoder(case: Case, given: Values, old: Sequence[list[int]], calls: int, logits: Tensor) -> None:
+def judge_decoder(
+    case: Case, given: Values, old: Sequence[list[int]], calls: int, logits: Tensor
+) -> None:
     """Compare the logits after all tokens so far, of the sequences that got any."""
-    sequences = [past + calls * list(more) for past, more in zip(old, given["tokens"], strict=True) if more]
+    sequences = [
+        past + calls * list(more) for past, more in zip(old, given["tokens"], strict=True) if more
+    ]
     last_logits("llama decoder", case, sequences).check("logits", logits)
 
 
@@ -110,7 +139,9 @@ def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
     """Prompts or sequences of the lengths that were drawn."""
     chance, count = Random(drawn["seed"]), drawn[f"{parameter}.count"]
     bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (30, 50)}
-    return models.text(case, [chance.randint(*bounds[drawn[f"{parameter}.lengths"]]) for _ in range(count)])
+    return models.text(
+        case, [chance.randint(*bounds[drawn[f"{parameter}.lengths"]]) for _ in range(count)]
+    )
 
 
 @contextmanager
@@ -128,15 +159,26 @@ def generated(comm: Any, drawn: Values) -> Iterator[Call]:
             "stop": drawn["stop"],
             "on_token": None if drawn["on_token"] == "none" else lambda *what: seen.append(what),
         }
-        yield Call(generate, given, partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]]))
+        yield Call(
+            generate, given, partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]])
+        )
 
 
-def judge_generated(case: Case, given: Values, seen: list[tuple[int, int]], calls: int, results: Sequence[Sequence[int]]) -> None:
+def judge_generated(
+    case: Case,
+    given: Values,
+    seen: list[tuple[int, int]],
+    calls: int,
+    results: Sequence[Sequence[int]],
+) -> None:
     """Compare all tokens with those after the reference's logits, and with those told as they were chosen."""
     stops = case.stops if given["stop"] is None else given["stop"]
     rest = (given["max_tokens"], given["sampling"] or Sampling(), stops)
     wanted = [
-        once(("generate", case, tuple(prompt), number, rest), partial(continued, case, prompt, number, *rest))
+        once(
+            ("generate", case, tuple(prompt), number, rest),
+            partial(continued, case, prompt, number, *rest),
+        )
         for number, prompt in enumerate(given["prompts"])
     ]
     assert results == wanted
@@ -144,11 +186,20 @@ def judge_generated(case: Case, given: Values, seen: list[tuple[int, int]], call
         replicas = given["model"].grid.replicas
         own = torch.arange(len(wanted)).tensor_split(replicas.size)[replicas.rank].tolist()
         steps = range(given["max_tokens"])
-        assert seen == [(n, wanted[n][step]) for step in steps for n in own if step < len(wanted[n])] * calls
+        assert (
+            seen
+            == [(n, wanted[n][step]) for step in steps for n in own if step < len(wanted[n])]
+            * calls
+        )
 
 
 def continued(
-    case: Case, prompt: Sequence[int], number: int, max_tokens: int, sampling: Sampling, stops: Sequence[int]
+    case: Case,
+    prompt: Sequence[int],
+    number: int,
+    max_tokens: int,
+    sampling: Sampling,
+    stops: Sequence[int],
 ) -> list[int]:
     """The new tokens of a prompt, from the logits of the whole sequence each time."""
     random, found = sampling.random(number), list[int]()
@@ -175,7 +226,11 @@ def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Pla
     """The plan of a policy, or one made by hand."""
     policy, numbers = drawn["plan.policy"], tuple(range(len(lengths)))
     if policy not in POLICIES:
-        placed = {"sharded": numbers} if policy == "all shared" else {"sharded": (), "waiting": numbers[::-1]}
+        placed = (
+            {"sharded": numbers}
+            if policy == "all shared"
+            else {"sharded": (), "waiting": numbers[::-1]}
+        )
         return Plan(tuple(lengths), packed=((),) * size, **placed)
     extra = {"tolerance": drawn["plan.tolerance"]} if policy in ("balanced", "dynamic") else {}
     return POLICIES[policy](lengths, size, work_of(case.config), **extra)
@@ -191,7 +246,12 @@ def unequal(comm: Any, drawn: Values) -> Iterator[Call]:
             model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
         sequences = texts(case, drawn, "sequences")
         plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
-        given = {"model": model, "sequences": sequences, "plan": plan, "pass_tokens": drawn["pass_tokens"]}
+        given = {
+            "model": model,
+            "sequences": sequences,
+            "plan": plan,
+            "pass_tokens": drawn["pass_tokens"],
+        }
         judge = partial(judge_unequal, case, given)
         yield Call(prefill_unequal, given, judge)
 
@@ -203,7 +263,16 @@ def judge_unequal(case: Case, given: Values, logits: Tensor) -> None:
 
 MODEL = architecture("model", SMALL | ALL_DTYPES)
 EXACT = architecture("model", SMALL | {"dtype": values("float64", "float32")})
-STAGED = ("ring, ulysses", "tp", "pp", "pp, ring", "ring, tp", "pp, tp", "dp, ulysses", "pp, ring, tp")
+STAGED = (
+    "ring, ulysses",
+    "tp",
+    "pp",
+    "pp, ring",
+    "ring, tp",
+    "pp, tp",
+    "dp, ulysses",
+    "pp, ring, tp",
+)
 LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
 SUBJECTS = [
     Subject(
@@ -213,17 +282,29 @@ SUBJECTS = [
         models.ranks,
         covers=("llama.Decoder",),
     ),
-    Subject("llama.Decoder.decode", MODEL | meshes(*STAGED) | DECODER | SITUATIONS, partial(decoder, "decode"), models.ranks),
+    Subject(
+        "llama.Decoder.decode",
+        MODEL | meshes(*STAGED) | DECODER | SITUATIONS,
+        partial(decoder, "decode"),
+        models.ranks,
+    ),
     Subject(
         "llama.generate",
-        EXACT | meshes(*STAGED, "dp, pp") | PROMPTS | {f"sampling.{name}": parts for name, parts in SAMPLING.items()} | FEW_CALLS,
+        EXACT
+        | meshes(*STAGED, "dp, pp")
+        | PROMPTS
+        | {f"sampling.{name}": parts for name, parts in SAMPLING.items()}
+        | FEW_CALLS,
         generated,
         models.ranks,
         allowed=("stop=too many", "on_token=gpipe", "on_token=contiguous"),
     ),
     Subject(
         "llama.prefill_unequal",
-        MODEL | meshes("ring, ulysses", "tp", "ring", "ring, tp", "tp, ulysses") | FEW_CALLS | UNEQUAL,
+        MODEL
+        | meshes("ring, ulysses", "tp", "ring", "ring, tp", "tp, ulysses")
+        | FEW_CALLS
+        | UNEQUAL,
         unequal,
         models.ranks,
         allowed=("pass_tokens=far out",),

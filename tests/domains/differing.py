@@ -35,7 +35,12 @@ NEVER: dict[type, dict[str, Change]] = {
         "on another device": lambda x: x.detach().to("meta"),
         "complex": lambda x: x.detach().to(torch.complex64),
     },
-    bool: {"text": lambda x: "no", "None": lambda x: None, "2": lambda x: 2, "a tensor": lambda x: torch.ones(2)},
+    bool: {
+        "text": lambda x: "no",
+        "None": lambda x: None,
+        "2": lambda x: 2,
+        "a tensor": lambda x: torch.ones(2),
+    },
     int: {
         "a fraction": lambda x: x + 0.5,
         "a float": float,
@@ -44,7 +49,12 @@ NEVER: dict[type, dict[str, Change]] = {
         "far out": lambda x: 10**12,
         "a tensor": lambda x: torch.ones(2),
     },
-    float: {"nan": lambda x: math.nan, "infinity": lambda x: math.inf, "text": str, "a list": lambda x: [x]},
+    float: {
+        "nan": lambda x: math.nan,
+        "infinity": lambda x: math.inf,
+        "text": str,
+        "a list": lambda x: [x],
+    },
     str: {"unknown": lambda x: "magic", "None": lambda x: None, "a number": lambda x: 3},
     tuple: {
         "a number": lambda x: 3,
@@ -52,8 +62,17 @@ NEVER: dict[type, dict[str, Change]] = {
         "too many": lambda x: (*x, *x),
         "fractions": lambda x: tuple(0.5 for _ in x),
     },
-    list: {"a number": lambda x: 3, "None among them": lambda x: [*x, None], "None": lambda x: None, "a tensor": lambda x: x[0]},
-    sp.Mask: {"True": lambda x: True, "a tensor": lambda x: torch.ones(2, 2), "text": lambda x: "causal"},
+    list: {
+        "a number": lambda x: 3,
+        "None among them": lambda x: [*x, None],
+        "None": lambda x: None,
+        "a tensor": lambda x: x[0],
+    },
+    sp.Mask: {
+        "True": lambda x: True,
+        "a tensor": lambda x: torch.ones(2, 2),
+        "text": lambda x: "causal",
+    },
     sp.Sharding: {
         "None": lambda x: None,
         "a number": lambda x: 3,
@@ -61,10 +80,18 @@ NEVER: dict[type, dict[str, Change]] = {
         "for more tokens": lambda x: sp.Sharding.contiguous(x.seq_len + x.size, x.size),
     },
     torch.dtype: {"text": str, "a number": lambda x: 3},
-    Path: {"a number": lambda x: 3, "a file": lambda x: Path(__file__), "below a file": lambda x: Path(__file__) / "model"},
+    Path: {
+        "a number": lambda x: 3,
+        "a file": lambda x: Path(__file__),
+        "below a file": lambda x: Path(__file__) / "model",
+    },
     LlamaConfig: {"None": lambda x: None, "a dict": LlamaConfig.to_dict},
     Sampling: {"a number": lambda x: 0.5, "text": str},
-    Plan: {"None": lambda x: None, "lengths": lambda x: x.lengths, "for more": lambda x: replace(x, packed=(*x.packed, ()))},
+    Plan: {
+        "None": lambda x: None,
+        "lengths": lambda x: x.lengths,
+        "for more": lambda x: replace(x, packed=(*x.packed, ())),
+    },
     torch.optim.Optimizer: {"None": lambda x: None, "its class": type},
     Callable: {"a number": lambda x: 3, "text": str},
 }
@@ -72,10 +99,14 @@ NEVER: dict[type, dict[str, Change]] = {
 
 SOMETIMES: dict[type, dict[str, Change]] = {
     Tensor: {
-        "another dtype": lambda x: x.detach().to(torch.float32 if x.dtype != torch.float32 else torch.float64),
+        "another dtype": lambda x: x.detach().to(
+            torch.float32 if x.dtype != torch.float32 else torch.float64
+        ),
         "longer at the end": lambda x: torch.cat([x.detach()] * 2, -1),
         "one dim more": lambda x: x.detach()[None],
-        "another gradient": lambda x: x.detach().requires_grad_(x.is_floating_point() and not x.requires_grad),
+        "another gradient": lambda x: x.detach().requires_grad_(
+            x.is_floating_point() and not x.requires_grad
+        ),
     },
     bool: {"the other": lambda x: not x},
     int: {"one more": lambda x: x + 1, "one less": lambda x: x - 1},
@@ -83,18 +114,29 @@ SOMETIMES: dict[type, dict[str, Change]] = {
     str: {"auto": lambda x: "auto", "ring": lambda x: "ring", "max": lambda x: "max"},
     tuple: {"None": lambda x: None, "in another order": lambda x: x[::-1]},
     list: {"one less": lambda x: x[:-1], "in another order": lambda x: x[::-1]},
-    sp.Mask: {"None": lambda x: None, "causal": lambda x: sp.Mask(causal=not x.causal), "a window": lambda x: sp.Mask(window=3)},
+    sp.Mask: {
+        "None": lambda x: None,
+        "causal": lambda x: sp.Mask(causal=not x.causal),
+        "a window": lambda x: sp.Mask(window=3),
+    },
     sp.Sharding: {
         "another layout": lambda x: sp.Sharding.striped(x.seq_len, x.size),
         "another start": lambda x: sp.Sharding.contiguous(x.seq_len, x.size, start=5),
     },
-    torch.dtype: {"None": lambda x: None, "another": lambda x: torch.float64 if x == torch.float32 else torch.float32},
+    torch.dtype: {
+        "None": lambda x: None,
+        "another": lambda x: torch.float64 if x == torch.float32 else torch.float32,
+    },
     Path: {"text": str, "another": lambda x: x.with_name("another")},
     LlamaConfig: {"a layer more": lambda x: replace(x, num_hidden_layers=x.num_hidden_layers + 1)},
     Sampling: {"None": lambda x: None, "another seed": lambda x: Sampling(1.0, seed=x.seed + 1)},
     Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
     torch.optim.Optimizer: {"None": lambda x: None},
-    Callable: {"None": lambda x: None, "gpipe": lambda x: gpipe, "contiguous": lambda x: sp.Sharding.contiguous},
+    Callable: {
+        "None": lambda x: None,
+        "gpipe": lambda x: gpipe,
+        "contiguous": lambda x: sp.Sharding.contiguous,
+    },
 }
 """Values that are valid for some calls, by the type of the one that is valid for all ranks."""
 
@@ -118,7 +160,11 @@ GIVEN_INSTEAD_OF_NONE = {
 ASKED = ("comm", "mesh", "model", "tensor", "data", "stages")
 """Parameters through which a rank asks the others. Without one it cannot tell them, so what it alone gives is its own error."""
 
-NEVER_ASKED: dict[str, Change] = {"None": lambda x: None, "a number": lambda x: 3, "text": lambda x: "ring"}
+NEVER_ASKED: dict[str, Change] = {
+    "None": lambda x: None,
+    "a number": lambda x: 3,
+    "text": lambda x: "ring",
+}
 
 UNCHECKED = {"(check)": "off", "(transport)": "host"}
 """Where collectives do not compare their arguments; a wait in shared memory would be a deadlock that only the watchdog sees."""
@@ -161,8 +207,14 @@ class Difference:
 
 def compared(subjects: Iterable[Subject]) -> list[Subject]:
     """Return the calls whose ranks compare their arguments."""
-    over_ranks = [subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) > 1]
-    return [subject for subject in over_ranks if not subject.alone and not subject.name.startswith(tuple(NOT_COMPARED))]
+    over_ranks = [
+        subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) > 1
+    ]
+    return [
+        subject
+        for subject in over_ranks
+        if not subject.alone and not subject.name.startswith(tuple(NOT_COMPARED))
+    ]
 
 
 def differences(subject: Subject, arguments: Values) -> Iterator[Difference]:
@@ -170,15 +222,21 @@ def differences(subject: Subject, arguments: Values) -> Iterator[Difference]:
     for parameter, value in arguments.items():
         sample = GIVEN_INSTEAD_OF_NONE.get(parameter) if value is None else value
         is_asked = parameter in ASKED
-        kind = next((kind for kind in NEVER if isinstance(sample, kind)), None)  # bool stands before int
-        tables = (NEVER_ASKED, {}) if is_asked else (NEVER[kind], SOMETIMES[kind]) if kind else ({}, {})
+        kind = next(
+            (kind for kind in NEVER if isinstance(sample, kind)), None
+        )  # bool stands before int
+        tables = (
+            (NEVER_ASKED, {}) if is_asked else (NEVER[kind], SOMETIMES[kind]) if kind else ({}, {})
+        )
         for is_valid, table in zip((False, True), tables, strict=True):
             for name, change in table.items():
                 if (value is None and name == "None") or f"{parameter}={name}" in subject.allowed:
                     continue
                 for everywhere in (False, True) if not is_valid else (False,):
                     changed = functools.partial(_changed, change, sample)
-                    yield Difference(parameter, name, changed, is_valid, everywhere, everywhere or not is_asked)
+                    yield Difference(
+                        parameter, name, changed, is_valid, everywhere, everywhere or not is_asked
+                    )
 
 
 def _changed(change: Change, sample: Any, value: Any) -> Any:
@@ -198,7 +256,9 @@ def answer(subject: Subject, drawn: Values, difference: Difference, comm: Any) -
 def outcome(call: Call, difference: Difference, comm: Any) -> str:
     """Return as `answer`, inside of the mesh."""
     if difference.everywhere or comm.rank == comm.size - 1:
-        call.arguments[difference.parameter] = difference.change(call.arguments[difference.parameter])
+        call.arguments[difference.parameter] = difference.change(
+            call.arguments[difference.parameter]
+        )
     try:
         result = finished(call())
     except REFUSALS as error:
@@ -261,10 +321,14 @@ def known_of(subject: Subject) -> list[Difference]:
 def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
     """Make the call once for each difference; every rank of a communicator calls this.
 
-    Refused calls are made one after the other on the same ranks, and then one without a difference: nothing is left of them.
+    Refused calls are made one after the other on the same ranks, and then one without a difference:
+    nothing is left of them.
     """
     with subject.prepare(comm, drawn) as call:
-        given, told = call.arguments, [difference for difference in known(subject, call) if difference.is_told]
+        given, told = (
+            call.arguments,
+            [difference for difference in known(subject, call) if difference.is_told],
+        )
         for difference in told:
             if not difference.is_valid:
                 call.arguments = dict(given)
@@ -284,14 +348,23 @@ def unchecked(subject: Subject, difference: Difference) -> str:
     """
     drawn = subject.draw(subject.base | UNCHECKED, 1)
     try:
-        answers = run_threads(subject.ranks(drawn), functools.partial(judged, subject, drawn, difference), timeout=60)
+        answers = run_threads(
+            subject.ranks(drawn), functools.partial(judged, subject, drawn, difference), timeout=60
+        )
     except ThreadsHung as error:
         return f"{difference}, unchecked: {str(error).splitlines()[0]}"
     except RankFailure:  # an error, or the report of a deadlock
         return ""
-    if any(answer and not answer.startswith("wrong") for answer in answers) or difference.name in subject.own_results:
+    if (
+        any(answer and not answer.startswith("wrong") for answer in answers)
+        or difference.name in subject.own_results
+    ):
         return ""
-    wrong = difference.name if not difference.is_valid and not any(answers) else next(filter(None, answers), "")
+    wrong = (
+        difference.name
+        if not difference.is_valid and not any(answers)
+        else next(filter(None, answers), "")
+    )
     return f"{difference}, unchecked: {wrong}" if wrong else ""
 
 
@@ -299,12 +372,15 @@ def every_difference(subject: Subject) -> dict[str, Any]:
     """Try every difference of a call, compared and with `check="off"`, on threads.
 
     Returns:
-        How many arguments it has, in how many situations they differed, and the faults; of other calls zeros.
+        How many arguments it has, in how many situations they differed, and the faults; of other
+        calls zeros.
     """
     if not compared([subject]):
         return {"arguments": 0, "compared": 0, "unchecked": 0, "faults": []}
     every, drawn = known_of(subject), subject.draw(subject.base, 1)
-    found = run_threads(subject.ranks(drawn), lambda comm: list(faults(subject, drawn, comm)), timeout=600)[0]
+    found = run_threads(
+        subject.ranks(drawn), lambda comm: list(faults(subject, drawn, comm)), timeout=600
+    )[0]
     off = [unchecked(subject, difference) for difference in every if "(check)" in subject.factors]
     return {
         "arguments": len({difference.parameter for difference in every}),

@@ -16,7 +16,9 @@ from domains.collectives import DTYPES, MEMORIES, in_memory
 from domains.declared import Call, Parts, Subject, Values, spans, values
 
 
-def pure(name: str, factors: dict[str, Parts], make: Callable[[Values], Call], *covers: str) -> Subject:
+def pure(
+    name: str, factors: dict[str, Parts], make: Callable[[Values], Call], *covers: str
+) -> Subject:
     """Return the subject of a function that knows no communicator."""
     return Subject(name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers)
 
@@ -69,7 +71,9 @@ def runs_of(drawn: Values) -> tuple[tuple[range, ...], ...]:
     return tuple(tuple(pieces[2 * rank : 2 * rank + 2]) for rank in range(size))
 
 
-def judge_made(wanted: list[list[int]], again: Callable[[], sp.Sharding], made: sp.Sharding) -> None:
+def judge_made(
+    wanted: list[list[int]], again: Callable[[], sp.Sharding], made: sp.Sharding
+) -> None:
     """Compare a sharding with the positions that every rank owns."""
     assert [made.positions(rank).tolist() for rank in range(len(wanted))] == wanted
     assert (made.size, made.seq_len) == (len(wanted), sum(map(len, wanted)))
@@ -85,7 +89,11 @@ def made_by(layout: str) -> Callable[[Values], Call]:
 
     def make(drawn: Values) -> Call:
         given = {name: drawn[name] for name in ("seq_len", "size", "start")}
-        return Call(function, given, lambda made: judge_made(owned(layout, **given), lambda: function(**given), made))
+        return Call(
+            function,
+            given,
+            lambda made: judge_made(owned(layout, **given), lambda: function(**given), made),
+        )
 
     return make
 
@@ -93,21 +101,29 @@ def made_by(layout: str) -> Callable[[Values], Call]:
 def from_positions(drawn: Values) -> Call:
     """Call `from_positions` with lists, tuples or ranges."""
     positions = dealt(drawn, ordered=drawn["positions"] == "ascending")
-    given = {"positions": tuple(map(tuple, positions)) if drawn["positions"] == "tuples" else positions}
+    given = {
+        "positions": tuple(map(tuple, positions)) if drawn["positions"] == "tuples" else positions
+    }
     function = sp.Sharding.from_positions
-    return Call(function, given, lambda made: judge_made(positions, lambda: function(**given), made))
+    return Call(
+        function, given, lambda made: judge_made(positions, lambda: function(**given), made)
+    )
 
 
 def from_segments(drawn: Values) -> Call:
     """Call `Sharding` itself."""
     given = {"segments": runs_of(drawn)}
     wanted = [[p for piece in pieces for p in piece] for pieces in given["segments"]]
-    return Call(sp.Sharding, given, lambda made: judge_made(wanted, lambda: sp.Sharding(**given), made))
+    return Call(
+        sp.Sharding, given, lambda made: judge_made(wanted, lambda: sp.Sharding(**given), made)
+    )
 
 
 MADE: dict[str, Callable[[Values], sp.Sharding]] = {
     **{
-        layout: lambda v, layout=layout: getattr(sp.Sharding, layout)(v["seq_len"], v["size"], v["start"])
+        layout: lambda v, layout=layout: getattr(sp.Sharding, layout)(
+            v["seq_len"], v["size"], v["start"]
+        )
         for layout in ("zigzag", "contiguous", "striped")
     },
     "dealt": lambda v: sp.Sharding.from_positions(dealt(v)),
@@ -182,19 +198,27 @@ DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] =
     ),
     "sort_segments": (
         ("gathered", "dim"),
-        lambda o, a: a["gathered"].index_select(a["dim"], torch.tensor(o.in_order, dtype=torch.int64)),
+        lambda o, a: a["gathered"].index_select(
+            a["dim"], torch.tensor(o.in_order, dtype=torch.int64)
+        ),
     ),
     "unsort_segments": (
         ("x", "dim"),
-        lambda o, a: a["x"].index_select(a["dim"], torch.tensor(o.in_order, dtype=torch.int64).argsort()),
+        lambda o, a: a["x"].index_select(
+            a["dim"], torch.tensor(o.in_order, dtype=torch.int64).argsort()
+        ),
     ),
     "shard": (
         ("x", "rank", "dim"),
-        lambda o, a: a["x"].index_select(a["dim"], places(o.gathered).split(list(o.sharding.lengths))[a["rank"]]),
+        lambda o, a: a["x"].index_select(
+            a["dim"], places(o.gathered).split(list(o.sharding.lengths))[a["rank"]]
+        ),
     ),
     "unshard": (
         ("shards", "dim"),
-        lambda o, a: torch.cat(a["shards"], a["dim"]).index_select(a["dim"], places(o.gathered).argsort()),
+        lambda o, a: torch.cat(a["shards"], a["dim"]).index_select(
+            a["dim"], places(o.gathered).argsort()
+        ),
     ),
     "restore": (
         ("gathered", "dim"),
@@ -213,7 +237,9 @@ def called(method: str) -> Callable[[Values], Call]:
         lengths = about.sharding.lengths
         given: Values = {name: drawn[name] for name in ("dim",) if name in names}
         if "rank" in names:
-            given["rank"] = {"first": 0, "last": len(lengths) - 1}.get(drawn["rank"], len(lengths) // 2)
+            given["rank"] = {"first": 0, "last": len(lengths) - 1}.get(
+                drawn["rank"], len(lengths) // 2
+            )
         if "groups" in names:
             ranks = list(range(len(lengths)))
             given["groups"] = {"one": [ranks], "each alone": [[rank] for rank in ranks]}.get(
@@ -255,7 +281,11 @@ def method_factors(method: str) -> dict[str, Parts]:
         "x.memory": values(*MEMORIES),
     }
     found = SPANS | {"(sharding)": values(*MADE)} | (held if tensor else {})
-    return found | ({tensor: values("drawn")} if tensor else {}) | {name: own[name] for name in own if name in names}
+    return (
+        found
+        | ({tensor: values("drawn")} if tensor else {})
+        | {name: own[name] for name in own if name in names}
+    )
 
 
 SUBJECTS = [
@@ -265,6 +295,9 @@ SUBJECTS = [
         SPANS | {"positions": values("ascending", "any order", "tuples")},
         from_positions,
     ),
-    *(pure(f"Sharding.{layout}", SPANS, made_by(layout)) for layout in ("contiguous", "zigzag", "striped")),
+    *(
+        pure(f"Sharding.{layout}", SPANS, made_by(layout))
+        for layout in ("contiguous", "zigzag", "striped")
+    ),
     *(pure(f"Sharding.{method}", method_factors(method), called(method)) for method in DEFINITIONS),
 ]

@@ -25,13 +25,32 @@ from torch import Tensor
 import sp_core as sp
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.models import ARCHITECTURE, DTYPES, FEW_CALLS, SCHEMES, SMALL, architecture, case_of, meshes
+from domains.models import (
+    ARCHITECTURE,
+    DTYPES,
+    FEW_CALLS,
+    SCHEMES,
+    SMALL,
+    architecture,
+    case_of,
+    meshes,
+)
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.testing import run_threads
 
-AXES = ("ring, ulysses", "tp", "pp", "dp", "ring, tp", "pp, tp", "dp, pp", "pp, ring, tp", "tp, ulysses, pp")
+AXES = (
+    "ring, ulysses",
+    "tp",
+    "pp",
+    "dp",
+    "ring, tp",
+    "pp, tp",
+    "dp, pp",
+    "pp, ring, tp",
+    "tp, ulysses, pp",
+)
 UNSTAGED = ("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring")
 MADE: dict[str, Parts] = {
     "dtype": values(*(getattr(torch, name) for name in DTYPES)),
@@ -63,7 +82,9 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
         assert torch.equal(parameter, part.to(parameter.dtype)), name
     layers = {int(name.split(".")[1]) for name in held if name.startswith("layers.")}
     assert layers == set(model.own)
-    assert ("embed_tokens.weight" in held) == (model.is_first or (model.is_last and model.config.tie_word_embeddings))
+    assert ("embed_tokens.weight" in held) == (
+        model.is_first or (model.is_last and model.config.tie_word_embeddings)
+    )
     assert ("norm.weight" in held) == model.is_last
 
 
@@ -71,13 +92,21 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
 def created(comm: Any, drawn: Values) -> Iterator[Call]:
     """A model with random weights."""
     with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        given = {"config": case_of(drawn).config, "mesh": mesh, **{name: drawn[name] for name in ("seed", *MADE)}}
+        given = {
+            "config": case_of(drawn).config,
+            "mesh": mesh,
+            **{name: drawn[name] for name in ("seed", *MADE)},
+        }
         yield Call(create, given, partial(judge_created, given))
 
 
 def judge_created(given: Values, model: Llama) -> None:
     """Compare the weights with those of one rank alone, and those with their distribution."""
-    assert (model.config, model.dtype, model.tp_sp) == (given["config"], given["dtype"], given["tp_sp"])
+    assert (model.config, model.dtype, model.tp_sp) == (
+        given["config"],
+        given["dtype"],
+        given["tp_sp"],
+    )
     key = ("create", repr(given["config"]), given["seed"])
     whole = once(key, lambda: run_threads(1, partial(alone, given["config"], given["seed"]))[0])
     check_parts(model, whole)
@@ -97,13 +126,18 @@ def alone(config: LlamaConfig, seed: int, comm: Any) -> dict[str, Tensor]:
 
 def written(case: Case, folder: Path, drawn: Values) -> dict[str, Tensor]:
     """Write a folder as other programs write it, and return its tensors."""
-    tensors = {name: x.to(getattr(torch, case.dtype)).contiguous() for name, x in models.weights_of(case).items()}
+    tensors = {
+        name: x.to(getattr(torch, case.dtype)).contiguous()
+        for name, x in models.weights_of(case).items()
+    }
     if drawn["folder.dtypes"] == "two":
         other = torch.float32 if case.dtype == "float64" else torch.float64
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(other)
     if drawn["folder.more"] == "angles and a tied head":
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-        tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()} if case.tied else {}
+        tensors |= (
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()} if case.tied else {}
+        )
     (folder / "config.json").write_text(json.dumps(case.config.to_dict()))
     count = {"one": 1, "two": 2, "one a tensor": len(tensors)}[drawn["folder.files"]]
     names = [f"part-{number}.safetensors" for number in range(count)] if count > 1 else [WEIGHTS]
@@ -130,7 +164,11 @@ def loaded(comm: Any, drawn: Values) -> Iterator[Call]:
     case = case_of(drawn, drawn["folder.dtype"])
     with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
-        given = {"folder": drawn["folder.type"](folder), "mesh": mesh, **{name: drawn[name] for name in MADE}}
+        given = {
+            "folder": drawn["folder.type"](folder),
+            "mesh": mesh,
+            **{name: drawn[name] for name in MADE},
+        }
         yield Call(load, given, partial(judge_loaded, case, given, tensors))
 
 
@@ -143,7 +181,9 @@ def judge_loaded(case: Case, given: Values, tensors: dict[str, Tensor], model: L
 
 READ: dict[str, Parts] = {
     "name": values(
-        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"), "model.embed_tokens.weight", "model.norm.weight"
+        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"),
+        "model.embed_tokens.weight",
+        "model.norm.weight",
     ),
     "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
     "rank": spans((0, 0), (1, 3)),
@@ -160,9 +200,14 @@ def read(comm: Any, drawn: Values) -> Iterator[Call]:
         checkpoint = Checkpoint(drawn["folder.type"](folder))
         (folder / "other").mkdir()
         written(replace(case, layers=case.layers + 1), folder / "other", drawn)
-        shape, dim = tensors[drawn["name"]].shape, 0 if drawn["placement"] == "pieces of rows" else -1
+        shape, dim = (
+            tensors[drawn["name"]].shape,
+            0 if drawn["placement"] == "pieces of rows" else -1,
+        )
         cuts = sorted(chance.randint(0, shape[dim]) for _ in range(8))
-        pieces = tuple((range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True))
+        pieces = tuple(
+            (range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True)
+        )
         size = drawn["rank"] + 1
         placements = {
             "replicated": Placement.replicated(shape, size),
@@ -170,18 +215,27 @@ def read(comm: Any, drawn: Values) -> Iterator[Call]:
             "pieces of rows": Placement(shape, 0, pieces * size),
             "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
         }
-        given = {"name": drawn["name"], "placement": placements[drawn["placement"]], "rank": drawn["rank"]}
+        given = {
+            "name": drawn["name"],
+            "placement": placements[drawn["placement"]],
+            "rank": drawn["rank"],
+        }
         yield Call(checkpoint.read, given, partial(judge_read, checkpoint, tensors, given))
 
 
-def judge_read(checkpoint: Checkpoint, tensors: dict[str, Tensor], given: Values, part: Tensor) -> None:
+def judge_read(
+    checkpoint: Checkpoint, tensors: dict[str, Tensor], given: Values, part: Tensor
+) -> None:
     """Compare the part, and what is told of all tensors."""
     assert torch.equal(part, given["placement"].take(tensors[given["name"]], given["rank"]))
     assert sorted(checkpoint.names) == sorted(tensors)
     assert {name: (checkpoint.shape(name), checkpoint.dtype(name)) for name in tensors} == {
         name: (tuple(x.shape), x.dtype) for name, x in tensors.items()
     }
-    again, other = (Checkpoint(folder).fingerprint() for folder in (checkpoint.folder, checkpoint.folder / "other"))
+    again, other = (
+        Checkpoint(folder).fingerprint()
+        for folder in (checkpoint.folder, checkpoint.folder / "other")
+    )
     assert again == checkpoint.fingerprint() != other
 
 
@@ -224,9 +278,17 @@ def judge_saved(case: Case, target: Path, given: Values) -> None:
         assert limit is None or len(tensors) == 1 or sizes[number] <= limit
         assert not found.keys() & tensors.keys()
         found |= tensors
-    assert limit is None or all(a + b > limit for a, b in pairwise(sizes)) or len(files) == 1 or limit > 1
+    assert (
+        limit is None
+        or all(a + b > limit for a, b in pairwise(sizes))
+        or len(files) == 1
+        or limit > 1
+    )
     assert found.keys() == weights.keys()
-    assert all(torch.equal(x, weights[name].to(x.dtype)) and x.dtype == getattr(torch, case.dtype) for name, x in found.items())
+    assert all(
+        torch.equal(x, weights[name].to(x.dtype)) and x.dtype == getattr(torch, case.dtype)
+        for name, x in found.items()
+    )
     assert LlamaConfig.from_dict(json.loads((target / "config.json").read_text())) == case.config
     texts = [path.read_text() for path in target.glob("tokenizer.json")]
     assert texts == ([] if given["tokenizer"] is None else [given["tokenizer"].to_str(pretty=True)])
@@ -265,14 +327,23 @@ WITHOUT_CALLS = {name: parts for name, parts in FEW_CALLS.items() if name != "(c
 SUBJECTS = [
     Subject(
         "llama.create",
-        architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]}) | meshes(*AXES) | MADE | {"seed": SEEDS} | FEW_CALLS,
+        architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]})
+        | meshes(*AXES)
+        | MADE
+        | {"seed": SEEDS}
+        | FEW_CALLS,
         created,
         models.ranks,
         allowed=("seed=far out",),
     ),
     Subject(
         "llama.load",
-        architecture("folder", SMALL) | FOLDER | meshes(*AXES) | MADE | {"dtype": DTYPE_OR_FILE} | FEW_CALLS,
+        architecture("folder", SMALL)
+        | FOLDER
+        | meshes(*AXES)
+        | MADE
+        | {"dtype": DTYPE_OR_FILE}
+        | FEW_CALLS,
         loaded,
         models.ranks,
     ),
@@ -281,11 +352,16 @@ SUBJECTS = [
         architecture("folder", SMALL) | FOLDER | READ,
         read,
         lambda drawn: 1,
-        covers=tuple(f"llama.Checkpoint{name}" for name in ("", ".shape", ".dtype", ".fingerprint")),
+        covers=tuple(
+            f"llama.Checkpoint{name}" for name in ("", ".shape", ".dtype", ".fingerprint")
+        ),
     ),
     Subject(
         "llama.save",
-        architecture("model", SMALL | {"dtype": values(*DTYPES)}) | meshes(*UNSTAGED) | SAVED | WITHOUT_CALLS,
+        architecture("model", SMALL | {"dtype": values(*DTYPES)})
+        | meshes(*UNSTAGED)
+        | SAVED
+        | WITHOUT_CALLS,
         saved,
         models.ranks,
         allowed=("max_file_bytes=far out",),
@@ -297,7 +373,8 @@ SUBJECTS = [
         models.ranks,
         covers=("llama.Grid",),
         outside=dict.fromkeys(
-            ("tensor", "sequence", "stages", "replicas", "data", "model", "everyone", "attention"), "`Grid.of` makes it"
+            ("tensor", "sequence", "stages", "replicas", "data", "model", "everyone", "attention"),
+            "`Grid.of` makes it",
         ),
     ),
 ]

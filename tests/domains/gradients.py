@@ -21,7 +21,11 @@ from domains.situations import SITUATIONS
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing.tolerance import bound, check_close
 
-KINDS = {"one": ("float64",), "two": ("float32", "bfloat16"), "three": ("float64", "float16", "float32")}
+KINDS = {
+    "one": ("float64",),
+    "two": ("float32", "bfloat16"),
+    "three": ("float64", "float16", "float32"),
+}
 
 
 class Parameters:
@@ -33,10 +37,20 @@ class Parameters:
         for number in range(drawn["parameters.number"]):
             shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(1, 3)))
             dim = chance.randrange(len(shape))
-            kind = chance.choice(list(HELD)) if drawn["parameters.held"] == "any" else drawn["parameters.held"]
+            kind = (
+                chance.choice(list(HELD))
+                if drawn["parameters.held"] == "any"
+                else drawn["parameters.held"]
+            )
             held = HELD[kind](chance, shape[dim], tensor.size)
             self.placements.append(
-                Placement(shape, dim, held, drawn["parameters.partial"] and number % 2 == 0, self.is_copy(number))
+                Placement(
+                    shape,
+                    dim,
+                    held,
+                    drawn["parameters.partial"] and number % 2 == 0,
+                    self.is_copy(number),
+                )
             )
         self.list = [self.parameter(number) for number in range(len(self.placements))]
 
@@ -47,7 +61,9 @@ class Parameters:
     def whole(self, number: int, *key: int, stage: int = 0) -> Tensor:
         """Return a gradient of the whole parameter, as small whole numbers."""
         seed = hash((self.drawn["seed"], number, stage * (number % 3 != 0), *key)) % 2**60
-        whole = torch.randint(-4, 5, self.placements[number].shape, generator=torch.Generator().manual_seed(seed))
+        whole = torch.randint(
+            -4, 5, self.placements[number].shape, generator=torch.Generator().manual_seed(seed)
+        )
         kinds = KINDS[self.drawn["parameters.dtypes"]]
         return whole.to(DTYPES[kinds[number % len(kinds)]]) * self.drawn["parameters.magnitude"]
 
@@ -59,15 +75,26 @@ class Parameters:
     def gradient(self, number: int, data: int, tensor: int) -> Tensor | None:
         """Return the gradient that the backward of a rank has left, or None where it has left none.
 
-        Ranks of the tensor axis have parts of a sum if the placement is partial; otherwise they agree.
+        Ranks of the tensor axis have parts of a sum if the placement is partial; otherwise they
+        agree.
         """
         own = (tensor,) if self.placements[number].partial else ()
-        missing = {"none": False, "some": number % 2 == 1, "some on a rank": sum((number, data, *own)) % 2 == 1}
-        return None if missing[self.drawn["parameters.missing"]] else self.part(number, self.whole(number, data, *own), tensor)
+        missing = {
+            "none": False,
+            "some": number % 2 == 1,
+            "some on a rank": sum((number, data, *own)) % 2 == 1,
+        }
+        return (
+            None
+            if missing[self.drawn["parameters.missing"]]
+            else self.part(number, self.whole(number, data, *own), tensor)
+        )
 
     def parameter(self, number: int) -> nn.Parameter:
         """Return a parameter without a gradient."""
-        mine = in_memory(self.part(number, self.whole(number), self.tensor.rank), self.drawn["parameters.memory"])
+        mine = in_memory(
+            self.part(number, self.whole(number), self.tensor.rank), self.drawn["parameters.memory"]
+        )
         learns = self.drawn["parameters.frozen"] == "none" or number % 2 == 0
         return place(nn.Parameter(mine.detach(), requires_grad=learns), self.placements[number])
 
@@ -78,7 +105,9 @@ class Parameters:
 
     def given(self) -> Any:
         """Return the parameters in what they are passed in."""
-        return {"list": list, "tuple": tuple, "generator": iter}[self.drawn["parameters"]](self.list)
+        return {"list": list, "tuple": tuple, "generator": iter}[self.drawn["parameters"]](
+            self.list
+        )
 
     def reduced(self, number: int, data: int) -> Tensor:
         """Return the gradient of this rank, summed over those who have a part of it."""
@@ -86,22 +115,36 @@ class Parameters:
 
         def over_data(tensor: int) -> Tensor:
             found = [self.gradient(number, rank, tensor) for rank in range(data)]
-            return total([torch.zeros_like(self.part(number, self.whole(number), tensor)) if x is None else x for x in found])
+            return total(
+                [
+                    torch.zeros_like(self.part(number, self.whole(number), tensor))
+                    if x is None
+                    else x
+                    for x in found
+                ]
+            )
 
         if not placement.partial:
             return over_data(self.tensor.rank)
         nothing = torch.zeros_like(self.whole(number))
-        wholes = [nothing.index_copy(placement.dim, indices(placement.held, rank), over_data(rank)) for rank in ranks]
+        wholes = [
+            nothing.index_copy(placement.dim, indices(placement.held, rank), over_data(rank))
+            for rank in ranks
+        ]
         return self.part(number, total(wholes), self.tensor.rank)
 
 
 @contextmanager
 def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
     """Gradients on two axes of a mesh; every call finds them as the backward has left them."""
-    with situations.opened(comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("data", "tensor")}) as mesh:
+    with situations.opened(
+        comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("data", "tensor")}
+    ) as mesh:
         data, tensor = mesh["data"], mesh["tensor"]
         case = Parameters(drawn | {"parameters.magnitude": 1}, tensor)
-        gradients = [case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))]
+        gradients = [
+            case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))
+        ]
 
         def function(**named: Any) -> None:
             again = {"parameters": case.given()} if drawn["parameters"] == "generator" else {}
@@ -111,9 +154,14 @@ def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
         def judge(result: None) -> None:
             assert result is None
             for number, (parameter, before) in enumerate(zip(case.list, gradients, strict=True)):
-                assert parameter.grad is not None or (before is None and not parameter.requires_grad)
+                assert parameter.grad is not None or (
+                    before is None and not parameter.requires_grad
+                )
                 if parameter.grad is not None:
-                    same(parameter.grad, case.reduced(number, data.size) if parameter.requires_grad else before)
+                    same(
+                        parameter.grad,
+                        case.reduced(number, data.size) if parameter.requires_grad else before,
+                    )
 
         yield Call(function, {"parameters": case.given(), "data": data, "tensor": tensor}, judge)
 
@@ -121,12 +169,17 @@ def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
 @contextmanager
 def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
     """Reduced gradients on the tensor axis, and on that of the pipeline stages."""
-    with situations.opened(comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("stages", "tensor")}) as mesh:
+    with situations.opened(
+        comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("stages", "tensor")}
+    ) as mesh:
         stages, tensor = mesh["stages"], mesh["tensor"]
         case = Parameters(drawn, tensor, stages.rank)
         wholes = [case.whole(number, stage=stages.rank) for number in range(len(case.list))]
         parts = [case.part(number, whole, tensor.rank) for number, whole in enumerate(wholes)]
-        gradients = [None if drawn["parameters.missing"] != "none" and number % 2 else x for number, x in enumerate(parts)]
+        gradients = [
+            None if drawn["parameters.missing"] != "none" and number % 2 else x
+            for number, x in enumerate(parts)
+        ]
         every = (
             case.whole(number, stage=stage).double()
             for stage in range(stages.size)
@@ -134,8 +187,17 @@ def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
             if grad is not None and (stage == 0 or number % 3)
         )
         norm = math.sqrt(math.fsum(float(whole.square().sum()) for whole in every))
-        most = {"above": 2 * norm + 1, "below": norm / 4 or 1.0, "infinity": math.inf, "a whole number": 3}[drawn["max_norm"]]
-        given = {"max_norm": most, "tensor": tensor, "stages": stages if drawn["stages"] == "given" else None}
+        most = {
+            "above": 2 * norm + 1,
+            "below": norm / 4 or 1.0,
+            "infinity": math.inf,
+            "a whole number": 3,
+        }[drawn["max_norm"]]
+        given = {
+            "max_norm": most,
+            "tensor": tensor,
+            "stages": stages if drawn["stages"] == "given" else None,
+        }
 
         def function(**named: Any) -> float:
             again = {"parameters": case.given()} if drawn["parameters"] == "generator" else {}
@@ -146,11 +208,18 @@ def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
             assert math.isclose(found, norm, rel_tol=1e-14)
             for parameter, before in zip(case.list, gradients, strict=True):
                 if before is None or norm <= most:
-                    assert parameter.grad is None if before is None else torch.equal(parameter.grad, before)
+                    assert (
+                        parameter.grad is None
+                        if before is None
+                        else torch.equal(parameter.grad, before)
+                    )
                 else:
                     wanted = before.double() * (most / norm)
                     check_close(
-                        "clipped", parameter.grad, wanted, bound(wanted.abs() + torch.finfo(before.dtype).tiny, before.dtype)
+                        "clipped",
+                        parameter.grad,
+                        wanted,
+                        bound(wanted.abs() + torch.finfo(before.dtype).tiny, before.dtype),
                     )
 
         yield Call(function, {"parameters": case.given(), **given}, judge)
@@ -169,7 +238,10 @@ OVER_RANKS: dict[str, Parts] = {
 }
 REDUCED = {"data.size": spans((2, 2), (1, 1), (3, 3))}
 CLIPPED: dict[str, Parts] = {
-    "stages.size": {"1": lambda c, v: 1, "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1},
+    "stages.size": {
+        "1": lambda c, v: 1,
+        "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1,
+    },
     "parameters.magnitude": values(1, 1e-3, 1e4),
     "max_norm": values("below", "above", "infinity", "a whole number"),
 }

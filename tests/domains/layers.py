@@ -88,7 +88,9 @@ class Kind:
         given = {name: drawn[name] for name in self.names if drawn[name] != "default"}
         dtype = drawn["dtype"] and getattr(torch, drawn["dtype"])
         return (
-            given | ({} if drawn["device"] is None else {"device": drawn["device"]}) | ({} if dtype is None else {"dtype": dtype})
+            given
+            | ({} if drawn["device"] is None else {"device": drawn["device"]})
+            | ({} if dtype is None else {"dtype": dtype})
         )
 
 
@@ -119,17 +121,28 @@ class Problem:
         mine = self.sharding.shard(whole, self.group.rank, 1)
         dims = {"two": lambda: mine.flatten(0, 1), "four": lambda: mine.unsqueeze(2)}
         mine = dims.get(self.drawn["x.dims"], lambda: mine)()
-        return in_memory(mine.to(self.group.device), memory).detach().clone(memory_format=torch.preserve_format)
+        return (
+            in_memory(mine.to(self.group.device), memory)
+            .detach()
+            .clone(memory_format=torch.preserve_format)
+        )
 
     def fill(self, layer: nn.Module) -> nn.Module:
         """Give weights of their own to a layer; some do not learn, some have another dtype."""
         for n, weight in enumerate(layer.parameters()):
             size = min(0.5, weight.shape[-1] ** -0.5)
-            weight.data = numeric.normal(self.drawn["seed"] + 7 + n, weight.shape, "float64").to(weight.dtype) * size
+            weight.data = (
+                numeric.normal(self.drawn["seed"] + 7 + n, weight.shape, "float64").to(weight.dtype)
+                * size
+            )
             frozen = self.drawn["(frozen)"]
-            weight.requires_grad_(frozen == "no weight" or (frozen == "some" and (n + self.drawn["seed"]) % 2 == 0))
+            weight.requires_grad_(
+                frozen == "no weight" or (frozen == "some" and (n + self.drawn["seed"]) % 2 == 0)
+            )
         if self.drawn["(autocast)"] == "weights of two dtypes":
-            for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)][::2]:
+            for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)][
+                ::2
+            ]:
                 linear.to(precision(self.drawn))
         return layer.train(self.drawn.get("(training)", True)).to(self.group.device)
 
@@ -141,12 +154,21 @@ class Problem:
             "mask": self.drawn.get("(call mask)"),
             "seed": self.drawn.get("seed.value"),
         }
-        return {name: known[name] for name in self.kind.takes if name in ("x", "sharding") or known[name] is not None}
+        return {
+            name: known[name]
+            for name in self.kind.takes
+            if name in ("x", "sharding") or known[name] is not None
+        }
 
     def forward(self, layer: nn.Module, mode: str, **given: Any) -> Tensor:
         """Call a layer in the mode that was drawn."""
         lower = precision(self.drawn)
-        with MODES[mode](), torch.autocast("cpu", lower, enabled=self.drawn["(autocast)"] != "off" and lower.itemsize == 2):
+        with (
+            MODES[mode](),
+            torch.autocast(
+                "cpu", lower, enabled=self.drawn["(autocast)"] != "off" and lower.itemsize == 2
+            ),
+        ):
             out: Tensor = layer(**given)
         return out
 
@@ -163,7 +185,9 @@ class Problem:
 
     def compare(self, layer: nn.Module, found: Mapping[str, Tensor]) -> None:
         """Compare with the reference on the tokens of all ranks."""
-        weights = {name: weight.detach().double().cpu() for name, weight in layer.named_parameters()}
+        weights = {
+            name: weight.detach().double().cpu() for name, weight in layer.named_parameters()
+        }
         wanted = self.expected(weights)
         for name, actual in found.items():
             value, scale = wanted.values[name], wanted.scales[name]
@@ -172,23 +196,47 @@ class Problem:
                 actual = actual.reshape(value.shape)
             kind = name if name in ("out", "x") else "weights"
             told = f"{type(layer).__name__} {kind}"
-            record_ratio(told, check_close(f"{told} {name}", actual.detach().cpu(), value, bound(scale, precision(self.drawn))))
+            record_ratio(
+                told,
+                check_close(
+                    f"{told} {name}",
+                    actual.detach().cpu(),
+                    value,
+                    bound(scale, precision(self.drawn)),
+                ),
+            )
 
     def expected(self, weights: Weights) -> reference.BlockReference:
         """Return values and error scales by name."""
-        positions = torch.cat([self.sharding.positions(rank) for rank in range(self.group.size)]).sort().values
+        positions = (
+            torch.cat([self.sharding.positions(rank) for rank in range(self.group.size)])
+            .sort()
+            .values
+        )
 
         def run(rounding: Any, x: Tensor, grad: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
             leaves = [t.detach().requires_grad_() for t in (x, *held)]
             named = dict(zip(weights, leaves[1:], strict=True))
-            out = self.kind.definition(leaves[0], named, self.drawn, positions, rounding) if x.numel() else 0 * leaves[0]
-            return out.detach(), *torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
+            out = (
+                self.kind.definition(leaves[0], named, self.drawn, positions, rounding)
+                if x.numel()
+                else 0 * leaves[0]
+            )
+            return out.detach(), *torch.autograd.grad(
+                out, leaves, grad, allow_unused=True, materialize_grads=True
+            )
 
         tensors = (self.whole.double(), self.grad.double(), *weights.values())
-        key = (self.kind.made.__name__, repr(sorted(self.drawn.items(), key=str)), contents(*tensors))
+        key = (
+            self.kind.made.__name__,
+            repr(sorted(self.drawn.items(), key=str)),
+            contents(*tensors),
+        )
         values_, scales = once(key, lambda: reference.sensitivity(run, tensors))
         names = ("out", "x", *weights)
-        return reference.BlockReference(dict(zip(names, values_, strict=True)), dict(zip(names, scales, strict=True)))
+        return reference.BlockReference(
+            dict(zip(names, values_, strict=True)), dict(zip(names, scales, strict=True))
+        )
 
 
 @contextmanager
@@ -196,26 +244,38 @@ def on_ranks(kind: Kind, comm: Any, drawn: Values) -> Iterator[Call]:
     """Make a layer on one axis of a mesh; the call is that of the layer, or that of its constructor."""
     with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
         group = situations.group_of(mesh, drawn)
-        problem = Problem(kind, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group)
+        problem = Problem(
+            kind, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group
+        )
         given = kind.arguments(drawn) | {"comm": group}
         if drawn["(called)"] == "constructor":
 
             def judge(layer: nn.Module) -> None:
-                assert {weight.dtype for weight in layer.parameters()} == {given.get("dtype", torch.float32)}
+                assert {weight.dtype for weight in layer.parameters()} == {
+                    given.get("dtype", torch.float32)
+                }
                 problem.fill(layer)
                 problem.judge(layer, problem.forward(layer, drawn["(mode)"], **problem.given()))
 
             yield Call(kind.made, given, judge)
         else:
             layer = problem.fill(kind.made(**given))
-            yield Call(partial(problem.forward, layer, drawn["(mode)"]), problem.given(), partial(problem.judge, layer))
+            yield Call(
+                partial(problem.forward, layer, drawn["(mode)"]),
+                problem.given(),
+                partial(problem.judge, layer),
+            )
 
 
 def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
     """Layer norm, or root mean square norm if there is no bias."""
     eps = {} if drawn["eps"] == "default" else {"eps": drawn["eps"]}
     if "bias" in weights:
-        return rounding(reference.layer_norm(rounding(x), weights["weight"], weights["bias"], **eps, rounding=rounding))
+        return rounding(
+            reference.layer_norm(
+                rounding(x), weights["weight"], weights["bias"], **eps, rounding=rounding
+            )
+        )
     return rounding(reference.rms_norm(rounding(x), weights["weight"], **eps, rounding=rounding))
 
 
@@ -224,7 +284,15 @@ def fed_forward(x: Tensor, weights: Weights, _: Values, __: Tensor, rounding: An
     return rounding(reference.feed_forward(rounding(x), weights, rounding))
 
 
-NORM = COMMUNICATOR | TOKENS | {"x.dims": values("three", "two", "four"), "hidden": WIDTHS, "eps": values("default", 1e-3, 1.0)}
+NORM = (
+    COMMUNICATOR
+    | TOKENS
+    | {
+        "x.dims": values("three", "two", "four"),
+        "hidden": WIDTHS,
+        "eps": values("default", 1e-3, 1.0),
+    }
+)
 FORWARD = {
     "x.dims": values("three", "two", "four"),
     "hidden": WIDTHS,
@@ -247,7 +315,9 @@ SUBJECTS = [
     Subject(
         "FeedForward",
         COMMUNICATOR | TOKENS | FORWARD | COMMON | LOWER | SITUATIONS,
-        partial(on_ranks, Kind(sp.FeedForward, ("hidden", "ffn_hidden", "gated", "bias"), fed_forward)),
+        partial(
+            on_ranks, Kind(sp.FeedForward, ("hidden", "ffn_hidden", "gated", "bias"), fed_forward)
+        ),
         situations.ranks,
         ("FeedForward.forward",),
     ),

@@ -43,15 +43,21 @@ def on_one(chance: Random, drawn: Values, *, of: str) -> tuple[int, ...]:
 def whole_numbers(drawn: Values, key: int, *shape: int) -> Tensor:
     """Return small whole numbers."""
     generator = torch.Generator().manual_seed(31 * drawn["seed"] + key)
-    return torch.randint(-2, 3, shape, generator=generator).to(getattr(torch, drawn["linear.dtype"]))
+    return torch.randint(-2, 3, shape, generator=generator).to(
+        getattr(torch, drawn["linear.dtype"])
+    )
 
 
 def ordinary(drawn: Values) -> nn.Linear:
     """Return the whole layer as every rank holds it."""
     dtype = getattr(torch, drawn["linear.dtype"])
-    linear = nn.Linear(drawn["linear.in_features"], drawn["linear.out_features"], drawn["linear.bias"], dtype=dtype)
+    linear = nn.Linear(
+        drawn["linear.in_features"], drawn["linear.out_features"], drawn["linear.bias"], dtype=dtype
+    )
     for key, (name, parameter) in enumerate(linear.named_parameters()):
-        parameter.data = in_memory(whole_numbers(drawn, key, *parameter.shape), drawn["linear.memory"])
+        parameter.data = in_memory(
+            whole_numbers(drawn, key, *parameter.shape), drawn["linear.memory"]
+        )
         parameter.requires_grad_(drawn["linear.frozen"] not in (name, "all"))
     return linear
 
@@ -63,11 +69,15 @@ class Case:
         self.is_column = name == "ColumnParallelLinear"
         self.made: Any = getattr(sp, name)
         self.drawn, self.group, self.rank = drawn, group, group.rank
-        self.sharding = layers.sharding_of(drawn, group.size) if drawn["(tokens)"] == "split" else None
+        self.sharding = (
+            layers.sharding_of(drawn, group.size) if drawn["(tokens)"] == "split" else None
+        )
         self.linear = ordinary(drawn)
         self.sizes = list(drawn["sizes"] or split_sizes(drawn[SPLIT[name]], group.size))
         sharding = self.sharding or sp.Sharding.contiguous(drawn["x.seq_len"], 1)
-        self.gathered = places([int(p) for rank in range(sharding.size) for p in sharding.positions(rank)])
+        self.gathered = places(
+            [int(p) for rank in range(sharding.size) for p in sharding.positions(rank)]
+        )
         shape = (drawn["x.batch"], drawn["x.seq_len"])
         self.whole = whole_numbers(drawn, 5, *shape, drawn["linear.in_features"])
         self.grad = whole_numbers(drawn, 6, *shape, drawn["linear.out_features"])
@@ -76,7 +86,11 @@ class Case:
         if drawn["x.upstream"] == "expanded":
             self.grad = self.grad[..., :1].expand(self.grad.shape).clone()
         mine = self.tokens(self.whole) if self.is_column else self.features(self.whole)
-        self.x = in_memory(mine.to(group.device), drawn["x.memory"]).detach().requires_grad_(drawn["x.gradient"])
+        self.x = (
+            in_memory(mine.to(group.device), drawn["x.memory"])
+            .detach()
+            .requires_grad_(drawn["x.gradient"])
+        )
 
     def tokens(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens with all features."""
@@ -88,12 +102,22 @@ class Case:
 
     def made_of(self) -> Values:
         """Return the arguments of `from_linear`."""
-        return {"linear": self.linear, "comm": self.group, "sharding": self.sharding, "sizes": self.drawn["sizes"]}
+        return {
+            "linear": self.linear,
+            "comm": self.group,
+            "sharding": self.sharding,
+            "sizes": self.drawn["sizes"],
+        }
 
     def forward(self, layer: Parallel, mode: str, x: Tensor) -> Tensor:
         """Call a layer in the mode that was drawn."""
         lower = layers.precision(self.drawn | {"dtype": self.drawn["linear.dtype"]})
-        with MODES[mode](), torch.autocast("cpu", lower, enabled=self.drawn["(autocast)"] == "on" and lower.itemsize == 2):
+        with (
+            MODES[mode](),
+            torch.autocast(
+                "cpu", lower, enabled=self.drawn["(autocast)"] == "on" and lower.itemsize == 2
+            ),
+        ):
             out: Tensor = layer(x)
         return out
 
@@ -101,7 +125,8 @@ class Case:
         """Compare the result with that of the ordinary layer, then gradients, then the ordinary layer made of it."""
         x = self.whole.double().requires_grad_()
         weight, bias = (
-            (None if t is None else t.detach().double().requires_grad_()) for t in (self.linear.weight, self.linear.bias)
+            (None if t is None else t.detach().double().requires_grad_())
+            for t in (self.linear.weight, self.linear.bias)
         )
         whole = nn.functional.linear(x, weight, bias)
         take = self.features if self.is_column else self.tokens
@@ -112,11 +137,19 @@ class Case:
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         assert out.requires_grad == bool(leaves)
         upstream = in_memory(take(self.grad).to(out), self.drawn["x.upstream"])
-        grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), upstream), strict=True)) if leaves else {}
+        grads = (
+            dict(
+                zip(leaves, torch.autograd.grad(out, list(leaves.values()), upstream), strict=True)
+            )
+            if leaves
+            else {}
+        )
         wanted = dict(
             zip(
                 ("x", "weight", "bias"),
-                torch.autograd.grad(whole, [t for t in (x, weight, bias) if t is not None], self.grad.double()),
+                torch.autograd.grad(
+                    whole, [t for t in (x, weight, bias) if t is not None], self.grad.double()
+                ),
                 strict=False,
             )
         )
@@ -150,21 +183,39 @@ def on_ranks(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """Make a layer on one axis of a mesh; the call is that of the layer, or one that makes or unmakes it."""
     with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
         group = situations.group_of(mesh, drawn)
-        case = Case(name, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group)
+        case = Case(
+            name, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group
+        )
         if drawn["(called)"] in ("from_linear", "constructor"):
             function = case.made if drawn["(called)"] == "constructor" else case.made.from_linear
-            yield Call(function, case.made_of(), lambda layer: case.judge(layer, case.forward(layer, drawn["(mode)"], case.x)))
+            yield Call(
+                function,
+                case.made_of(),
+                lambda layer: case.judge(layer, case.forward(layer, drawn["(mode)"], case.x)),
+            )
             return
         layer = case.made.from_linear(**case.made_of())
         if drawn["(called)"] == "to_linear":
             yield Call(layer.to_linear, {}, case.judge_whole)
         else:
-            yield Call(partial(case.forward, layer, drawn["(mode)"]), {"x": case.x}, partial(case.judge, layer))
+            yield Call(
+                partial(case.forward, layer, drawn["(mode)"]),
+                {"x": case.x},
+                partial(case.judge, layer),
+            )
 
 
 LINEAR: dict[str, Parts] = {
     name: TOKENS[name]
-    for name in ("x.seq_len", "x.batch", "x.memory", "x.upstream", "x.gradient", "sharding.layout", "sharding.start")
+    for name in (
+        "x.seq_len",
+        "x.batch",
+        "x.memory",
+        "x.upstream",
+        "x.gradient",
+        "sharding.layout",
+        "sharding.start",
+    )
 } | {
     "(tokens)": values("split", "all on every rank"),
     "linear.in_features": spans((2, 9), (1, 1), (17, 40)),
@@ -182,7 +233,13 @@ SUBJECTS = [
         name,
         COMMUNICATOR
         | LINEAR
-        | {"sizes": {"default": lambda c, v: None, "uneven": partial(uneven, of=of), "on one rank": partial(on_one, of=of)}}
+        | {
+            "sizes": {
+                "default": lambda c, v: None,
+                "uneven": partial(uneven, of=of),
+                "on one rank": partial(on_one, of=of),
+            }
+        }
         | SITUATIONS,
         partial(on_ranks, name),
         situations.ranks,

@@ -18,11 +18,29 @@ from torch import Tensor
 import sp_core as sp
 from domains import models, situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.models import ARCHITECTURE, DTYPES, SCHEMES, SITUATIONS, Expected, architecture, case_of, meshes
+from domains.models import (
+    ARCHITECTURE,
+    DTYPES,
+    SCHEMES,
+    SITUATIONS,
+    Expected,
+    architecture,
+    case_of,
+    meshes,
+)
 from sp_core.llama import Llama
 from sp_core.nn.gradients import reduce_gradients
 
-AXES = ("ring, ulysses", "tp", "dp", "ulysses, ring", "ring, tp", "tp, ulysses", "dp, ring", "ring, tp, ulysses")
+AXES = (
+    "ring, ulysses",
+    "tp",
+    "dp",
+    "ulysses, ring",
+    "ring, tp",
+    "tp, ulysses",
+    "dp, ring",
+    "ring, tp, ulysses",
+)
 
 
 def boundaries(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
@@ -47,7 +65,11 @@ FORWARD: dict[str, Parts] = {
     "sharding.layout": values(*LAYOUTS, LISTED),
     "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
     "mask.causal": values(True, False),
-    "mask.window": {"none": lambda c, v: None, "1": lambda c, v: 1, "2 to 30": lambda c, v: c.randint(2, 30)},
+    "mask.window": {
+        "none": lambda c, v: None,
+        "1": lambda c, v: 1,
+        "2 to 30": lambda c, v: c.randint(2, 30),
+    },
     "mask.documents": documents(),
 }
 
@@ -58,9 +80,16 @@ def sharding_of(drawn: Values, size: int) -> sp.Sharding:
     return layout(drawn["tokens.seq_len"], size, drawn["sharding.start"])
 
 
-def expected(case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: sp.Mask) -> Expected:
+def expected(
+    case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: sp.Mask
+) -> Expected:
     """Logits, and the gradients of their product with `upstream`."""
-    seen = {"positions": positions, "causal": mask.causal, "window": mask.window, "documents": mask.documents}
+    seen = {
+        "positions": positions,
+        "causal": mask.causal,
+        "window": mask.window,
+        "documents": mask.documents,
+    }
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,7 +112,11 @@ def forward(comm: Any, drawn: Values) -> Iterator[Call]:
         sharding = sharding_of(drawn, model.grid.sequence.size)
         whole = case.tokens(drawn["tokens.batch"], drawn["tokens.seq_len"])
         mask = sp.Mask(drawn["mask.causal"], drawn["mask.window"], drawn["mask.documents"])
-        given = {"tokens": own(model, sharding, whole).to(mesh.device), "sharding": sharding, "mask": mask}
+        given = {
+            "tokens": own(model, sharding, whole).to(mesh.device),
+            "sharding": sharding,
+            "mask": mask,
+        }
         yield Call(model, given, partial(judge, case, model, whole, given, drawn))
 
 
@@ -93,14 +126,22 @@ def own(model: Llama, sharding: sp.Sharding, x: Tensor) -> Tensor:
     return sharding.shard(x.tensor_split(replicas.size)[replicas.rank], model.grid.sequence.rank, 1)
 
 
-def judge(case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values, logits: Tensor) -> None:
+def judge(
+    case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values, logits: Tensor
+) -> None:
     """Compare this rank's logits, and the gradients of all of its weights."""
     random = torch.Generator().manual_seed(drawn["seed"])
-    upstream = torch.randn(*whole.shape, case.vocab, generator=random, dtype=torch.float64).to(logits.dtype).double()
+    upstream = (
+        torch.randn(*whole.shape, case.vocab, generator=random, dtype=torch.float64)
+        .to(logits.dtype)
+        .double()
+    )
     wanted = expected(case, whole, upstream, ascending(given["sharding"]), given["mask"])
 
     def part(x: Tensor) -> Tensor:
-        return own(model, given["sharding"], x).tensor_split(model.grid.tensor.size, -1)[model.grid.tensor.rank]
+        return own(model, given["sharding"], x).tensor_split(model.grid.tensor.size, -1)[
+            model.grid.tensor.rank
+        ]
 
     wanted.check("logits", logits, part)
     model.zero_grad()
@@ -109,7 +150,9 @@ def judge(case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values,
     wanted.check_gradients(model)
 
 
-MADE = dict.fromkeys(("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it")
+MADE = dict.fromkeys(
+    ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it"
+)
 SUBJECTS = [
     Subject(
         "llama.Llama.forward",
@@ -118,8 +161,23 @@ SUBJECTS = [
         models.ranks,
         covers=tuple(
             f"llama.Llama{name}"
-            for name in ("", ".fill", ".one_pass", ".check", ".lengths", ".hidden", ".logits", ".attend", ".spread")
+            for name in (
+                "",
+                ".fill",
+                ".one_pass",
+                ".check",
+                ".lengths",
+                ".hidden",
+                ".logits",
+                ".attend",
+                ".spread",
+            )
         ),
-        outside={**MADE, "read": "every row fills its model", "dtype": "config.dtype", "grid": "mesh.axes"},
+        outside={
+            **MADE,
+            "read": "every row fills its model",
+            "dtype": "config.dtype",
+            "grid": "mesh.axes",
+        },
     ),
 ]

@@ -45,9 +45,19 @@ def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expect
     shifted = x - x.amax(-1, keepdim=True)
     total, picked = shifted.exp().sum(-1), (shifted * target).sum(-1)
     p, w = x.softmax(-1), weight.unsqueeze(-1)
-    loss, loss_scale = ((total.log() - picked) * weight).sum(), ((1 + total.log() + picked.abs()) * weight).sum()
-    tiny = torch.finfo(logits.dtype).tiny  # below it neither a p nor a gradient has relative precision
-    return Expected(loss, loss_scale, (p - target) * w, (p + target + tiny / unit_roundoff(logits.dtype)) * w + tiny)
+    loss, loss_scale = (
+        ((total.log() - picked) * weight).sum(),
+        ((1 + total.log() + picked.abs()) * weight).sum(),
+    )
+    tiny = torch.finfo(
+        logits.dtype
+    ).tiny  # below it neither a p nor a gradient has relative precision
+    return Expected(
+        loss,
+        loss_scale,
+        (p - target) * w,
+        (p + target + tiny / unit_roundoff(logits.dtype)) * w + tiny,
+    )
 
 
 # next_token_loss
@@ -86,7 +96,10 @@ def logits_of(drawn: Values) -> list[Tensor]:
     vocab = sum(drawn["logits.parts"])
     found = []
     for rank, shape in enumerate(drawn["labels.shape"]):
-        x = normal(drawn["seed"] + 10 + rank, (*shape, vocab), "float64") * drawn["logits.magnitude"]
+        x = (
+            normal(drawn["seed"] + 10 + rank, (*shape, vocab), "float64")
+            * drawn["logits.magnitude"]
+        )
         x = x[..., :1].expand(x.shape) if drawn["logits.memory"] == "expanded" else x
         found.append(x.to(getattr(torch, drawn["logits.dtype"])))
     return found
@@ -95,25 +108,52 @@ def logits_of(drawn: Values) -> list[Tensor]:
 @contextmanager
 def losses(comm: Any, drawn: Values) -> Iterator[Call]:
     """A loss over two axes of a mesh, in any order; along a third one every group has a problem of its own."""
-    lengths = {"data": drawn["data.size"], "tensor": drawn["tensor.size"], "third": drawn["(third)"]}
+    lengths = {
+        "data": drawn["data.size"],
+        "tensor": drawn["tensor.size"],
+        "third": drawn["(third)"],
+    }
     named = sorted(lengths, reverse=drawn["(order)"] == "reversed")
     with situations.opened(comm, drawn, {axis: lengths[axis] for axis in named}) as mesh:
         drawn = drawn | {"seed": drawn["seed"] + 100 * mesh.coordinate("third")}
         data, tensor = mesh["data"], mesh["tensor"]
         every = logits_of(drawn)
         mine = every[data.rank].split(drawn["logits.parts"], -1)[tensor.rank]
-        x = in_memory(mine, drawn["logits.memory"]).detach().requires_grad_(drawn["logits.gradient"])
-        labels = in_memory(labels_of(drawn)[data.rank].unsqueeze(-1).expand(*drawn["labels.shape"][data.rank], 2), "contiguous")
-        labels = labels[..., 0] if drawn["labels.memory"] == "every second" else labels[..., 0].contiguous()
-        given = {"logits": x, "labels": labels, "tensor": tensor, "data": data, "count": drawn["count"]}
+        x = (
+            in_memory(mine, drawn["logits.memory"])
+            .detach()
+            .requires_grad_(drawn["logits.gradient"])
+        )
+        labels = in_memory(
+            labels_of(drawn)[data.rank].unsqueeze(-1).expand(*drawn["labels.shape"][data.rank], 2),
+            "contiguous",
+        )
+        labels = (
+            labels[..., 0]
+            if drawn["labels.memory"] == "every second"
+            else labels[..., 0].contiguous()
+        )
+        given = {
+            "logits": x,
+            "labels": labels,
+            "tensor": tensor,
+            "data": data,
+            "count": drawn["count"],
+        }
         yield Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x))
 
 
-def judge_loss(drawn: Values, data: sp.Communicator, tensor: sp.Communicator, x: Tensor, loss: Tensor) -> None:
+def judge_loss(
+    drawn: Values, data: sp.Communicator, tensor: sp.Communicator, x: Tensor, loss: Tensor
+) -> None:
     """Compare with the loss of all tokens over the whole vocabulary."""
     logits, labels = logits_of(drawn), labels_of(drawn)
     vocab = sum(drawn["logits.parts"])
-    want = expected(torch.cat([t.reshape(-1, vocab) for t in logits]), torch.cat([t.reshape(-1) for t in labels]), drawn["count"])
+    want = expected(
+        torch.cat([t.reshape(-1, vocab) for t in logits]),
+        torch.cat([t.reshape(-1) for t in labels]),
+        drawn["count"],
+    )
     growth = vocab + max(float(t.amax() - t.amin()) for t in logits if t.numel())
     assert loss.dtype == accumulation_dtype(x.dtype)
     assert loss.requires_grad == drawn["logits.gradient"]
@@ -123,7 +163,10 @@ def judge_loss(drawn: Values, data: sp.Communicator, tensor: sp.Communicator, x:
     (grad,) = torch.autograd.grad(loss, x, torch.tensor(drawn["(upstream)"], dtype=loss.dtype))
     first = sum(t.numel() for t in labels[: data.rank])
     rows = slice(first, first + labels[data.rank].numel())
-    own, scale = (t[rows].split(drawn["logits.parts"], -1)[tensor.rank].reshape(x.shape) for t in (want.grad, want.grad_scale))
+    own, scale = (
+        t[rows].split(drawn["logits.parts"], -1)[tensor.rank].reshape(x.shape)
+        for t in (want.grad, want.grad_scale)
+    )
     allowed = bound(scale * drawn["(upstream)"], x.dtype, growth)
     near("gradient of the loss", grad, own * drawn["(upstream)"], allowed)
 
@@ -131,10 +174,16 @@ def judge_loss(drawn: Values, data: sp.Communicator, tensor: sp.Communicator, x:
 LOSS: dict[str, Parts] = {
     "data.size": spans((2, 2), (1, 1), (3, 4)),
     "tensor.size": spans((1, 1), (2, 2), (3, 4)),
-    "(third)": {"1": lambda c, v: 1, "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1},
+    "(third)": {
+        "1": lambda c, v: 1,
+        "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1,
+    },
     "(order)": values("sorted", "reversed"),
     "logits.vocab": spans((4, 16), (0, 0), (100, 300)),
-    "logits.parts": {"even": partial(parts_of, uneven=False), "uneven": partial(parts_of, uneven=True)},
+    "logits.parts": {
+        "even": partial(parts_of, uneven=False),
+        "uneven": partial(parts_of, uneven=True),
+    },
     "logits.dtype": values(*DTYPES),
     "logits.memory": values(*MEMORIES),
     "logits.magnitude": values(1.0, 0.0, 30.0, 1000.0),
@@ -169,7 +218,9 @@ def labelled(tokens: Tensor, positions: Sequence[int], documents: Sequence[int] 
     labels = torch.full_like(tokens, IGNORED)
     place = {position: n for n, position in enumerate(positions)}
     for position, n in place.items():
-        together = documents is None or bisect_right(documents, position) == bisect_right(documents, position + 1)
+        together = documents is None or bisect_right(documents, position) == bisect_right(
+            documents, position + 1
+        )
         if position + 1 in place and together:
             labels[:, n] = tokens[:, place[position + 1]]
     return labels
@@ -190,12 +241,16 @@ def labels(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
         mask = None if drawn["mask"] == "none" else sp.Mask(**blocks.mask_of(drawn))
         positions = sorted(int(p) for rank in range(group.size) for p in sharding.positions(rank))
         wanted = labelled(whole, positions, None if mask is None else mask.documents)
-        yield Call(next_token_labels, {**given, "mask": mask}, partial(same, wanted=sharding.shard(wanted, group.rank, 1)))
+        yield Call(
+            next_token_labels,
+            {**given, "mask": mask},
+            partial(same, wanted=sharding.shard(wanted, group.rank, 1)),
+        )
 
 
-LABELS: dict[str, Parts] = {name: TOKENS[name] for name in ("x.seq_len", "x.batch", "sharding.layout", "sharding.start")} | {
-    "tokens.memory": values(*MEMORIES)
-}
+LABELS: dict[str, Parts] = {
+    name: TOKENS[name] for name in ("x.seq_len", "x.batch", "sharding.layout", "sharding.start")
+} | {"tokens.memory": values(*MEMORIES)}
 SUBJECTS = [
     Subject(
         "loss.next_token_loss",
@@ -210,5 +265,11 @@ SUBJECTS = [
         partial(labels, "next_token_labels"),
         situations.ranks,
     ),
-    Subject("loss.check_shard", COMMUNICATOR | LABELS | SITUATIONS, partial(labels, "check_shard"), situations.ranks, alone=True),
+    Subject(
+        "loss.check_shard",
+        COMMUNICATOR | LABELS | SITUATIONS,
+        partial(labels, "check_shard"),
+        situations.ranks,
+        alone=True,
+    ),
 ]

@@ -22,7 +22,9 @@ CONTAINERS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
     "tensor": lambda items: torch.tensor(items, dtype=torch.int64),
     "int32 tensor": lambda items: torch.tensor(items, dtype=torch.int32),
-    "every second of a tensor": lambda items: torch.tensor(items, dtype=torch.int64).repeat_interleave(2)[::2],
+    "every second of a tensor": lambda items: torch.tensor(
+        items, dtype=torch.int64
+    ).repeat_interleave(2)[::2],
     "whole numbers of numpy": lambda items: [np.int64(item) for item in items],
 }
 DOCUMENTS = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64), "65 to 300": (65, 300)}
@@ -47,7 +49,8 @@ MASK: dict[str, Parts] = {
     "(kv_length)": {"as queries": lambda c, v: v["(length)"]} | spans((0, 0), (1, 40)),
     "causal": values(False, True),
     "window": {"none": lambda c, v: None} | spans((1, 1), (2, 16), (17, 100), (10_000, 10**7)),
-    "documents": {"none": lambda c, v: None} | {name: partial(boundaries, number=number) for name, number in DOCUMENTS.items()},
+    "documents": {"none": lambda c, v: None}
+    | {name: partial(boundaries, number=number) for name, number in DOCUMENTS.items()},
     "documents.container": values(*CONTAINERS),
     "kv_documents": {"own": own_boundaries, "none": lambda c, v: None},
     "kv_documents.container": values(*CONTAINERS),
@@ -61,17 +64,26 @@ def given_to(drawn: Values) -> Values:
         pair[0] = None
     names = ("documents", "kv_documents")
     shown = [
-        None if ends is None else CONTAINERS[drawn[f"{name}.container"]](list(ends)) for name, ends in zip(names, pair, strict=True)
+        None if ends is None else CONTAINERS[drawn[f"{name}.container"]](list(ends))
+        for name, ends in zip(names, pair, strict=True)
     ]
     window = drawn["window"]
     as_numpy = drawn["documents.container"] == "whole numbers of numpy" and window is not None
-    return {"causal": drawn["causal"], "window": np.int32(window) if as_numpy else window} | dict(zip(names, shown, strict=True))
+    return {"causal": drawn["causal"], "window": np.int32(window) if as_numpy else window} | dict(
+        zip(names, shown, strict=True)
+    )
 
 
 def plain(given: Values) -> Values:
     """Return the same arguments as numbers and tuples of Python."""
-    found = {name: None if given[name] is None else tuple(map(int, given[name])) for name in ("documents", "kv_documents")}
-    return {"causal": given["causal"], "window": None if given["window"] is None else int(given["window"])} | found
+    found = {
+        name: None if given[name] is None else tuple(map(int, given[name]))
+        for name in ("documents", "kv_documents")
+    }
+    return {
+        "causal": given["causal"],
+        "window": None if given["window"] is None else int(given["window"]),
+    } | found
 
 
 def made(drawn: Values) -> Call:
@@ -81,7 +93,9 @@ def made(drawn: Values) -> Call:
     def judge(mask: sp.Mask) -> None:
         wanted = plain(given)
         assert {name: getattr(mask, name) for name in wanted} == wanted
-        assert all(type(end) is int for ends in (mask.documents, mask.kv_documents) for end in ends or ())
+        assert all(
+            type(end) is int for ends in (mask.documents, mask.kv_documents) for end in ends or ()
+        )
         assert mask == sp.Mask(**wanted)
         assert hash(mask) == hash(sp.Mask(**wanted))
         assert mask.key_documents == (wanted["kv_documents"] or wanted["documents"])
@@ -98,7 +112,9 @@ def positions(chance: Random, end: int, kind: str) -> Sequence[int] | torch.Tens
         return range(end - 1, -1, -max(1, end // 40))
     if kind == "none":
         return []
-    return CONTAINERS[kind]([chance.randrange(end) for _ in range(chance.randint(1, 40) if end else 0)])
+    return CONTAINERS[kind](
+        [chance.randrange(end) for _ in range(chance.randint(1, 40) if end else 0)]
+    )
 
 
 KINDS = ("range", "range backwards", "none", *CONTAINERS)
@@ -111,7 +127,9 @@ def allowed(drawn: Values) -> Call:
         "q_positions": positions(chance, drawn["(length)"], drawn["q_positions"]),
         "kv_positions": positions(chance, drawn["(kv_length)"], drawn["kv_positions"]),
     }
-    wanted = reference.visible(*(torch.as_tensor([int(p) for p in asked[name]]) for name in asked), **plain(given))
+    wanted = reference.visible(
+        *(torch.as_tensor([int(p) for p in asked[name]]) for name in asked), **plain(given)
+    )
     return Call(sp.Mask(**given).allowed, asked, partial(same, wanted=wanted))
 
 
@@ -121,10 +139,17 @@ def difference_range(drawn: Values) -> Call:
 
     def judge(found: tuple[int | None, int | None]) -> None:
         least, greatest = found
-        near = {0, 1, -1, *(limit + step for limit in found if limit is not None for step in (-1, 0, 1))}
+        near = {
+            0,
+            1,
+            -1,
+            *(limit + step for limit in found if limit is not None for step in (-1, 0, 1)),
+        }
         for difference in near:
             seen = bool(reference.visible([difference], [0], **plain(given)))
-            within = (least is None or difference >= least) and (greatest is None or difference <= greatest)
+            within = (least is None or difference >= least) and (
+                greatest is None or difference <= greatest
+            )
             assert seen == within
         far = reference.visible([10**9, -(10**9)], [0], **plain(given)).flatten().tolist()
         assert far == [greatest is None, least is None]
@@ -144,7 +169,11 @@ def check_lengths(drawn: Values) -> Call:
         for name, ends in {"seq_len": mask.documents, "kv_seq_len": mask.key_documents}.items():
             wrong = {"seq_len": drawn["(length)"], "kv_seq_len": drawn["(kv_length)"]}
             wrong[name] += 1
-            with nullcontext() if ends is None else pytest.raises(sp.ShapeError, match=f"end at {ends[-1]}, needed"):
+            with (
+                nullcontext()
+                if ends is None
+                else pytest.raises(sp.ShapeError, match=f"end at {ends[-1]}, needed")
+            ):
                 mask.check_lengths(**wrong)
 
     return Call(mask.check_lengths, asked, judge)
@@ -152,7 +181,15 @@ def check_lengths(drawn: Values) -> Call:
 
 SUBJECTS = [
     pure("Mask", MASK, made),
-    pure("Mask.allowed", MASK | {"q_positions": values(*KINDS), "kv_positions": values(*KINDS)}, allowed),
+    pure(
+        "Mask.allowed",
+        MASK | {"q_positions": values(*KINDS), "kv_positions": values(*KINDS)},
+        allowed,
+    ),
     pure("Mask.difference_range", MASK, difference_range),
-    pure("Mask.check_lengths", MASK | {"seq_len": values("end"), "kv_seq_len": values("given", "left out")}, check_lengths),
+    pure(
+        "Mask.check_lengths",
+        MASK | {"seq_len": values("end"), "kv_seq_len": values("given", "left out")},
+        check_lengths,
+    ),
 ]

@@ -50,8 +50,13 @@ MESH: dict[str, Parts] = {
     "comm.order": values("as given", "reversed"),
     "axes": {f"{number} of them": partial(cut, number=number) for number in (1, 2, 3, 4)},
     "axis": values("every"),
-    "device": {"default": lambda c, v: None, "name": lambda c, v: "cpu", "object": lambda c, v: torch.device("cpu")},
-    "transport": values("auto", "host", "window", "distributed") | {"a link": lambda c, v: LinkModel(1e-6, 1e9)},
+    "device": {
+        "default": lambda c, v: None,
+        "name": lambda c, v: "cpu",
+        "object": lambda c, v: torch.device("cpu"),
+    },
+    "transport": values("auto", "host", "window", "distributed")
+    | {"a link": lambda c, v: LinkModel(1e-6, 1e9)},
     "check": values("agree", "off"),
     "algorithm": {
         "default": lambda c, v: None,
@@ -80,15 +85,21 @@ def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
     """A mesh over a communicator, whose ranks may be in another order than they were."""
     ranks = comm.Split(0, -comm.rank if drawn["comm.order"] == "reversed" else comm.rank)
     given = {name: drawn[name] for name in ("transport", "check", "tuning")}
-    given |= {name: drawn[name] for name in ("device", "algorithm", "nodes") if drawn[name] is not None}
+    given |= {
+        name: drawn[name] for name in ("device", "algorithm", "nodes") if drawn[name] is not None
+    }
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(drawn["tuning"], Path):
             given["tuning"] = Path(folder) / drawn["tuning"]
         if isinstance(drawn["tuning"], Tuning) and ranks.rank:
             given["tuning"] = replace(TUNING, measured_at="of another rank")
-        if isinstance(drawn["tuning"], Path) and ranks.rank == 0:  # the other ranks have no such file
+        if (
+            isinstance(drawn["tuning"], Path) and ranks.rank == 0
+        ):  # the other ranks have no such file
             save(TUNING, given["tuning"])
-        yield Call(sp.Mesh, {"comm": ranks, **given, **drawn["axes"]}, partial(judge_mesh, ranks, drawn))
+        yield Call(
+            sp.Mesh, {"comm": ranks, **given, **drawn["axes"]}, partial(judge_mesh, ranks, drawn)
+        )
     ranks.Free()
 
 
@@ -97,12 +108,21 @@ def judge_mesh(comm: Any, drawn: Values, mesh: sp.Mesh) -> None:
     axes = drawn["axes"]
     grid = torch.arange(comm.size).view(*axes.values())
     mine = dict(zip(axes, (int(n) for n in (grid == comm.rank).nonzero()[0]), strict=True))
-    assert (mesh.rank, mesh.size, mesh.axes, mesh.device) == (comm.rank, comm.size, axes, torch.device("cpu"))
+    assert (mesh.rank, mesh.size, mesh.axes, mesh.device) == (
+        comm.rank,
+        comm.size,
+        axes,
+        torch.device("cpu"),
+    )
     assert {axis: mesh.coordinate(axis) for axis in axes} == mine
-    assert (mesh.tuning and mesh.tuning.measured_at) == ("of rank 0" if isinstance(drawn["tuning"], Tuning | Path) else None)
+    assert (mesh.tuning and mesh.tuning.measured_at) == (
+        "of rank 0" if isinstance(drawn["tuning"], Tuning | Path) else None
+    )
     nodes = [0] * comm.size if drawn["nodes"] is None else list(drawn["nodes"])
     with pytest.raises(sp.RankError, match="left") if drawn["(left)"] == "with an error" else mesh:
-        products = [names for number in range(len(axes) + 1) for names in permutations(axes, number)]
+        products = [
+            names for number in range(len(axes) + 1) for names in permutations(axes, number)
+        ]
         for names in Random(drawn["seed"]).sample(products, min(5, len(products))):
             judge_group(mesh, names, grid, mine, nodes)
         judge_settings(mesh, drawn)
@@ -116,19 +136,32 @@ def judge_mesh(comm: Any, drawn: Values, mesh: sp.Mesh) -> None:
         mesh[tuple(axes)]
 
 
-def judge_group(mesh: sp.Mesh, names: tuple[str, ...], grid: torch.Tensor, mine: dict[str, int], nodes: list[int]) -> None:
+def judge_group(
+    mesh: sp.Mesh,
+    names: tuple[str, ...],
+    grid: torch.Tensor,
+    mine: dict[str, int],
+    nodes: list[int],
+) -> None:
     """Compare the communicator along some axes with the ranks that differ from this one along them only."""
-    order = [place for place, axis in enumerate(mine) if axis not in names] + [list(mine).index(axis) for axis in names]
+    order = [place for place, axis in enumerate(mine) if axis not in names] + [
+        list(mine).index(axis) for axis in names
+    ]
     rest = tuple(mine[axis] for axis in mine if axis not in names)
     members = grid.permute(order)[rest].reshape(-1).tolist()
     group = mesh[names]
     assert (group.size, members[group.rank]) == (len(members), mesh.rank)
-    assert sp.all_gather(torch.tensor([mesh.rank]), comm=group, algorithm="ring").tolist() == members
+    assert (
+        sp.all_gather(torch.tensor([mesh.rank]), comm=group, algorithm="ring").tolist() == members
+    )
     seen = list(dict.fromkeys(nodes[rank] for rank in members))
     assert group.nodes == tuple(seen.index(nodes[rank]) for rank in members)
     assert mesh[names] is group
     if names:
-        assert sp.all_reduce(torch.ones(3), comm=group, algorithm="ring").tolist() == [len(members)] * 3
+        assert (
+            sp.all_reduce(torch.ones(3), comm=group, algorithm="ring").tolist()
+            == [len(members)] * 3
+        )
 
 
 def judge_settings(mesh: sp.Mesh, drawn: Values) -> None:
@@ -155,7 +188,9 @@ def judge_settings(mesh: sp.Mesh, drawn: Values) -> None:
 WINDOW = situations.situations() | {"(transport)": values("window")}
 SHAPES: Parts = {
     "few dims": lambda c, v: [(c.randint(1, 3), c.randint(1, 5)) for _ in range(v["comm.ranks"])],
-    "another one on each rank": lambda c, v: [(rank, 3)[rank % 2 :] for rank in range(v["comm.ranks"])],
+    "another one on each rank": lambda c, v: [
+        (rank, 3)[rank % 2 :] for rank in range(v["comm.ranks"])
+    ],
     "a number": lambda c, v: [()] * v["comm.ranks"],
     "no elements": lambda c, v: [(2, 0, 3)] * v["comm.ranks"],
     "16 dims": lambda c, v: [(1, 2) * 8] * v["comm.ranks"],
@@ -163,7 +198,8 @@ SHAPES: Parts = {
 }
 SHARED: dict[str, Parts] = {
     "shape": SHAPES,
-    "dtype": values("float32", *(name for name in DTYPES if name != "float32")) | {"default": lambda c, v: None},
+    "dtype": values("float32", *(name for name in DTYPES if name != "float32"))
+    | {"default": lambda c, v: None},
 }
 
 
@@ -193,11 +229,19 @@ def shared(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
             return
         x = sp.shared_empty(**given).copy_(content(drawn, group.rank, 0))
         if name == "fence":
-            yield Call(sp.fence, {"comm": group}, lambda result: judge_fence(group, drawn, x, result))
+            yield Call(
+                sp.fence, {"comm": group}, lambda result: judge_fence(group, drawn, x, result)
+            )
             return
-        other = {"own": group.rank, "next": (group.rank + 1) % group.size, "last": group.size - 1}[drawn["rank"]]
+        other = {"own": group.rank, "next": (group.rank + 1) % group.size, "last": group.size - 1}[
+            drawn["rank"]
+        ]
         sp.fence(comm=group)
-        yield Call(sp.peer, {"x": x, "rank": other, "comm": group}, partial(judge_peer, group, drawn, x, other))
+        yield Call(
+            sp.peer,
+            {"x": x, "rank": other, "comm": group},
+            partial(judge_peer, group, drawn, x, other),
+        )
 
 
 def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
@@ -222,7 +266,9 @@ def judge_fence(group: sp.Communicator, drawn: Values, x: torch.Tensor, result: 
         sp.fence(comm=group)
 
 
-def judge_peer(group: sp.Communicator, drawn: Values, x: torch.Tensor, rank: int, seen: torch.Tensor) -> None:
+def judge_peer(
+    group: sp.Communicator, drawn: Values, x: torch.Tensor, rank: int, seen: torch.Tensor
+) -> None:
     """Compare another rank's tensor with what it wrote, before and after it writes again."""
     same(seen, content(drawn, rank, 0))
     assert seen.data_ptr() == x.data_ptr() or rank != group.rank
@@ -253,10 +299,19 @@ SUBJECTS = [
         situations.ranks,
         allowed=("shape=too many", "shape=in another order"),
     ),
-    Subject("fence", COMMUNICATOR | situations.SITUATIONS, partial(shared, "fence"), situations.ranks, alone=True),
+    Subject(
+        "fence",
+        COMMUNICATOR | situations.SITUATIONS,
+        partial(shared, "fence"),
+        situations.ranks,
+        alone=True,
+    ),
     Subject(
         "peer",
-        COMMUNICATOR | SHARED | {"x": values("whole"), "rank": values("next", "own", "last")} | WINDOW,
+        COMMUNICATOR
+        | SHARED
+        | {"x": values("whole"), "rank": values("next", "own", "last")}
+        | WINDOW,
         partial(shared, "peer"),
         situations.ranks,
         alone=True,

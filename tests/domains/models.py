@@ -40,7 +40,10 @@ def even(chance: Random, _: Values, *, low: int, high: int) -> int:
     return 2 * chance.randint(low // 2, high // 2)
 
 
-HEAD_DIMS = {f"{low} to {high}": partial(even, low=low, high=high) for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))}
+HEAD_DIMS = {
+    f"{low} to {high}": partial(even, low=low, high=high)
+    for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))
+}
 ARCHITECTURE: dict[str, Parts] = {
     "heads": {
         "groups": lambda c, v: (2 * c.randint(2, 3), 2),
@@ -64,7 +67,9 @@ ARCHITECTURE: dict[str, Parts] = {
 SMALL = {
     **{aspect: dict([*parts.items()][:1]) for aspect, parts in ARCHITECTURE.items()},
     **{aspect: ARCHITECTURE[aspect] for aspect in ("scaling", "tied")},
-    "heads": {name: parts for name, parts in ARCHITECTURE["heads"].items() if name != "large groups"},
+    "heads": {
+        name: parts for name, parts in ARCHITECTURE["heads"].items() if name != "large groups"
+    },
     "layers": spans((3, 3), (4, 5)),
 }
 """Aspects of a model that is called in ways which do not depend on its sizes; a layer at least for each of three stages."""
@@ -77,7 +82,10 @@ def architecture(parameter: str, aspects: dict[str, Parts]) -> dict[str, Parts]:
 
 def meshes(*axes: str) -> dict[str, Parts]:
     """Return the domain of a mesh with these axes, several in one part, of two ranks each but for one of them."""
-    return {"mesh.axes": values(*axes), "mesh.lengths": values("2 each", "3 along the last", "1 along the first")}
+    return {
+        "mesh.axes": values(*axes),
+        "mesh.lengths": values("2 each", "3 along the last", "1 along the first"),
+    }
 
 
 def lengths(drawn: Values) -> dict[str, int]:
@@ -95,7 +103,9 @@ def ranks(drawn: Values) -> int:
 
 def sequence_ranks(drawn: Values) -> int:
     """Return over how many ranks a sequence is split."""
-    return math.prod(length for axis, length in lengths(drawn).items() if axis in ("ring", "ulysses"))
+    return math.prod(
+        length for axis, length in lengths(drawn).items() if axis in ("ring", "ulysses")
+    )
 
 
 def aspect(drawn: Values, name: str) -> Any:
@@ -105,7 +115,9 @@ def aspect(drawn: Values, name: str) -> Any:
 
 def case_of(drawn: Values, dtype: str = "float64") -> Case:
     """Return the model that drawn values stand for."""
-    return Case(**{name: aspect(drawn, name) for name in ARCHITECTURE}, dtype=dtype, seed=drawn["seed"])
+    return Case(
+        **{name: aspect(drawn, name) for name in ARCHITECTURE}, dtype=dtype, seed=drawn["seed"]
+    )
 
 
 def weights_of(case: Case) -> dict[str, Tensor]:
@@ -130,7 +142,8 @@ class Expected:
         run: of (rounding, weights by name) to tensors by name; without communication.
         key: everything that `run` depends on besides.
         tokens: the longest sequence; without it the errors of long sums are not allowed for.
-        positions: one more than the greatest position: an angle of p radians has an error of its round-off times p.
+        positions: one more than the greatest position: an angle of p radians has an error of its
+            round-off times p.
         dtype: in which the result is computed; that of the case if not given.
         samples: how often the function is perturbed to find how far rounding moves its results.
     """
@@ -147,7 +160,11 @@ class Expected:
         dtype: str = "",
         samples: int = 2,
     ) -> None:
-        self.what, self._dtype, self._positions = what, getattr(torch, dtype or case.dtype), positions
+        self.what, self._dtype, self._positions = (
+            what,
+            getattr(torch, dtype or case.dtype),
+            positions,
+        )
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
         self._longest_sum = None if tokens is None else max(*widths, tokens)
         self._weights = weights = weights_of(case)
@@ -164,17 +181,23 @@ class Expected:
 
         self.values, self._scales = once((what, case, key), made)
 
-    def check(self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    def check(
+        self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
         """Compare a result with its part of what is expected."""
         value, allowed = part(self.values[name]), part(self.allowed(name))
-        record_ratio(self.what, check_close(f"{self.what}: {name}", result.detach().cpu(), value, allowed))
+        record_ratio(
+            self.what, check_close(f"{self.what}: {name}", result.detach().cpu(), value, allowed)
+        )
 
     def allowed(self, name: str) -> Tensor:
         """Return how far a result may be off."""
         scale = self._scales[name]
         if self._longest_sum is None:
             return bound(scale, self._dtype)
-        return bound(scale, self._dtype, self._longest_sum) + bound(scale, torch.float64, self._positions)
+        return bound(scale, self._dtype, self._longest_sum) + bound(
+            scale, torch.float64, self._positions
+        )
 
     def check_gradients(self, model: Llama) -> None:
         """Compare the gradient of every parameter of this rank."""
@@ -189,19 +212,28 @@ class Expected:
 
     def check_norm(self, norm: float) -> None:
         """Compare the norm of the gradients of all weights together."""
-        want, scale = (torch.cat([x[n].flatten() for n in self._weights]).norm().reshape(1) for x in (self.values, self._scales))
+        want, scale = (
+            torch.cat([x[n].flatten() for n in self._weights]).norm().reshape(1)
+            for x in (self.values, self._scales)
+        )
         found = torch.tensor([norm], dtype=torch.float64)
-        record_ratio(f"{self.what} norm", check_close("norm", found, want, bound(scale, self._dtype)))
+        record_ratio(
+            f"{self.what} norm", check_close("norm", found, want, bound(scale, self._dtype))
+        )
 
     def _check_part(self, model: Llama, name: str, parameter: Tensor, result: Tensor) -> None:
         placement = placement_of(parameter)
-        self.check(checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank))
+        self.check(
+            checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank)
+        )
 
 
 Tensors = dict[str, Tensor]
 
 
-def with_gradients(outputs: Callable[[Tensors], tuple[Tensor, Tensors]], weights: Tensors) -> Tensors:
+def with_gradients(
+    outputs: Callable[[Tensors], tuple[Tensor, Tensors]], weights: Tensors
+) -> Tensors:
     """Return outputs by name, and the gradient of a number for each weight under the weight's name.
 
     Args:
@@ -211,12 +243,17 @@ def with_gradients(outputs: Callable[[Tensors], tuple[Tensor, Tensors]], weights
     leaves = {name: x.detach().requires_grad_() for name, x in weights.items()}
     total, found = outputs(leaves)
     grads = torch.autograd.grad(total, list(leaves.values()))
-    return {**{name: x.detach() for name, x in found.items()}, **dict(zip(weights, grads, strict=True))}
+    return {
+        **{name: x.detach() for name, x in found.items()},
+        **dict(zip(weights, grads, strict=True)),
+    }
 
 
 def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:
     """Return random sequences of these lengths."""
-    return [row.tolist() for row in case.tokens(sum(lengths)).split(list(lengths))] if lengths else []
+    return (
+        [row.tolist() for row in case.tokens(sum(lengths)).split(list(lengths))] if lengths else []
+    )
 
 
 def told(*tensors: Tensor) -> object:

@@ -36,16 +36,24 @@ POSITIONS: Parts = {
     "far out": lambda c, v: range(10**6 - 7, 10**6 - 7 + v["x.seq_len"]),
     "a stride": lambda c, v: range(3, 3 + 5 * v["x.seq_len"], 5),
     "any list": lambda c, v: [c.randint(0, 10**6) for _ in range(v["x.seq_len"])],
-    "int64": lambda c, v: torch.tensor([c.randint(0, 10**6) for _ in range(v["x.seq_len"])], dtype=torch.int64),
-    "int32, expanded": lambda c, v: torch.tensor([c.randint(0, 10**6)], dtype=torch.int32).expand(v["x.seq_len"]),
-    "every second": lambda c, v: torch.arange(c.randint(0, 99), c.randint(10**3, 10**4))[: 2 * v["x.seq_len"] : 2],
+    "int64": lambda c, v: torch.tensor(
+        [c.randint(0, 10**6) for _ in range(v["x.seq_len"])], dtype=torch.int64
+    ),
+    "int32, expanded": lambda c, v: torch.tensor([c.randint(0, 10**6)], dtype=torch.int32).expand(
+        v["x.seq_len"]
+    ),
+    "every second": lambda c, v: torch.arange(c.randint(0, 99), c.randint(10**3, 10**4))[
+        : 2 * v["x.seq_len"] : 2
+    ],
 }
 
 
 def normal(seed: int, shape: Sequence[int], dtype: str) -> Tensor:
     """Return random numbers."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(
+        getattr(torch, dtype)
+    )
 
 
 def held(x: Tensor, memory: str) -> Tensor:
@@ -92,7 +100,12 @@ def rope(drawn: Values) -> Call:
             angle = 1.0 + max(places, default=0) * max(frequencies)
             allowed = bound(sizes, x.dtype) + bound(sizes * angle, torch.float64)
             assert found.dtype == x.dtype
-            near(name, found, reference.rotate(wide, [sign * p for p in places], frequencies), allowed)
+            near(
+                name,
+                found,
+                reference.rotate(wide, [sign * p for p in places], frequencies),
+                allowed,
+            )
 
     return Call(sp.Rope, given, judge)
 
@@ -100,7 +113,12 @@ def rope(drawn: Values) -> Call:
 ROPE: dict[str, Parts] = {
     "head_dim": {
         name: lambda c, v, low=low, high=high: 2 * c.randint(low, high)
-        for name, low, high in (("4 to 16", 2, 8), ("2", 1, 1), ("18 to 64", 9, 32), ("66 to 256", 33, 128))
+        for name, low, high in (
+            ("4 to 16", 2, 8),
+            ("2", 1, 1),
+            ("18 to 64", 9, 32),
+            ("66 to 256", 33, 128),
+        )
     },
     "base": values(10000.0, 500000.0, 1.0, 7),
     "scaling": values(*SCALINGS),
@@ -133,7 +151,11 @@ def dropped(drawn: Values) -> Call:
     upstream = in_memory(normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"])
     given = {name: drawn[name] for name in ("p", "positions", "features", "training")}
     features = range(shape[-1]) if given["features"] is None else given["features"]
-    stay = kept(given["p"], drawn["seed.value"], [range(shape[0]), given["positions"], *[range(2)] * drawn["x.middle"], features])
+    stay = kept(
+        given["p"],
+        drawn["seed.value"],
+        [range(shape[0]), given["positions"], *[range(2)] * drawn["x.middle"], features],
+    )
     factor = 1 / (1 - given["p"]) if given["training"] else 1.0
     stay = stay if given["training"] else torch.ones_like(stay)
 
@@ -173,15 +195,29 @@ def attended(drawn: Values) -> Call:
         for name, length in (("q_positions", "(length)"), ("kv_positions", "(kv_length)"))
         if drawn[name] != "left out"
     }
-    if "q_positions" not in where and "kv_positions" not in where and drawn["(length)"] != drawn["(kv_length)"]:
+    if (
+        "q_positions" not in where
+        and "kv_positions" not in where
+        and drawn["(length)"] != drawn["(kv_length)"]
+    ):
         mask = None if drawn["kv_documents"] is None else mask
     places = {
         "q_positions": where.get("q_positions", range(drawn["(length)"])),
         "kv_positions": where.get("kv_positions", range(drawn["(kv_length)"])),
     }
     places = {name: [int(p) for p in found] for name, found in places.items()}
-    sizes = [drawn["q.batch"], len(places["q_positions"]), drawn["k.heads"] * drawn["q.group"], drawn["q.head_dim"]]
-    kv_sizes = [drawn["q.batch"], len(places["kv_positions"]), drawn["k.heads"], drawn["q.head_dim"]]
+    sizes = [
+        drawn["q.batch"],
+        len(places["q_positions"]),
+        drawn["k.heads"] * drawn["q.group"],
+        drawn["q.head_dim"],
+    ]
+    kv_sizes = [
+        drawn["q.batch"],
+        len(places["kv_positions"]),
+        drawn["k.heads"],
+        drawn["q.head_dim"],
+    ]
     whole = [normal(seed + n, shape, dtype) for n, shape in enumerate((sizes, kv_sizes, kv_sizes))]
     whole[0] = (whole[0] * drawn["q.magnitude"]).to(whole[0].dtype)
     if drawn["q.memory"] == "expanded":
@@ -192,27 +228,53 @@ def attended(drawn: Values) -> Call:
     asked = drawn["return_lse"] != "no"
     grads = [in_memory(normal(seed + 5, sizes, dtype), drawn["q.upstream"])]
     if drawn["return_lse"] == "with gradient":
-        grads.append(normal(seed + 6, (sizes[0], sizes[2], sizes[1]), str(accumulation_dtype(whole[0].dtype))[6:]))
+        grads.append(
+            normal(
+                seed + 6,
+                (sizes[0], sizes[2], sizes[1]),
+                str(accumulation_dtype(whole[0].dtype))[6:],
+            )
+        )
 
     def judge(result: Any) -> None:
-        options = {**places, "softmax_scale": scale, **({} if mask is None else masks.plain(masks.given_to(drawn)))}
+        options = {
+            **places,
+            "softmax_scale": scale,
+            **({} if mask is None else masks.plain(masks.given_to(drawn))),
+        }
         out, lse = result if asked else (result, None)
         forward = reference.attention(*whole, **options)
         lse_grad = grads[1] if len(grads) > 1 else None
         backward = reference.attention_grads(*whole, grads[0], grad_lse=lse_grad, **options)
-        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad([out, lse][: len(grads)], leaves, grads), strict=True))
+        found = dict(
+            zip(
+                ("dq", "dk", "dv"),
+                torch.autograd.grad([out, lse][: len(grads)], leaves, grads),
+                strict=True,
+            )
+        )
         found |= {"out": out} | ({"lse": lse} if asked else {})
         partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
         for name, actual in found.items():
             source: Any = forward if name in ("out", "lse") else backward
-            allowed = bound(getattr(source, f"{name}_scale"), whole[0].dtype, source.growth, partials)
+            allowed = bound(
+                getattr(source, f"{name}_scale"), whole[0].dtype, source.growth, partials
+            )
             near(f"local attention {name}", actual, getattr(source, name), allowed)
 
-    return Call(sp.local_attention, named | where | {"mask": mask, "softmax_scale": scale, "return_lse": asked}, judge)
+    return Call(
+        sp.local_attention,
+        named | where | {"mask": mask, "softmax_scale": scale, "return_lse": asked},
+        judge,
+    )
 
 
 LOCAL: dict[str, Parts] = (
-    {name: parts for name, parts in attention.COMMON.items() if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group")}
+    {
+        name: parts
+        for name, parts in attention.COMMON.items()
+        if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group")
+    }
     | {
         "q.batch": spans((1, 1), (2, 3), (0, 0)),
         "k.heads": spans((1, 2), (3, 9), (0, 0)),
@@ -237,17 +299,29 @@ def merged(drawn: Values) -> Call:
     shape, chance = drawn["out_a.shape"], Random(drawn["seed"])
     given: Values = {}
     for n, name in enumerate("ab"):
-        lse = normal(drawn["seed"] + n, shape[:-1], drawn["lse_a.dtype"]) * drawn[f"lse_{name}.magnitude"]
-        blind = torch.rand(lse.shape, generator=torch.Generator().manual_seed(chance.randrange(99))) < drawn[f"lse_{name}.blind"]
-        out = normal(drawn["seed"] + 2 + n, shape, drawn[f"out_{name}.dtype"]).masked_fill(blind[..., None], 0.0)
+        lse = (
+            normal(drawn["seed"] + n, shape[:-1], drawn["lse_a.dtype"])
+            * drawn[f"lse_{name}.magnitude"]
+        )
+        blind = (
+            torch.rand(lse.shape, generator=torch.Generator().manual_seed(chance.randrange(99)))
+            < drawn[f"lse_{name}.blind"]
+        )
+        out = normal(drawn["seed"] + 2 + n, shape, drawn[f"out_{name}.dtype"]).masked_fill(
+            blind[..., None], 0.0
+        )
         given[f"out_{name}"] = in_memory(out, drawn[f"out_{name}.memory"])
-        given[f"lse_{name}"] = in_memory(lse.masked_fill(blind, -torch.inf), drawn[f"lse_{name}.memory"])
+        given[f"lse_{name}"] = in_memory(
+            lse.masked_fill(blind, -torch.inf), drawn[f"lse_{name}.memory"]
+        )
     return Call(sp.merge, given, partial(judge_merge, given))
 
 
 def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
     """Compare with softmax weights of the two in float64, and with the parts in the other order bit for bit."""
-    out_a, lse_a, out_b, lse_b = (given[name].double() for name in ("out_a", "lse_a", "out_b", "lse_b"))
+    out_a, lse_a, out_b, lse_b = (
+        given[name].double() for name in ("out_a", "lse_a", "out_b", "lse_b")
+    )
     dtype = accumulation_dtype(torch.promote_types(given["out_a"].dtype, given["out_b"].dtype))
     weights = torch.stack((lse_a, lse_b)).softmax(0).nan_to_num(0.5).unsqueeze(-1)
     out, lse = result
@@ -255,9 +329,19 @@ def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
     narrow = torch.float32 if torch.float32 in (dtype, given["lse_a"].dtype) else torch.float64
     sizes = weights[0] * out_a.abs() + weights[1] * out_b.abs()
     greatest = (
-        max((float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0) for x in (lse_a, lse_b)) if lse.numel() else 0
+        max(
+            (float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0)
+            for x in (lse_a, lse_b)
+        )
+        if lse.numel()
+        else 0
     )
-    near("merged out", out, weights[0] * out_a + weights[1] * out_b, bound(sizes, narrow, 1 + greatest))
+    near(
+        "merged out",
+        out,
+        weights[0] * out_a + weights[1] * out_b,
+        bound(sizes, narrow, 1 + greatest),
+    )
     wanted = torch.logaddexp(lse_a, lse_b)
     near("merged lse", lse, wanted, bound(wanted.abs().nan_to_num(posinf=0.0) + 1, narrow))
     swapped = sp.merge(*(given[name] for name in ("out_b", "lse_b", "out_a", "lse_a")))

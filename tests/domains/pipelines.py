@@ -10,10 +10,20 @@ from typing import Any
 
 from domains.declared import Parts, Values, spans, values
 from domains.scheduling import LEFT_OUT, subject
-from sp_core.scheduling import Slot, Timeline, gpipe, one_forward_one_backward, prefill_only, split_stages
+from sp_core.scheduling import (
+    Slot,
+    Timeline,
+    gpipe,
+    one_forward_one_backward,
+    prefill_only,
+    split_stages,
+)
 from sp_core.scheduling.pipeline import Order
 
-COUNTS: dict[str, Parts] = {"stages": spans((2, 4), (1, 1), (5, 8), (30, 40)), "batches": spans((2, 5), (1, 1), (6, 9), (30, 40))}
+COUNTS: dict[str, Parts] = {
+    "stages": spans((2, 4), (1, 1), (5, 8), (30, 40)),
+    "batches": spans((2, 5), (1, 1), (6, 9), (30, 40)),
+}
 Starts = list[list[tuple[Slot, float, float]]]
 
 
@@ -21,10 +31,14 @@ def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
     """When each slot starts and ends, by moving late starts further back until nothing has to move."""
     ends: dict[tuple[int, Slot], float] = {}
     begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
-    before = {(stage, b): (stage, a) for stage, order in enumerate(orders) for a, b in pairwise(order)}
+    before = {
+        (stage, b): (stage, a) for stage, order in enumerate(orders) for a, b in pairwise(order)
+    }
     moved = True
     while moved:
-        ends = {(stage, slot): begin + seconds(stage, slot) for (stage, slot), begin in begins.items()}
+        ends = {
+            (stage, slot): begin + seconds(stage, slot) for (stage, slot), begin in begins.items()
+        }
         moved = False
         for (stage, slot), begin in begins.items():
             forward = stage - 1 if slot.direction == "F" else stage + 1
@@ -33,29 +47,47 @@ def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
             wanted = max(ends.get(need, 0.0), ends.get(before.get((stage, slot), (-1, slot)), 0.0))
             if wanted > begin:
                 begins[stage, slot], moved = wanted, True
-    return [[(slot, begins[stage, slot], ends[stage, slot]) for slot in order] for stage, order in enumerate(orders)]
+    return [
+        [(slot, begins[stage, slot], ends[stage, slot]) for slot in order]
+        for stage, order in enumerate(orders)
+    ]
 
 
 def judge_forward(given: Values, orders: Sequence[Order]) -> None:
     """Each stage takes all micro-batches as they come."""
-    assert orders == (tuple(Slot("F", batch) for batch in range(given["batches"])),) * given["stages"]
+    assert (
+        orders == (tuple(Slot("F", batch) for batch in range(given["batches"])),) * given["stages"]
+    )
 
 
 def judge_gpipe(given: Values, orders: Sequence[Order]) -> None:
     """All forwards, then all backwards from the last one on."""
     numbers = range(given["batches"])
-    assert orders == ((*(Slot("F", n) for n in numbers), *(Slot("B", n) for n in numbers[::-1])),) * given["stages"]
+    assert (
+        orders
+        == ((*(Slot("F", n) for n in numbers), *(Slot("B", n) for n in numbers[::-1])),)
+        * given["stages"]
+    )
 
 
 def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
     """A stage with so many stages behind it runs that many forwards ahead, then one backward and one forward in turn."""
     for stage, order in enumerate(orders):
         for direction in ("F", "B"):
-            assert [slot.batch for slot in order if slot.direction == direction] == list(range(given["batches"]))
-        held = [sum(1 if slot.direction == "F" else -1 for slot in order[: n + 1]) for n in range(len(order))]
+            assert [slot.batch for slot in order if slot.direction == direction] == list(
+                range(given["batches"])
+            )
+        held = [
+            sum(1 if slot.direction == "F" else -1 for slot in order[: n + 1])
+            for n in range(len(order))
+        ]
         most = min(given["stages"] - stage, given["batches"])
         assert max(held) == most
-        assert held == [*range(1, most), *[most, most - 1] * (given["batches"] - most + 1), *reversed(range(most - 1))]
+        assert held == [
+            *range(1, most),
+            *[most, most - 1] * (given["batches"] - most + 1),
+            *reversed(range(most - 1)),
+        ]
 
 
 def judge_bubble(given: Values, share: float) -> None:
@@ -75,7 +107,11 @@ def orders_of(chance: Random, drawn: Values, *, name: str) -> Sequence[Order]:
 
 def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
     """Each micro-batch forward and back before the next one begins."""
-    slots = tuple(Slot(direction, batch) for batch in range(drawn["orders.batches"]) for direction in ("F", "B"))
+    slots = tuple(
+        Slot(direction, batch)
+        for batch in range(drawn["orders.batches"])
+        for direction in ("F", "B")
+    )
     return (slots,) * drawn["orders.stages"]
 
 
@@ -112,7 +148,13 @@ def judge_timeline(given: Values, made: Timeline) -> None:
     """Compare all starts and ends; busy and idle time follow from them."""
     wanted = starts_of(given["orders"], seconds_given(given))
     assert [list(slots) for slots in made.stages] == wanted
-    judge_times({"stages": made.stages, "end": max((stop for slots in wanted for *_, stop in slots), default=0.0)}, made)
+    judge_times(
+        {
+            "stages": made.stages,
+            "end": max((stop for slots in wanted for *_, stop in slots), default=0.0),
+        },
+        made,
+    )
 
 
 def judge_times(given: Values, made: Timeline) -> None:
@@ -124,12 +166,16 @@ def judge_times(given: Values, made: Timeline) -> None:
     assert 0 <= made.bubble <= 1
 
 
-def slots_of(chance: Random, drawn: Values, *, stages: tuple[int, int], slots: tuple[int, int]) -> Any:
+def slots_of(
+    chance: Random, drawn: Values, *, stages: tuple[int, int], slots: tuple[int, int]
+) -> Any:
     """Stages with slots one after the other, some with pauses between."""
     found = []
     for _ in range(chance.randint(*stages)):
         times = sorted(chance.randint(0, 40) / 4 for _ in range(2 * chance.randint(*slots)))
-        named = (Slot(drawn["direction"], drawn["batch"] + number) for number in range(len(times) // 2))
+        named = (
+            Slot(drawn["direction"], drawn["batch"] + number) for number in range(len(times) // 2)
+        )
         found.append(tuple(zip(named, times[::2], times[1::2], strict=True)))
     return tuple(found)
 
@@ -146,7 +192,9 @@ TIMES: dict[str, Parts] = {
         "many": partial(slots_of, stages=(20, 30), slots=(5, 9)),
     },
     "end": {
-        "of the last slot": lambda c, v: max((stop for slots in v["stages"] for *_, stop in slots), default=0.0),
+        "of the last slot": lambda c, v: max(
+            (stop for slots in v["stages"] for *_, stop in slots), default=0.0
+        ),
         "later": lambda c, v: 12.5,
     },
 }
@@ -165,17 +213,25 @@ def judge_picture(given: Values, text: str) -> None:
     assert last == f"bubble: {shown.bubble:.1%} of the stages' time"
     assert len(lines) == len(shown.stages)
     mark = "" if given["direction"] == "F" else "'"
-    width = 1 + max((len(f"{slot.batch}{mark}") for slots in shown.stages for slot, *_ in slots), default=1)
+    width = 1 + max(
+        (len(f"{slot.batch}{mark}") for slots in shown.stages for slot, *_ in slots), default=1
+    )
     for stage, (line, slots) in enumerate(zip(lines, shown.stages, strict=True)):
         cells = line.removeprefix(f"stage {stage} |")
         wanted = []
         for column in range(round(shown.end / unit)):
-            inside = [f"{slot.batch}{mark}" for slot, a, b in slots if round(a / unit) <= column < round(b / unit)]
+            inside = [
+                f"{slot.batch}{mark}"
+                for slot, a, b in slots
+                if round(a / unit) <= column < round(b / unit)
+            ]
             wanted.append((inside or ["." * (width - 1)])[0].rjust(width))
         assert cells == "".join(wanted)
 
 
-def layers_of(chance: Random, drawn: Values, *, count: tuple[int, int], cost: tuple[float, ...]) -> list[float]:
+def layers_of(
+    chance: Random, drawn: Values, *, count: tuple[int, int], cost: tuple[float, ...]
+) -> list[float]:
     """Costs of layers, as many as stages at least."""
     return [chance.choice(cost) for _ in range(chance.randint(*count) + drawn["stages"] - 1)]
 
@@ -190,8 +246,16 @@ SPLIT: dict[str, Parts] = {
         "of no cost": partial(layers_of, count=(3, 5), cost=(0,)),
         "large": partial(layers_of, count=(3, 5), cost=(3 * 10**11, 10**12)),
     },
-    "first": {"default": lambda c, v: LEFT_OUT, "some": lambda c, v: c.randint(1, 9), "most": lambda c, v: 10**9},
-    "last": {"default": lambda c, v: LEFT_OUT, "some": lambda c, v: c.randint(1, 9), "most": lambda c, v: 10**9},
+    "first": {
+        "default": lambda c, v: LEFT_OUT,
+        "some": lambda c, v: c.randint(1, 9),
+        "most": lambda c, v: 10**9,
+    },
+    "last": {
+        "default": lambda c, v: LEFT_OUT,
+        "some": lambda c, v: c.randint(1, 9),
+        "most": lambda c, v: 10**9,
+    },
 }
 
 
@@ -224,12 +288,24 @@ def judge_split(given: Values, parts: Sequence[range]) -> None:
 
     assert can_be_split(given, worst(parts))
     ends = {0.0, float(first)}, {0.0, float(given["last"])}
-    sums = {sum(layers[a:b]) + one + two for a, b in combinations(range(len(layers) + 1), 2) for one in ends[0] for two in ends[1]}
-    assert not can_be_split(given, max((total for total in sums if total < worst(parts)), default=-1.0))
+    sums = {
+        sum(layers[a:b]) + one + two
+        for a, b in combinations(range(len(layers) + 1), 2)
+        for one in ends[0]
+        for two in ends[1]
+    }
+    assert not can_be_split(
+        given, max((total for total in sums if total < worst(parts)), default=-1.0)
+    )
     if len(layers) <= 12 and len(parts) > 1:
         cuts = range(len(parts) - 1, len(layers))
-        others = [(*split_stages(layers[:cut], len(parts) - 1, first=first), range(cut, len(layers))) for cut in cuts]
-        assert parts == min(others, key=lambda other: (worst(other), [part.start for part in other]))
+        others = [
+            (*split_stages(layers[:cut], len(parts) - 1, first=first), range(cut, len(layers)))
+            for cut in cuts
+        ]
+        assert parts == min(
+            others, key=lambda other: (worst(other), [part.start for part in other])
+        )
 
 
 SUBJECTS = [

@@ -28,7 +28,13 @@ def cuts(chance: Random, length: int, number: int) -> list[range]:
 
 def evenly(_: Random, length: int, size: int) -> Held:
     """Return one range for each rank, as equal as possible."""
-    ends = [0, *(int(part[-1]) + 1 if len(part) else length for part in torch.arange(length).tensor_split(size))]
+    ends = [
+        0,
+        *(
+            int(part[-1]) + 1 if len(part) else length
+            for part in torch.arange(length).tensor_split(size)
+        ),
+    ]
     return tuple((range(start, stop),) for start, stop in pairwise(ends))
 
 
@@ -36,13 +42,18 @@ def several(chance: Random, length: int, size: int) -> Held:
     """Return ranges dealt at random."""
     pieces = cuts(chance, length, 3 * size)
     owners = [chance.randrange(size) for _ in pieces]
-    return tuple(tuple(piece for piece, owner in zip(pieces, owners, strict=True) if owner == rank) for rank in range(size))
+    return tuple(
+        tuple(piece for piece, owner in zip(pieces, owners, strict=True) if owner == rank)
+        for rank in range(size)
+    )
 
 
 def overlapping(chance: Random, length: int, size: int) -> Held:
     """Return any range for each rank, and everything for one."""
     chosen = chance.randrange(size)
-    ranges = [range(*sorted((chance.randint(0, length), chance.randint(0, length)))) for _ in range(size)]
+    ranges = [
+        range(*sorted((chance.randint(0, length), chance.randint(0, length)))) for _ in range(size)
+    ]
     return tuple((range(length) if rank == chosen else part,) for rank, part in enumerate(ranges))
 
 
@@ -74,7 +85,10 @@ PLACED: dict[str, Parts] = {
     "dim": {"first": lambda c, v: 0, "last": lambda c, v: len(v["shape"]) - 1},
 }
 ASKED: dict[str, Parts] = PLACED | {
-    "held": {name: lambda c, v, draw=draw: draw(c, v["shape"][v["dim"]], v["size"]) for name, draw in HELD.items()},
+    "held": {
+        name: lambda c, v, draw=draw: draw(c, v["shape"][v["dim"]], v["size"])
+        for name, draw in HELD.items()
+    },
     "partial": values(False, True),
     "copy": values(False, True),
     "rank": {"first": lambda c, v: 0, "last": lambda c, v: v["size"] - 1},
@@ -90,9 +104,17 @@ def indices(held: Held, rank: int) -> Tensor:
 
 def counted(drawn: Values, part: Tensor) -> Tensor:
     """Return the slices of a rank that no lower rank holds, and none of a copy."""
-    lower = torch.cat([indices(drawn["held"], rank) for rank in range(drawn["rank"])] or [indices(((),), 0)])
-    stays = [place for place, index in enumerate(indices(drawn["held"], drawn["rank"]).tolist()) if index not in lower.tolist()]
-    return part.index_select(drawn["dim"], torch.tensor([] if drawn["copy"] else stays, dtype=torch.int64))
+    lower = torch.cat(
+        [indices(drawn["held"], rank) for rank in range(drawn["rank"])] or [indices(((),), 0)]
+    )
+    stays = [
+        place
+        for place, index in enumerate(indices(drawn["held"], drawn["rank"]).tolist())
+        if index not in lower.tolist()
+    ]
+    return part.index_select(
+        drawn["dim"], torch.tensor([] if drawn["copy"] else stays, dtype=torch.int64)
+    )
 
 
 METHODS: dict[str, Callable[[Values, Tensor], tuple[Values, Any]]] = {
@@ -106,27 +128,40 @@ METHODS: dict[str, Callable[[Values, Tensor], tuple[Values, Any]]] = {
     ),
     "spread": lambda v, whole: (
         {"part": part_of(v, whole), "rank": v["rank"]},
-        torch.zeros_like(whole).index_copy_(v["dim"], indices(v["held"], v["rank"]), part_of(v, whole)),
+        torch.zeros_like(whole).index_copy_(
+            v["dim"], indices(v["held"], v["rank"]), part_of(v, whole)
+        ),
     ),
     "join": lambda v, whole: (
-        {"parts": torch.cat([part_of(v | {"rank": rank}, whole) for rank in range(v["size"])], v["dim"])},
+        {
+            "parts": torch.cat(
+                [part_of(v | {"rank": rank}, whole) for rank in range(v["size"])], v["dim"]
+            )
+        },
         whole,
     ),
-    "counted": lambda v, whole: ({"part": part_of(v, whole), "rank": v["rank"]}, counted(v, part_of(v, whole))),
+    "counted": lambda v, whole: (
+        {"part": part_of(v, whole), "rank": v["rank"]},
+        counted(v, part_of(v, whole)),
+    ),
 }
 """For each method its arguments, and what it gives."""
 
 
 def part_of(drawn: Values, whole: Tensor) -> Tensor:
     """Return what a rank holds, in memory as drawn."""
-    return in_memory(whole.index_select(drawn["dim"], indices(drawn["held"], drawn["rank"])), "contiguous")
+    return in_memory(
+        whole.index_select(drawn["dim"], indices(drawn["held"], drawn["rank"])), "contiguous"
+    )
 
 
 def asked(method: str, drawn: Values) -> Call:
     """Call a method of a placement."""
     placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
     generator = torch.Generator().manual_seed(drawn["seed"])
-    whole = torch.randint(-4, 5, drawn["shape"], generator=generator).to(DTYPES[drawn["whole.dtype"]])
+    whole = torch.randint(-4, 5, drawn["shape"], generator=generator).to(
+        DTYPES[drawn["whole.dtype"]]
+    )
     given, wanted = METHODS[method](drawn, in_memory(whole, drawn["whole.memory"]))
     assert placement.numel == math.prod(drawn["shape"])
     return Call(getattr(placement, method), given, partial(same, wanted=wanted))
@@ -149,7 +184,9 @@ def constructed(name: str, drawn: Values) -> Call:
     length, size = drawn["shape"][0 if name == "replicated" else drawn["dim"]], drawn["size"]
     if name == "replicated":
         given = {"shape": drawn["shape"], "size": size, "partial": drawn["partial"]}
-        wanted = Placement(drawn["shape"], 0, HELD["all on every rank"](Random(), length, size), drawn["partial"])
+        wanted = Placement(
+            drawn["shape"], 0, HELD["all on every rank"](Random(), length, size), drawn["partial"]
+        )
     else:
         given = {"shape": drawn["shape"], "dim": drawn["dim"], "size": size}
         wanted = Placement(drawn["shape"], drawn["dim"], HELD["evenly"](Random(), length, size))
@@ -159,14 +196,23 @@ def constructed(name: str, drawn: Values) -> Call:
 
 def judge_held(found: Placement, wanted: Placement) -> None:
     """Compare two placements by the slices of each rank."""
-    assert (found.shape, found.dim, found.partial, found.copy) == (wanted.shape, wanted.dim, wanted.partial, wanted.copy)
+    assert (found.shape, found.dim, found.partial, found.copy) == (
+        wanted.shape,
+        wanted.dim,
+        wanted.partial,
+        wanted.copy,
+    )
     assert [[i for part in held for i in part] for held in found.held] == [
         [i for part in held for i in part] for held in wanted.held
     ]
 
 
 SUBJECTS = [
-    pure("gradients.Placement.replicated", PLACED | {"partial": values(False, True)}, partial(constructed, "replicated")),
+    pure(
+        "gradients.Placement.replicated",
+        PLACED | {"partial": values(False, True)},
+        partial(constructed, "replicated"),
+    ),
     pure("gradients.Placement.split", PLACED, partial(constructed, "split")),
     *(
         pure(
@@ -183,5 +229,10 @@ SUBJECTS = [
             "counted": ("part",),
         }.items()
     ),
-    pure("gradients.place", ASKED | {"parameter": values("any"), "placement": values("any")}, placed, "gradients.placement_of"),
+    pure(
+        "gradients.place",
+        ASKED | {"parameter": values("any"), "placement": values("any")},
+        placed,
+        "gradients.placement_of",
+    ),
 ]

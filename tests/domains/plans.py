@@ -18,7 +18,16 @@ from domains.collectives import DEFINITIONS, DTYPES, MEMORIES, in_memory, reduce
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.situations import COMMUNICATOR
 
-PLANNED = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_", "all_to_all", "shift", "broadcast", "reduce")
+PLANNED = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "shift",
+    "broadcast",
+    "reduce",
+)
 RUNS = {"1": (0,), "3": (0, 0, 0), "100": (0, 98)}
 """How often a plan runs before each run that is judged."""
 
@@ -31,7 +40,10 @@ def moved(op: str) -> str:
 def inputs_of(op: str, drawn: Values, size: int, turn: int) -> list[Tensor]:
     """Return the tensors of all ranks in one run of a plan."""
     memory = "contiguous" if "shared" in drawn["x.memory"] else drawn["x.memory"]
-    return [tensor(moved(op), drawn | {"seed": drawn["seed"] + 100 * turn}, rank, 0, memory) for rank in range(size)]
+    return [
+        tensor(moved(op), drawn | {"seed": drawn["seed"] + 100 * turn}, rank, 0, memory)
+        for rank in range(size)
+    ]
 
 
 def placed(x: Tensor, drawn: Values, group: sp.Communicator) -> Tensor:
@@ -48,7 +60,10 @@ def placed(x: Tensor, drawn: Values, group: sp.Communicator) -> Tensor:
 
 def refill(x: Tensor, source: Tensor) -> None:
     """Write other numbers into a tensor of which some elements may share memory."""
-    narrow = [0 if stride == 0 and length > 1 else slice(None) for stride, length in zip(x.stride(), x.shape, strict=True)]
+    narrow = [
+        0 if stride == 0 and length > 1 else slice(None)
+        for stride, length in zip(x.stride(), x.shape, strict=True)
+    ]
     x[tuple(narrow)].copy_(source[tuple(narrow)])
 
 
@@ -72,13 +87,20 @@ class Planned:
         self.given = dict(self.normal)
         if drawn["arguments"] == "left out where the default":
             known = inspect.signature(getattr(sp, op)).parameters
-            self.given = {name: value for name, value in self.given.items() if known[name].default != value}
+            self.given = {
+                name: value for name, value in self.given.items() if known[name].default != value
+            }
         self.normal |= {"dim": drawn["dim"]} if "dim" in drawn else {}
         self.normal.setdefault("sizes", None)
 
     def call(self) -> Call:
         """Return the call of `plan`."""
-        return Call(partial(sp.plan, self.op), {"x": self.x, "comm": self.group, **self.given}, self.judge, ("x",))
+        return Call(
+            partial(sp.plan, self.op),
+            {"x": self.x, "comm": self.group, **self.given},
+            self.judge,
+            ("x",),
+        )
 
     def judge(self, plan: sp.Plan) -> None:
         """Run a plan on other numbers each time; a second plan may be under way meanwhile."""
@@ -99,12 +121,17 @@ class Planned:
                 plans = [plan, other] if self.drawn["(form)"] == "two under way" else [plan]
                 under_way = [each.start() for each in plans]
                 self.group.poll()
-                results = [each.finish(handle) for each, handle in reversed(list(zip(plans, under_way, strict=True)))]
+                results = [
+                    each.finish(handle)
+                    for each, handle in reversed(list(zip(plans, under_way, strict=True)))
+                ]
             wanted = DEFINITIONS[moved(self.op)](inputs, self.normal)[self.group.rank]
             for result in results:
                 torch.testing.assert_close(result, wanted, rtol=0, atol=0)
             assert results[-1] is self.x if self.op == "all_reduce_" else torch.equal(self.x, mine)
-            assert torch.equal(beside(self.x, self.drawn), around), "the memory around the input was changed"
+            assert torch.equal(beside(self.x, self.drawn), around), (
+                "the memory around the input was changed"
+            )
 
 
 @contextmanager
@@ -112,13 +139,23 @@ def planned(op: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A plan along one axis of a mesh."""
     with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
         group = situations.group_of(mesh, drawn)
-        yield Planned(op, drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}, group).call()
+        yield Planned(
+            op, drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}, group
+        ).call()
 
 
 def plan_factors(op: str) -> dict[str, Parts]:
     """Return the domain of a plan: that of its collective, without gradients, and how it is run."""
-    found = {name: parts for name, parts in collectives.factors(moved(op)).items() if name not in ("x.gradient", "x.upstream")}
-    own = MEMORIES if op != "all_reduce_" else tuple(memory for memory in MEMORIES if memory != "expanded")
+    found = {
+        name: parts
+        for name, parts in collectives.factors(moved(op)).items()
+        if name not in ("x.gradient", "x.upstream")
+    }
+    own = (
+        MEMORIES
+        if op != "all_reduce_"
+        else tuple(memory for memory in MEMORIES if memory != "expanded")
+    )
     shared = ("shared", "shared on some ranks", "shared by other allocations")
     return found | {
         "x.memory": values(*own, *shared),
@@ -163,9 +200,17 @@ def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
     kinds = [name for name in KINDS[drawn["tensors.dtypes"]] if name != "bool"]
     found = []
     for number in range(drawn["tensors.number"]):
-        shape = chance.choice([(3, 2), (), (0, 3), (5,), (1, 1, 4)]) if drawn["tensors.shapes"] == "any" else (3, 2)
-        generator = torch.Generator().manual_seed(1000 * drawn["seed"] + 100 * key + 10 * rank + number)
-        found.append(torch.randint(0, 4, shape, generator=generator).to(DTYPES[kinds[number % len(kinds)]]))
+        shape = (
+            chance.choice([(3, 2), (), (0, 3), (5,), (1, 1, 4)])
+            if drawn["tensors.shapes"] == "any"
+            else (3, 2)
+        )
+        generator = torch.Generator().manual_seed(
+            1000 * drawn["seed"] + 100 * key + 10 * rank + number
+        )
+        found.append(
+            torch.randint(0, 4, shape, generator=generator).to(DTYPES[kinds[number % len(kinds)]])
+        )
     return found
 
 
@@ -182,18 +227,30 @@ def copies(comm: Any, drawn: Values) -> Iterator[Call]:
         drawn = drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
         tensors = [laid(x, drawn["tensors.memory"]).detach() for x in copied(drawn, 0, 0)]
         for number, x in enumerate(tensors):
-            wanted = drawn["tensors.gradients"] == "all" or (drawn["tensors.gradients"] == "some" and number % 2 == 0)
+            wanted = drawn["tensors.gradients"] == "all" or (
+                drawn["tensors.gradients"] == "some" and number % 2 == 0
+            )
             x.requires_grad_(wanted and x.is_floating_point())
-        yield Call(sp.copy_all_to_group, {"tensors": tensors, "comm": group}, partial(judge_copies, group, drawn, tensors))
+        yield Call(
+            sp.copy_all_to_group,
+            {"tensors": tensors, "comm": group},
+            partial(judge_copies, group, drawn, tensors),
+        )
 
 
 def used(drawn: Values, rank: int, number: int, count: int) -> bool:
     """Say whether a rank uses a result; each rank uses at least one."""
     kind = drawn["(used)"]
-    return kind == "all" or number == (rank + drawn["seed"]) % count or (kind == "some" and (number + rank) % 2 == 0)
+    return (
+        kind == "all"
+        or number == (rank + drawn["seed"]) % count
+        or (kind == "some" and (number + rank) % 2 == 0)
+    )
 
 
-def judge_copies(group: sp.Communicator, drawn: Values, tensors: list[Tensor], result: tuple[Tensor, ...]) -> None:
+def judge_copies(
+    group: sp.Communicator, drawn: Values, tensors: list[Tensor], result: tuple[Tensor, ...]
+) -> None:
     """The results are the tensors; their gradients are those of all ranks."""
     assert isinstance(result, tuple)
     for out, x in zip(result, tensors, strict=True):
@@ -210,7 +267,10 @@ def judge_copies(group: sp.Communicator, drawn: Values, tensors: list[Tensor], r
         [laid(expanded(upstream[group.rank][n], drawn), drawn["tensors.upstream"]) for n in taken],
     )
     for place, (n, found) in enumerate(zip(places, grads, strict=True)):
-        parts = [expanded(upstream[rank][n], drawn) * used(drawn, rank, place, len(places)) for rank in range(group.size)]
+        parts = [
+            expanded(upstream[rank][n], drawn) * used(drawn, rank, place, len(places))
+            for rank in range(group.size)
+        ]
         torch.testing.assert_close(found, collectives.total(parts), rtol=0, atol=0)
 
 
@@ -229,7 +289,9 @@ COPIES: dict[str, Parts] = {
     "(used)": values("all", "some", "one"),
 }
 SUMMED = {
-    name: parts for name, parts in plan_factors("all_reduce_").items() if name not in ("op.name", "arguments", "(runs)", "(form)")
+    name: parts
+    for name, parts in plan_factors("all_reduce_").items()
+    if name not in ("op.name", "arguments", "(runs)", "(form)")
 }
 SUBJECTS = [
     *(

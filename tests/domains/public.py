@@ -43,8 +43,14 @@ def functions(modules: Iterable[str] = MODULES) -> dict[str, Public]:
 
 def commands() -> dict[str, Public]:
     """Return the parser of each command by name."""
-    parsers = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return {f"sp-core {name}": parser for action in parsers for name, parser in action.choices.items()}
+    parsers = (
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return {
+        f"sp-core {name}": parser for action in parsers for name, parser in action.choices.items()
+    }
 
 
 def without_domain(subjects: Iterable[Subject]) -> list[str]:
@@ -52,10 +58,20 @@ def without_domain(subjects: Iterable[Subject]) -> list[str]:
     declared: dict[str, set[str]] = defaultdict(set)
     for subject in subjects:
         for name in (subject.name, *subject.covers):
-            declared[name] |= {factor.split(".")[0] for factor in subject.factors} | set(subject.outside)
-    wanted = {name: parameters(function) for name, function in functions().items() if not _is_outside(name)}
+            declared[name] |= {factor.split(".")[0] for factor in subject.factors} | set(
+                subject.outside
+            )
+    wanted = {
+        name: parameters(function)
+        for name, function in functions().items()
+        if not _is_outside(name)
+    }
     undeclared = [f"{name}(): no subject" for name in wanted if name not in declared]
-    return undeclared + [f"{name}({p})" for name in declared for p in sorted(wanted.get(name, set()) - declared[name])]
+    return undeclared + [
+        f"{name}({p})"
+        for name in declared
+        for p in sorted(wanted.get(name, set()) - declared[name])
+    ]
 
 
 def parameters(function: Public) -> set[str]:
@@ -72,10 +88,14 @@ def _is_outside(name: str) -> bool:
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     found = importlib.import_module(module)
     front = module.removeprefix("sp_core").removeprefix(".").removeprefix("nn.")
-    for name in getattr(found, "__all__", [name for name in vars(found) if not name.startswith("_")]):
+    for name in getattr(
+        found, "__all__", [name for name in vars(found) if not name.startswith("_")]
+    ):
         member = getattr(found, name)
         is_class = inspect.isclass(member)
-        if not (is_class or inspect.isfunction(member)) or not member.__module__.startswith("sp_core"):
+        if not (is_class or inspect.isfunction(member)) or not member.__module__.startswith(
+            "sp_core"
+        ):
             continue
         if (front and not hasattr(found, "__all__") and member.__module__ != module) or (
             is_class and issubclass(member, Exception)
@@ -85,11 +105,20 @@ def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield full, member
         if is_class:
             private = [
-                base for base in member.__mro__[1:] if base.__name__.startswith("_") and base.__module__.startswith("sp_core")
+                base
+                for base in member.__mro__[1:]
+                if base.__name__.startswith("_") and base.__module__.startswith("sp_core")
             ]
-            methods = {method for owner in (member, *private) for method in vars(owner) if _is_method(owner, method)}
+            methods = {
+                method
+                for owner in (member, *private)
+                for method in vars(owner)
+                if _is_method(owner, method)
+            }
             yield from ((f"{full}.{method}", getattr(member, method)) for method in sorted(methods))
 
 
 def _is_method(owner: type, name: str) -> bool:
-    return not name.startswith("_") and (inspect.isfunction(getattr(owner, name)) or inspect.ismethod(getattr(owner, name)))
+    return not name.startswith("_") and (
+        inspect.isfunction(getattr(owner, name)) or inspect.ismethod(getattr(owner, name))
+    )

@@ -1,6 +1,7 @@
 """What drawing every pair of parts has found, by call, and the report of it.
 
-`REPORT.json` is also the inventory of parts: one that was never explored, or lost its generator since, makes the suite red.
+`REPORT.json` is also the inventory of parts: one that was never explored, or lost its generator
+since, makes the suite red.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def parts_of(subject: Subject) -> dict[str, list[str]]:
 
 def changed(declared: Iterable[Subject], records: Iterable[Record]) -> list[str]:
     """Say which factors have other parts than a report lists."""
-    listed = {(r["subject"], factor): parts for r in records for factor, parts in r["parts"].items()}
+    listed = {
+        (r["subject"], factor): parts for r in records for factor, parts in r["parts"].items()
+    }
     found = {(s.name, factor): parts for s in declared for factor, parts in parts_of(s).items()}
     return [
         f"{name} {factor}"
@@ -47,7 +50,13 @@ def committed() -> list[Record]:
 
 def impossible_pairs(name: str, records: Iterable[Record]) -> set[Pair]:
     """Return the pairs of a subject that a report calls impossible."""
-    texts = [text for record in records if record["subject"] == name for pairs in record["impossible"].values() for text in pairs]
+    texts = [
+        text
+        for record in records
+        if record["subject"] == name
+        for pairs in record["impossible"].values()
+        for text in pairs
+    ]
     split = [[tuple(one.split("=", 1)) for one in text.split(" & ", 1)] for text in texts]
     return {((a, b), (c, d)) for (a, b), (c, d) in split}
 
@@ -56,18 +65,23 @@ def explored(name: str, seed: int, depth: str = "pairs") -> Record:
     """Draw the pairs of one subject, or its single parts with `PART_SEEDS` seeds.
 
     Returns:
-        Its parts, its counts, its impossible pairs by the library's reason, and its fault if there is one.
+        Its parts, its counts, its impossible pairs by the library's reason, and its fault if there
+        is one.
     """
     torch.set_num_threads(1)
     subject = subjects.BY_NAME[name]
     tried, fault = Tried(), ""
     try:
-        every_pair(subject, seed, tried) if depth == "pairs" else every_part(subject, range(seed, seed + PART_SEEDS), tried)
+        every_pair(subject, seed, tried) if depth == "pairs" else every_part(
+            subject, range(seed, seed + PART_SEEDS), tried
+        )
     except AssertionError as error:
         fault = str(error)
     impossible = defaultdict(list)
     for pair, reason in sorted(tried.impossible.items()):
-        impossible[re.sub(r"^(\w+: )rank \d+: ", r"\1", reason)[:300]].append(" & ".join("=".join(one) for one in pair))
+        impossible[re.sub(r"^(\w+: )rank \d+: ", r"\1", reason)[:300]].append(
+            " & ".join("=".join(one) for one in pair)
+        )
     tally = every_difference(subject)
     return {
         "subject": name,
@@ -87,7 +101,9 @@ def markdown(records: Sequence[Record], seed: int) -> str:
     in_pairs = [record for record in records if record["depth"] == "pairs"]
     drawn, possible = (sum(record[key] for record in in_pairs) for key in ("drawn", "possible"))
     calls = sum(record["calls"] for record in records)
-    reasons = Counter({reason: len(pairs) for record in records for reason, pairs in record["impossible"].items()})
+    reasons = Counter(
+        {reason: len(pairs) for record in records for reason, pairs in record["impossible"].items()}
+    )
     return "\n".join(
         [
             "# Domains: the parts of every parameter, drawn in pairs",
@@ -113,8 +129,14 @@ def markdown(records: Sequence[Record], seed: int) -> str:
 
 def _differing(records: Sequence[Record]) -> list[str]:
     """What was tried of ranks that differ."""
-    tried = [(record["subject"], record["differing"]) for record in records if record["differing"]["compared"]]
-    total = {key: sum(tally[key] for _, tally in tried) for key in ("arguments", "compared", "unchecked")}
+    tried = [
+        (record["subject"], record["differing"])
+        for record in records
+        if record["differing"]["compared"]
+    ]
+    total = {
+        key: sum(tally[key] for _, tally in tried) for key in ("arguments", "compared", "unchecked")
+    }
     return [
         "## Ranks that differ",
         "",
@@ -123,12 +145,23 @@ def _differing(records: Sequence[Record]) -> list[str]:
         "",
         "| call | arguments | situations | with check off |",
         "| --- | --- | --- | --- |",
-        *(f"| {name} | {tally['arguments']} | {tally['compared']} | {tally['unchecked']} |" for name, tally in tried),
+        *(
+            f"| {name} | {tally['arguments']} | {tally['compared']} | {tally['unchecked']} |"
+            for name, tally in tried
+        ),
     ]
 
 
 def _line(record: Record) -> str:
     impossible = sum(map(len, record["impossible"].values()))
     parts = sum(map(len, record["parts"].values()))
-    cells = (record["subject"], parts, record["depth"], record["possible"], record["drawn"], impossible, record["calls"])
+    cells = (
+        record["subject"],
+        parts,
+        record["depth"],
+        record["possible"],
+        record["drawn"],
+        impossible,
+        record["calls"],
+    )
     return f"| {' | '.join(map(str, cells))} |"

@@ -37,7 +37,12 @@ def sampled(_: Any, drawn: Values) -> Iterator[Call]:
     random = sampling.random(drawn["prompt"])
     noise = torch.Generator().manual_seed(drawn["seed"] % 2**16)
     x = torch.randn(drawn["logits.size"], generator=noise, dtype=torch.float64)
-    made = {"normal": x, "large": x * 1e4, "equal": torch.ones_like(x), "some -inf": x.where(x > 0, -torch.inf)}
+    made = {
+        "normal": x,
+        "large": x * 1e4,
+        "equal": torch.ones_like(x),
+        "some -inf": x.where(x > 0, -torch.inf),
+    }
     logits = made[drawn["logits.values"]].to(getattr(torch, drawn["logits.dtype"]))
     logits[0] = 1.0  # so that one token is possible
     if drawn["random"] == "used":
@@ -54,10 +59,14 @@ def judge(sampling: Sampling, given: Values, random: torch.Generator, token: int
         assert token == order[0]
         return
     order = order[: sampling.top_k]
-    weights = [math.exp((logits[place] - logits[order[0]]) / sampling.temperature) for place in order]
+    weights = [
+        math.exp((logits[place] - logits[order[0]]) / sampling.temperature) for place in order
+    ]
     sums = [math.fsum(weights[: n + 1]) for n in range(len(weights))]
     if sampling.top_p is not None:
-        sums = sums[: 1 + next(n for n, total in enumerate(sums) if total >= sampling.top_p * sums[-1])]
+        sums = sums[
+            : 1 + next(n for n, total in enumerate(sums) if total >= sampling.top_p * sums[-1])
+        ]
     drawn = float(torch.rand((), generator=random, dtype=torch.float64)) * sums[-1]
     assert token == order[next(n for n, total in enumerate(sums) if total > drawn)]
 
@@ -69,6 +78,8 @@ SUBJECTS = [
         sampled,
         lambda drawn: 1,
         covers=("llama.Sampling", "llama.Sampling.random"),
-        together=tuple({"temperature": "1e-310", "logits.values": name} for name in ("normal", "equal")),
+        together=tuple(
+            {"temperature": "1e-310", "logits.values": name} for name in ("normal", "equal")
+        ),
     ),
 ]

@@ -20,13 +20,17 @@ Judge = Callable[[Values, Any], None]
 
 
 @contextmanager
-def pure(function: Callable[..., Any], names: Sequence[str], judge: Judge, _: Any, drawn: Values) -> Iterator[Call]:
+def pure(
+    function: Callable[..., Any], names: Sequence[str], judge: Judge, _: Any, drawn: Values
+) -> Iterator[Call]:
     """A function of what was drawn for its parameters."""
     given = {name: drawn[name] for name in names if drawn[name] is not LEFT_OUT}
     yield Call(function, given, lambda result: judge(drawn | given, result))
 
 
-def subject(name: str, factors: dict[str, Parts], judge: Judge, *names: str, **more: Any) -> Subject:
+def subject(
+    name: str, factors: dict[str, Parts], judge: Judge, *names: str, **more: Any
+) -> Subject:
     """A subject that needs one rank; its parameters are named as its factors, or so."""
     prepare = partial(pure, getattr(scheduling, name), names or tuple(factors), judge)
     return Subject(f"scheduling.{name}", factors, prepare, lambda drawn: 1, **more)
@@ -58,14 +62,19 @@ WORKS: Parts = {
 
 def judge_work(given: Values, work: Work) -> None:
     """Count token by token; a rank that shares a sequence has its chunks r and 2 size - 1 - r."""
-    cost = [given["per_token"] + given["per_pair"] * (t + 1) for t in range(max(given["length"], given["stop"]))]
+    cost = [
+        given["per_token"] + given["per_pair"] * (t + 1)
+        for t in range(max(given["length"], given["stop"]))
+    ]
     length, size = given["length"], given["size"]
     assert work.of(length) == sum(cost[:length])
     assert work.between(given["start"], given["stop"]) == sum(cost[given["start"] : given["stop"]])
     each, more = divmod(length, 2 * size)
     ends = [chunk * each + min(chunk, more) for chunk in range(2 * size + 1)]
     chunks = [sum(cost[a:b]) for a, b in pairwise(ends)]
-    assert list(work.shares(length, size)) == [chunks[rank] + chunks[-1 - rank] for rank in range(size)]
+    assert list(work.shares(length, size)) == [
+        chunks[rank] + chunks[-1 - rank] for rank in range(size)
+    ]
 
 
 def placed(chance: Random, drawn: Values, *, kinds: Sequence[int]) -> list[list[int]]:
@@ -99,14 +108,21 @@ PLAN: dict[str, Parts] = {
 def plan(_: Any, drawn: Values) -> Iterator[Call]:
     """A plan that deals sequences out by chance."""
     shared, waiting, *packed = map(tuple, drawn["packed"])
-    given = {"lengths": tuple(drawn["lengths"]), "sharded": shared, "packed": tuple(packed), "waiting": waiting}
+    given = {
+        "lengths": tuple(drawn["lengths"]),
+        "sharded": shared,
+        "packed": tuple(packed),
+        "waiting": waiting,
+    }
     given["padded_to"] = drawn["padded_to"]
     yield Call(Plan, given, partial(judge_plan, given, drawn["work"]))
 
 
 def judge_plan(given: Values, work: Work, made: Plan) -> None:
     """Compare loads with the sums over the sequences of each rank; a waiting one goes where least is done."""
-    filled = [length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]]
+    filled = [
+        length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]
+    ]
     assert [made.tokens(number) for number in range(len(filled))] == filled
     assert made.size == len(given["packed"])
     assert made.useful(work) == sum(map(work.of, given["lengths"]))
@@ -120,16 +136,25 @@ def judge_plan(given: Values, work: Work, made: Plan) -> None:
 
 def shared_loads(lengths: Iterable[int], size: int, work: Work) -> list[int]:
     """What each rank has to do for sequences that all share."""
-    return [sum(shares) for shares in zip([0] * size, *(work.shares(length, size) for length in lengths), strict=True)]
+    return [
+        sum(shares)
+        for shares in zip(
+            [0] * size, *(work.shares(length, size) for length in lengths), strict=True
+        )
+    ]
 
 
 POLICY: dict[str, Parts] = {"lengths": LENGTHS, "size": SIZES, "work": WORKS}
-TOLERANCE: dict[str, Parts] = {"tolerance": {"default": lambda c, v: LEFT_OUT, **values(1e-9, 0.2, 10.0, float("inf"))}}
+TOLERANCE: dict[str, Parts] = {
+    "tolerance": {"default": lambda c, v: LEFT_OUT, **values(1e-9, 0.2, 10.0, float("inf"))}
+}
 
 
 def longest_first(given: Values) -> list[int]:
     """The sequences, the longest first."""
-    return sorted(range(len(given["lengths"])), key=lambda number: (-given["lengths"][number], number))
+    return sorted(
+        range(len(given["lengths"])), key=lambda number: (-given["lengths"][number], number)
+    )
 
 
 def dealt(given: Values, count: int) -> tuple[list[list[int]], list[int]]:
@@ -148,7 +173,10 @@ def judge_balanced(given: Values, made: Plan) -> None:
     """Compare with list scheduling by hand, and the greatest load with what is promised."""
     count, size = len(made.sharded), given["size"]
     packed, loads = dealt(given, count)
-    assert (list(made.sharded), list(map(list, made.packed))) == (longest_first(given)[:count], packed)
+    assert (list(made.sharded), list(map(list, made.packed))) == (
+        longest_first(given)[:count],
+        packed,
+    )
     assert (made.lengths, made.waiting, made.padded_to) == (tuple(given["lengths"]), (), None)
     total, tolerance = sum(loads), 0.02 if given["tolerance"] is LEFT_OUT else given["tolerance"]
     allowed = (1 + tolerance) * total / size if total else 0
@@ -175,8 +203,16 @@ def judge_contiguous(given: Values, made: Plan) -> None:
 
 def judge_round_robin(given: Values, made: Plan, *, padded: bool = False) -> None:
     """Sequence i on rank i mod size, as long as the longest one if padded."""
-    packed = tuple(tuple(n for n in range(len(given["lengths"])) if n % given["size"] == rank) for rank in range(given["size"]))
-    assert made == Plan(tuple(given["lengths"]), (), packed, padded_to=max(given["lengths"], default=0) if padded else None)
+    packed = tuple(
+        tuple(n for n in range(len(given["lengths"])) if n % given["size"] == rank)
+        for rank in range(given["size"])
+    )
+    assert made == Plan(
+        tuple(given["lengths"]),
+        (),
+        packed,
+        padded_to=max(given["lengths"], default=0) if padded else None,
+    )
 
 
 SUBJECTS = [

@@ -33,7 +33,9 @@ AXES = {
 def situations(*carried: str) -> dict[str, Parts]:
     """Return the domain of what surrounds a call; its messages may be carried by transports of that name."""
     return {
-        "(transport)": values("window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)),
+        "(transport)": values(
+            "window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)
+        ),
         "(algorithm)": values(*sorted(CHOICES, key=lambda name: name != "auto")),
         "(check)": values("agree", "off"),
         "(call)": values("first", "second", "100th"),
@@ -66,12 +68,20 @@ def ranks(drawn: Values) -> int:
 def opened(comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
     """Open a mesh in the situation that was drawn; one rank may come late to the call."""
     named, _, carried = drawn["(transport)"].partition("carried ")
-    way = {"transport": named or "auto", "algorithm": drawn["(algorithm)"], "check": drawn["(check)"]}
+    way = {
+        "transport": named or "auto",
+        "algorithm": drawn["(algorithm)"],
+        "check": drawn["(check)"],
+    }
     with sp.Mesh(comm, device=device(), **way, **axes) as mesh:
         if carried:
             for group in mesh._made.values():
                 group.transport = CARRIERS[carried](group)
-        time.sleep(LATE_SECONDS if drawn["(lateness)"] == "a rank" and comm.rank == drawn["seed"] % comm.size else 0)
+        time.sleep(
+            LATE_SECONDS
+            if drawn["(lateness)"] == "a rank" and comm.rank == drawn["seed"] % comm.size
+            else 0
+        )
         yield mesh
 
 

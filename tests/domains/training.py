@@ -35,12 +35,16 @@ Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 
 def one_by_one(stages: int, batches: int) -> tuple[Order, ...]:
     """A schedule of the user's own: each micro-batch forward and back before the next one begins."""
-    return (tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),) * stages
+    return (
+        tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),
+    ) * stages
 
 
 def counts(*, low: int, high: int) -> Any:
     """Lengths between two, one for each of so many."""
-    return lambda chance, drawn: [chance.randint(low, high) for _ in range(models.aspect(drawn, "count"))]
+    return lambda chance, drawn: [
+        chance.randint(low, high) for _ in range(models.aspect(drawn, "count"))
+    ]
 
 
 LENGTHS: Parts = {
@@ -58,7 +62,11 @@ PIPELINE: dict[str, Parts] = {
     "labels": values("of every token", "some ignored", "none in one micro-batch"),
     "sharding.layout": values(*LAYOUTS),
     "mask.documents": {"none": lambda c, v: 1, "2 to 6": lambda c, v: c.randint(2, 6)},
-    "ordering": {"1f1b": lambda c, v: one_forward_one_backward, "gpipe": lambda c, v: gpipe, "own": lambda c, v: one_by_one},
+    "ordering": {
+        "1f1b": lambda c, v: one_forward_one_backward,
+        "gpipe": lambda c, v: gpipe,
+        "own": lambda c, v: one_by_one,
+    },
 }
 
 
@@ -89,13 +97,17 @@ def micro_batches(case: Case, drawn: Values) -> list[Whole]:
     return found
 
 
-def mean_loss(case: Case, batches: Sequence[Whole], rounding: Any, leaves: dict[str, Tensor]) -> Tensor:
+def mean_loss(
+    case: Case, batches: Sequence[Whole], rounding: Any, leaves: dict[str, Tensor]
+) -> Tensor:
     """The mean over all labels that count, of whole micro-batches."""
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
         seen = {"positions": ascending(sharding), "documents": mask.documents}
         logits = reference.llama(tokens, leaves, rounding=rounding, **case.options(), **seen)
-        total = total + cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        total = total + cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
         number += int((labels != IGNORED).sum())
     return total / number
 
@@ -107,12 +119,21 @@ def pipelined(comm: Any, drawn: Values) -> Iterator[Call]:
     with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
         wholes = micro_batches(case, drawn)
-        batches = [MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m) for x, y, s, m in wholes]
+        batches = [
+            MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m)
+            for x, y, s, m in wholes
+        ]
         given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
-        yield Call(loss_and_gradients, given, partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]]))
+        yield Call(
+            loss_and_gradients,
+            given,
+            partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]]),
+        )
 
 
-def judge_pipelined(case: Case, model: Llama, wholes: Sequence[Whole], calls: int, loss: Tensor) -> None:
+def judge_pipelined(
+    case: Case, model: Llama, wholes: Sequence[Whole], calls: int, loss: Tensor
+) -> None:
     """Compare the loss, and the sums of the gradients of all calls."""
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -123,14 +144,21 @@ def judge_pipelined(case: Case, model: Llama, wholes: Sequence[Whole], calls: in
         return with_gradients(outputs, weights)
 
     key = (calls, [(models.told(tokens, labels), repr(mask)) for tokens, labels, _, mask in wholes])
-    wanted = Expected("llama pipeline", case, run, repr(key), tokens=max(x.shape[1] for x, *_ in wholes))
+    wanted = Expected(
+        "llama pipeline", case, run, repr(key), tokens=max(x.shape[1] for x, *_ in wholes)
+    )
     wanted.check("loss", loss.reshape(1))
     sum_tied_gradients(model)
     reduce_gradients(model.parameters(), data=model.grid.data, tensor=model.grid.tensor)
     wanted.check_gradients(model)
-    norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=model.grid.tensor, stages=model.grid.stages)
+    norm = clip_gradient_norm(
+        model.parameters(), 1e-3, tensor=model.grid.tensor, stages=model.grid.stages
+    )
     squares = [float(wanted.values[name].norm()) ** 2 for name in models.weights_of(case)]
-    assert abs(norm / sum(squares) ** 0.5 - 1) < {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}[case.dtype]
+    assert (
+        abs(norm / sum(squares) ** 0.5 - 1)
+        < {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}[case.dtype]
+    )
 
 
 OPTIMIZERS: Parts = {
@@ -142,7 +170,9 @@ TRAINING: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "sequences.count": spans((3, 5), (1, 1), (7, 12)),
     "sequences.lengths": LENGTHS,
-    "layout": {name: (lambda c, v, layout=layout: layout) for name, layout in reversed(LAYOUTS.items())},
+    "layout": {
+        name: (lambda c, v, layout=layout: layout) for name, layout in reversed(LAYOUTS.items())
+    },
 }
 STEP: dict[str, Parts] = {
     "optimizer": OPTIMIZERS,
@@ -156,18 +186,27 @@ def trained(comm: Any, drawn: Values) -> Iterator[Call]:
     case = case_of(drawn, drawn["model.dtype"])
     with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-        given = {"model": model, "sequences": models.text(case, drawn["sequences.lengths"]), "layout": drawn["layout"]}
+        given = {
+            "model": model,
+            "sequences": models.text(case, drawn["sequences.lengths"]),
+            "layout": drawn["layout"],
+        }
         if "optimizer" not in drawn:
             yield Call(backward, given, partial(judge_trained, case, given, drawn))
         else:
-            step = {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
+            step = {
+                "optimizer": drawn["optimizer"](model.parameters()),
+                "max_norm": drawn["max_norm"],
+            }
             yield Call(train_step, given | step, partial(judge_trained, case, given, drawn))
 
 
 def judge_trained(case: Case, given: Values, drawn: Values, result: Any) -> None:
     """Compare the loss and the gradients, or the loss and norm before the step, and the weights after it."""
     rows = [torch.tensor([sequence]) for sequence in given["sequences"]]
-    wholes = [(x, labels_of(x, sp.Mask()), sp.Sharding.contiguous(x.shape[1], 1), sp.Mask()) for x in rows]
+    wholes = [
+        (x, labels_of(x, sp.Mask()), sp.Sharding.contiguous(x.shape[1], 1), sp.Mask()) for x in rows
+    ]
     calls = CALLS[drawn["(call)"]] if "optimizer" in drawn else 1
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -199,7 +238,12 @@ MODEL = architecture("model", SMALL | DTYPES)
 AXES = ("dp, ring", "tp", "ring, ulysses", "dp", "dp, tp", "tp, dp, ring")
 STAGED = ("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
 UNEQUAL = {"mesh.axes": "pp, ring", "tokens.lengths": "unequal"}
-UNEVEN = {"mesh.axes": "pp, ring, tp", "model.heads": "three groups", "model.tied": "True", "tokens.lengths": "unequal"}
+UNEVEN = {
+    "mesh.axes": "pp, ring, tp",
+    "model.heads": "three groups",
+    "model.tied": "True",
+    "tokens.lengths": "unequal",
+}
 SUBJECTS = [
     Subject(
         "llama.pipeline.loss_and_gradients",

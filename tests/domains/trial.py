@@ -70,11 +70,17 @@ class Tried:
         drawn = subject.draw(row, seed)
         self.rows += 1
         try:
-            answers = run_threads(subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=60)
+            answers = run_threads(
+                subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=60
+            )
         except (ThreadsHung, RankFailure) as error:
-            raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}") from None
+            raise AssertionError(
+                f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}"
+            ) from None
         if len({bool(answer) for answer in answers}) > 1:
-            raise AssertionError(f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {answers}")
+            raise AssertionError(
+                f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {answers}"
+            )
         if answers[0]:
             self.refused.append((row, answers[0]))
         else:
@@ -86,7 +92,9 @@ class Tried:
         """Raise `AssertionError` for a row that was refused although each two of its parts go together."""
         for row, reason in self.refused:
             if not pairs_of(row) & set(impossible):
-                raise AssertionError(f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}")
+                raise AssertionError(
+                    f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}"
+                )
 
 
 def pairs_of(row: Row) -> set[Pair]:
@@ -96,7 +104,9 @@ def pairs_of(row: Row) -> set[Pair]:
 
 def told(subject: Subject, row: Row) -> str:
     """The parts of a row that are not those of the base row."""
-    return ", ".join(f"{factor}={part}" for factor, part in row.items() if part != subject.base[factor])
+    return ", ".join(
+        f"{factor}={part}" for factor, part in row.items() if part != subject.base[factor]
+    )
 
 
 def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ()) -> Tried:
@@ -110,7 +120,8 @@ def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ())
         impossible: the only pairs of parts that may make the library refuse a row.
 
     Raises:
-        AssertionError: a wrong result, a hang, a refusal without reason, or a part that only refused rows had.
+        AssertionError: a wrong result, a hang, a refusal without reason, or a part that only
+            refused rows had.
     """
     tried = Tried()
     for row in (*subject.each_part(seed), *subject.each_part(seed + 1)):
@@ -132,7 +143,9 @@ def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
     for row in subject.each_pair(seed):
         tried.row(subject, row, seed)
     for pair in sorted(subject.pairs() - tried.pairs):
-        if pair not in tried.pairs and (reason := tried.row(subject, subject.base | dict(pair), seed)):
+        if pair not in tried.pairs and (
+            reason := tried.row(subject, subject.base | dict(pair), seed)
+        ):
             tried.impossible[pair] = reason
     tried.check_refusals(subject, tried.impossible)
 
@@ -150,10 +163,16 @@ def blamed(subject: Subject, row: Row, seed: int, tried: Tried) -> None:
         if again := tried.row(subject, subject.base | fewer, seed):
             needed, reason = fewer, again
     if len(needed) > 2 or not reason:
-        raise AssertionError(f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}")
+        raise AssertionError(
+            f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}"
+        )
     others = [factor for factor in sorted(subject.factors) if factor not in needed]
     pairs = [tuple(sorted(needed.items()))] if len(needed) == 2 else []
-    pairs += [tuple(sorted([*needed.items(), (factor, subject.base[factor])])) for factor in others if len(needed) == 1]
+    pairs += [
+        tuple(sorted([*needed.items(), (factor, subject.base[factor])]))
+        for factor in others
+        if len(needed) == 1
+    ]
     for one, two in pairs:
         tried.impossible[one, two] = reason
 

@@ -20,7 +20,9 @@ from sp_core.testing import record_ratio, run_threads
 from sp_core.testing.tolerance import bound, check_close
 
 CASES = {
-    "8/2, llama3": Case((8, 2), hidden=32, ffn=22, vocab=37, scaling="llama3", dtype="float32", seed=1),
+    "8/2, llama3": Case(
+        (8, 2), hidden=32, ffn=22, vocab=37, scaling="llama3", dtype="float32", seed=1
+    ),
     "6/3, linear, tied, odd vocabulary": Case(
         (6, 3), hidden=24, ffn=17, vocab=41, scaling="linear", tied=True, dtype="float32", seed=2
     ),
@@ -53,7 +55,9 @@ def save(case: Case, folder: Path) -> Any:
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config)
-    missing = model.load_state_dict({name: value.float() for name, value in case.weights().items()}, strict=False)
+    missing = model.load_state_dict(
+        {name: value.float() for name, value in case.weights().items()}, strict=False
+    )
     assert missing.missing_keys == (["lm_head.weight"] if case.tied else [])
     assert missing.unexpected_keys == []
     model.save_pretrained(folder, max_shard_size="8KB")
@@ -66,11 +70,16 @@ def without_casts(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     from transformers.models.llama import modeling_llama as theirs
 
     def norm(self: Any, x: Tensor) -> Tensor:
-        scaled: Tensor = self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        scaled: Tensor = (
+            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
         return scaled
 
     def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = torch.tensor(reference.llama_frequencies(case.head_dim, 100.0, SCALINGS[case.scaling]), dtype=torch.float64)
+        frequencies = torch.tensor(
+            reference.llama_frequencies(case.head_dim, 100.0, SCALINGS[case.scaling]),
+            dtype=torch.float64,
+        )
         torch.testing.assert_close(self.inv_freq.double(), frequencies, rtol=1e-6, atol=0)
         angles = (position_ids[..., None].double() * frequencies).repeat(1, 1, 2)
         return angles.cos(), angles.sin()
@@ -103,7 +112,11 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokens, weights = case.tokens(BATCH, SEQ_LEN), case.weights()
 
     def run(rounding: Any, *values: Tensor) -> tuple[Tensor]:
-        return (reference.llama(tokens, dict(zip(weights, values, strict=True)), rounding=rounding, **case.options()),)
+        return (
+            reference.llama(
+                tokens, dict(zip(weights, values, strict=True)), rounding=rounding, **case.options()
+            ),
+        )
 
     (want,), (scale,) = reference.sensitivity(run, list(weights.values()))
     model = save(case, folder).eval()
@@ -111,13 +124,22 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         single = model(tokens).logits
         without_casts(patch, case)
         double = model.double()(tokens).logits
-        greedy = [continued(model, tokens[number : number + 1, :length]) for number, length in enumerate(PROMPTS)]
+        greedy = [
+            continued(model, tokens[number : number + 1, :length])
+            for number, length in enumerate(PROMPTS)
+        ]
     return Theirs(case, folder, tokens, single, double, want, scale, greedy)
 
 
 def continued(model: Any, prompt: Tensor) -> list[int]:
     """What transformers adds to a prompt greedily."""
-    rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    rows = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+    )
     tokens: list[int] = rows[0, prompt.shape[1] :].tolist()
     return tokens
 
@@ -132,7 +154,12 @@ def gathered(model: Llama, tokens: Tensor) -> Tensor:
     sharding = sp.Sharding.zigzag(SEQ_LEN, grid.sequence.size)
     rows = tokens.tensor_split(grid.replicas.size)[grid.replicas.rank]
     local = model(sharding.shard(rows, grid.sequence.rank, 1), sharding=sharding)
-    shards = sp.all_gather(sp.all_gather(local, comm=grid.tensor, dim=2), comm=grid.sequence, dim=1, sizes=sharding.lengths)
+    shards = sp.all_gather(
+        sp.all_gather(local, comm=grid.tensor, dim=2),
+        comm=grid.sequence,
+        dim=1,
+        sizes=sharding.lengths,
+    )
     return sp.all_gather(sharding.restore(shards, 1), comm=grid.replicas)
 
 
@@ -141,12 +168,16 @@ def test_transformers_is_the_reference_where_it_does_not_cast(theirs: Theirs) ->
     assert any(len(set(tokens)) > 5 for tokens in theirs.greedy)  # not only the same few
 
 
-@pytest.mark.parametrize("mesh", TABLE, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in axes(mesh).items()))
+@pytest.mark.parametrize(
+    "mesh",
+    TABLE,
+    ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in axes(mesh).items()),
+)
 def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) -> None:
     """By every algorithm, plain and with TP-SP: float64 to the elementwise bound, float32 no farther from float64 than theirs.
 
-    How far is the root mean square over the vocabulary of all tokens of eight sequences: of one logit it is chance which of two
-    roundings is the smaller one.
+    How far is the root mean square over the vocabulary of all tokens of eight sequences: of one
+    logit it is chance which of two roundings is the smaller one.
     """
     size = mesh["dp"] * mesh["ring"] * mesh["ulysses"] * mesh["tp"]
 
@@ -158,8 +189,13 @@ def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) 
     for algorithm in ("auto", *ALGORITHMS):
         for tp_sp in (False, True)[: 1 + (mesh["tp"] > 1)]:
             for dtype in (torch.float64, torch.float32):
-                logits = run_threads(size, lambda comm, how=(algorithm, tp_sp, dtype): body(comm, *how))[0]
-                record_ratio("llama transformers", check_close("logits", logits, theirs.want, bound(theirs.scale, dtype)))
+                logits = run_threads(
+                    size, lambda comm, how=(algorithm, tp_sp, dtype): body(comm, *how)
+                )[0]
+                record_ratio(
+                    "llama transformers",
+                    check_close("logits", logits, theirs.want, bound(theirs.scale, dtype)),
+                )
                 if dtype == torch.float32:
                     assert rms(logits - theirs.want) <= their_error
 
@@ -192,10 +228,16 @@ def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path
 
     def write(comm: Any) -> None:
         with sp.Mesh(comm, tp=4) as mesh:
-            save_ours(create(case.config, mesh, seed=7, dtype=torch.float64), tmp_path / "model", max_file_bytes=8000)
+            save_ours(
+                create(case.config, mesh, seed=7, dtype=torch.float64),
+                tmp_path / "model",
+                max_file_bytes=8000,
+            )
 
     run_threads(4, write)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="sdpa"
+    ).eval()
     assert model.dtype == torch.float64
     with torch.no_grad():
         want = reference.llama(tokens, model.state_dict(), **case.options())

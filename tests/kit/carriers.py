@@ -21,7 +21,9 @@ class LateSends(HostTransport):
 
     def post(self, sends: Any, recvs: Any, tag: int) -> Any:
         begin = partial(super().post, sends, (), tag)
-        return LateSend(super().post((), recvs, tag), begin) if sends else super().post((), recvs, tag)
+        return (
+            LateSend(super().post((), recvs, tag), begin) if sends else super().post((), recvs, tag)
+        )
 
 
 class LateSend:

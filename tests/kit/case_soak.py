@@ -8,4 +8,6 @@ import pytest
 
 
 def test_likes_its_seed(request: pytest.FixtureRequest) -> None:
-    assert str(request.config.getoption("--hypothesis-seed")) != os.environ["CASE_SEED"], "not this seed"
+    assert str(request.config.getoption("--hypothesis-seed")) != os.environ["CASE_SEED"], (
+        "not this seed"
+    )

@@ -3,8 +3,28 @@
 import pytest
 
 NAMES = (
-    *("--device", "--ranks", "--expect-ranks", "--timeout", "--share-gpu", "--gpus", "--backend", "--seed", "--profile"),
-    *("--no-raw-replay", "--max-error-ratio", "--tally", "--tolerance", "--np", "--nprocs", "--transport", "--dtype", "--report"),
+    *(
+        "--device",
+        "--ranks",
+        "--expect-ranks",
+        "--timeout",
+        "--share-gpu",
+        "--gpus",
+        "--backend",
+        "--seed",
+        "--profile",
+    ),
+    *(
+        "--no-raw-replay",
+        "--max-error-ratio",
+        "--tally",
+        "--tolerance",
+        "--np",
+        "--nprocs",
+        "--transport",
+        "--dtype",
+        "--report",
+    ),
 )
 
 

@@ -55,14 +55,30 @@ class Machine:
         if (side.name, ranks) in self.dead:
             return
         with out.open("a") as file:
-            file.writelines(json.dumps(self._record(side, ranks, case, pair)) + "\n" for case in cases)
+            file.writelines(
+                json.dumps(self._record(side, ranks, case, pair)) + "\n" for case in cases
+            )
 
     def _record(self, side: Side, ranks: int, case: str, pair: Json) -> Json:
         if (side.name, case, ranks, pair["stage"], pair["index"]) in self.broken:
-            failure = dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
-            return {**record(case, ranks, 1.0, side, pair), **failure, "status": "timeout", "reason": "it hung"}
+            failure = dict.fromkeys(
+                ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+            )
+            return {
+                **record(case, ranks, 1.0, side, pair),
+                **failure,
+                "status": "timeout",
+                "reason": "it hung",
+            }
         factor = self.slower.get((case, ranks), 1.0) if side.name == "head" else 1.0
-        made = record(case, ranks, 0.01 / ranks * self.random.lognormvariate(0, self.noise), side, pair, factor)
+        made = record(
+            case,
+            ranks,
+            0.01 / ranks * self.random.lognormvariate(0, self.noise),
+            side,
+            pair,
+            factor,
+        )
         made["transport"]["oversubscribed"] = ranks > self.cores
         since, change = self.changes.get(side.name, (0, {}))
         if pair["index"] >= since:
@@ -71,7 +87,9 @@ class Machine:
         return made
 
 
-def record(case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0) -> Json:
+def record(
+    case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0
+) -> Json:
     """A record whose attention takes `factor` times as long as it should."""
     layer, scheme, *_ = case.split("/")
     attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
@@ -102,7 +120,15 @@ def record(case: str, ranks: int, seconds: float, side: Side, pair: Json, factor
         **machine_facts(),
         "timing": timing([seconds * factor * share for share in (0.999, 1.0, 1.003)], ranks),
         "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},
-        "comm": {"shift": {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64, "seconds": waiting}},
+        "comm": {
+            "shift": {
+                "calls": 1,
+                "messages": ranks,
+                "bytes_sent": 64,
+                "bytes_formula": 64,
+                "seconds": waiting,
+            }
+        },
         "memory": None,
         "work": {"flops": None, "tokens": 64},
     }
@@ -150,18 +176,34 @@ def machine_facts() -> Json:
 def pair_of_sides() -> tuple[Side, Side]:
     """Base and head, which exist nowhere."""
     base, head = (
-        Side(name, Path("nowhere"), "python", {"ref": name, "sha": letter * 40, "environment": "shared"})
+        Side(
+            name,
+            Path("nowhere"),
+            "python",
+            {"ref": name, "sha": letter * 40, "environment": "shared"},
+        )
         for name, letter in (("base", "b"), ("head", "c"))
     )
     return base, head
 
 
-def compared(folder: Path, machine: Machine, ranks: Sequence[int] = (1, 2), *, seed: int = 11, strict: bool = False) -> Json:
+def compared(
+    folder: Path,
+    machine: Machine,
+    ranks: Sequence[int] = (1, 2),
+    *,
+    seed: int = 11,
+    strict: bool = False,
+) -> Json:
     """The result of a whole comparison on a made-up machine."""
     sides = pair_of_sides()
     listed = {side.name: machine.listed(side, ranks) for side in sides}
-    Session(machine, sides, seed, folder / RECORDS, lambda *_: None).run(listed["base"] & listed["head"])
-    return build(folder, Compared(sides[0].told, sides[1].told, seed, list(ranks), listed), strict=strict)
+    Session(machine, sides, seed, folder / RECORDS, lambda *_: None).run(
+        listed["base"] & listed["head"]
+    )
+    return build(
+        folder, Compared(sides[0].told, sides[1].told, seed, list(ranks), listed), strict=strict
+    )
 
 
 def rows_of(result: Json) -> dict[Key, Json]:

@@ -26,13 +26,27 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault("value", "AssertionError at", "nprocs=2, n=5, d=3", "AssertionError on rank 1 of 2"),
-    Fault("raise", "ValueError at kit/sut.py", "nprocs=2, n=7, d=1", "ValueError on rank 1 of 2: rank 1 refuses n=7"),
-    Fault("mismatch", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 0: Allgatherv(counts=(1, 0) of float64)"),
-    Fault("swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"),
+    Fault(
+        "raise",
+        "ValueError at kit/sut.py",
+        "nprocs=2, n=7, d=1",
+        "ValueError on rank 1 of 2: rank 1 refuses n=7",
+    ),
+    Fault(
+        "mismatch",
+        "CollectiveMismatch",
+        "nprocs=2, n=1, d=1",
+        "rank 0: Allgatherv(counts=(1, 0) of float64)",
+    ),
+    Fault(
+        "swapped", "CollectiveMismatch", "nprocs=2, n=3, d=1", "rank 1: Bcast(1 x float64, root=0)"
+    ),
     Fault("root", "CollectiveMismatch", "nprocs=2, n=1, d=1", "rank 1: Bcast(1 x float64, root=1)"),
     Fault("skipped", "CollectiveMismatch", "nprocs=2, n=2, d=1", "rank 1: finished"),
     Fault("skip", "SkipMismatch", "nprocs=2, n=7, d=1", "rank 1: skipped: Skipped at"),
-    Fault("leave", "SystemExit at kit/sut.py", "nprocs=2, n=7, d=1", "SystemExit on rank 1 of 2: 0"),
+    Fault(
+        "leave", "SystemExit at kit/sut.py", "nprocs=2, n=7, d=1", "SystemExit on rank 1 of 2: 0"
+    ),
 )
 CRASHES = ("exit 0", "segv", "loop")
 """Faults of which rank 1 dies, or hangs; the smallest example is the same for all."""
@@ -42,7 +56,12 @@ CRASH_MINIMUM = "nprocs=2, n=7, d=1, seed=0"
 def average(fault: str) -> Callable[[], None]:
     """A property of the system under test with one fault switched on."""
 
-    @given(n=st.integers(1, 40), d=st.integers(1, 8), seed=st.integers(0, 99), max_examples=None if fault else EXAMPLES)
+    @given(
+        n=st.integers(1, 40),
+        d=st.integers(1, 8),
+        seed=st.integers(0, 99),
+        max_examples=None if fault else EXAMPLES,
+    )
     def test_average(comm: Any, n: int, d: int, seed: int) -> None:
         x = sut.rows(n, d, seed)
         lengths = sut.split(n, comm.size)

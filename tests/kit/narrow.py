@@ -25,9 +25,13 @@ class Narrow:
     def _checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             for argument in arguments:
-                buffer = argument[0] if isinstance(argument, list | tuple) and argument else argument
+                buffer = (
+                    argument[0] if isinstance(argument, list | tuple) and argument else argument
+                )
                 if isinstance(buffer, np.ndarray) and buffer.size > self._most:
-                    raise OverflowError(f"{buffer.size} elements were given to {method.__name__}; {self._most} can be counted")
+                    raise OverflowError(
+                        f"{buffer.size} elements were given to {method.__name__}; {self._most} can be counted"
+                    )
             return method(*arguments, **named)
 
         return call

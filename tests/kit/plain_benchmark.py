@@ -15,6 +15,7 @@ def test_plain(benchmark: Any) -> None:
         world.Barrier()
         time.sleep(0.001 + 0.1 * world.rank)
 
-    world.Barrier()  # so that their first call, from which they conclude how often to repeat, takes what they work
+    # so that their first call, from which they conclude how often to repeat, takes what they work
+    world.Barrier()
     Path(os.environ["SP_STARTED"], str(world.rank)).touch()
     benchmark(step)

@@ -7,4 +7,6 @@ NAME = "sp_core.testing.plugin"
 
 def wanted() -> list[str]:
     """The arguments of pytest that load it: none where it is installed."""
-    return [] if any(entry.value == NAME for entry in entry_points(group="pytest11")) else ["-p", NAME]
+    return (
+        [] if any(entry.value == NAME for entry in entry_points(group="pytest11")) else ["-p", NAME]
+    )

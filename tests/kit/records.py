@@ -43,7 +43,11 @@ def again(record: Record, **changes: Any) -> Record:
     """A record with other values in some of its parts."""
     made = dicts(record)
     for name, value in changes.items():
-        made[name] = {**made[name], **value} if isinstance(value, dict) and isinstance(made[name], dict) else value
+        made[name] = (
+            {**made[name], **value}
+            if isinstance(value, dict) and isinstance(made[name], dict)
+            else value
+        )
     return msgspec.convert(made, Record)
 
 
@@ -117,7 +121,13 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
                 "seconds": seconds * shared,
                 "bytes_result": bytes_result,
             },
-            "control": {"calls": 1, "messages": 0, "bytes_sent": 64 * ranks, "bytes_formula": None, "seconds": 1e-5},
+            "control": {
+                "calls": 1,
+                "messages": 0,
+                "bytes_sent": 64 * ranks,
+                "bytes_formula": None,
+                "seconds": 1e-5,
+            },
         },
         "memory": {"peak_bytes": 3 << 20, "method": "counted"},
         "work": {"flops": 10**9, "tokens": 2048},
@@ -129,7 +139,9 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
 
 def failed(what: Values, status: str, reason: str) -> Record:
     """A valid record of a launch that left no time."""
-    nothing = dict.fromkeys(("device", "transport", "env", "timing", "phases", "comm", "memory", "work"))
+    nothing = dict.fromkeys(
+        ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+    )
     return record(what, 1.0, status=status, reason=reason, **nothing)
 
 
@@ -138,35 +150,71 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
     chance = random.Random(number)
     about: Values = {
         "run_id": f"202611{number + 1:02d}T131500Z-1a2b3c",
-        "commit": {"sha": hashlib.sha1(str(number).encode()).hexdigest(), "merge_base": None, "branch": "main", "dirty": False},
+        "commit": {
+            "sha": hashlib.sha1(str(number).encode()).hexdigest(),
+            "merge_base": None,
+            "branch": "main",
+            "dirty": False,
+        },
     }
     found = []
     for ranks in (1, 2, 4):
         for scheme in ("ring",) if few else ("allgather_kv", "ring", "ulysses"):
             for place, variant in enumerate(VARIANTS):
-                seconds = 0.2 * (1 + place / 2) / ranks**0.8 / speed * chance.lognormvariate(0, 0.02)
-                found.append(record(case("schemes", scheme, f"{variant}/forward", ranks), seconds, **about))
+                seconds = (
+                    0.2 * (1 + place / 2) / ranks**0.8 / speed * chance.lognormvariate(0, 0.02)
+                )
+                found.append(
+                    record(case("schemes", scheme, f"{variant}/forward", ranks), seconds, **about)
+                )
         for layer in () if few else ("block", "feed_forward"):
-            found.append(record(case("layers", layer, "causal/both", ranks), 0.3 / ranks**0.7, **about))
+            found.append(
+                record(case("layers", layer, "causal/both", ranks), 0.3 / ranks**0.7, **about)
+            )
         for scheme in ("all_reduce",) if few else COLLECTIVES:
             for algorithm in ("mpi", "ring"):
                 for size in SIZES:
                     what = case(
-                        "collectives", scheme, f"{algorithm}/host/{size}", ranks, algorithm=algorithm, shape={"elements": size}
+                        "collectives",
+                        scheme,
+                        f"{algorithm}/host/{size}",
+                        ranks,
+                        algorithm=algorithm,
+                        shape={"elements": size},
                     )
-                    seconds = (2e-5 + size * 4 / (3e9 if algorithm == "mpi" else 2e9)) * chance.lognormvariate(0, 0.05)
+                    seconds = (
+                        2e-5 + size * 4 / (3e9 if algorithm == "mpi" else 2e9)
+                    ) * chance.lognormvariate(0, 0.05)
                     found.append(record(what, seconds, bytes_result=4 * size, **about))
     return found
 
 
 def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> dict[str, Any]:
     """A row of a comparison's result."""
-    known: dict[str, Any] = {"ratio": ratio, "low": ratio and ratio * 0.97, "high": ratio and ratio * 1.02, "delta": 0.1}
-    row = {"case": f"schemes/{name.replace(' ', '_')}", "ranks": 2, "verdict": name, "reason": None, "stage": "screen"}
+    known: dict[str, Any] = {
+        "ratio": ratio,
+        "low": ratio and ratio * 0.97,
+        "high": ratio and ratio * 1.02,
+        "delta": 0.1,
+    }
+    row = {
+        "case": f"schemes/{name.replace(' ', '_')}",
+        "ranks": 2,
+        "verdict": name,
+        "reason": None,
+        "stage": "screen",
+    }
     return {**row, "pairs": 10, "slower": 8, **known, "flags": [], "explanation": None, **changes}
 
 
 def result(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """What a comparison writes."""
     sides = {"base": {"ref": "main", "sha": "b" * 40}, "head": {"ref": "topic", "sha": "c" * 40}}
-    return {"format": 1, **sides, "rows": list(rows), "exit_code": 1, "gateable_share": 0.9, **changes}
+    return {
+        "format": 1,
+        **sides,
+        "rows": list(rows),
+        "exit_code": 1,
+        "gateable_share": 0.9,
+        **changes,
+    }

@@ -54,7 +54,11 @@ def attention(comm: Any, x: Array, fault: str = "") -> Array:
         whole = gather(comm, local, lengths)
     else:
         whole = gather(comm, local, lengths)
-        norm = 1.0 if fault == "skipped" and n >= 2 and last else _norm(comm, 1 if fault == "root" and last else 0)
+        norm = (
+            1.0
+            if fault == "skipped" and n >= 2 and last
+            else _norm(comm, 1 if fault == "root" and last else 0)
+        )
     weights = np.exp(local @ whole.T / np.sqrt(x.shape[1]))
     out: Array = weights @ whole / weights.sum(1, keepdims=True)
     if fault == "value" and comm.rank == 1 and n >= 5 and x.shape[1] >= 3:

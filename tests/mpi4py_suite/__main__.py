@@ -1,7 +1,8 @@
 """`nox -s mpi4py`: mpi4py's own tests of communication, on plain communicators and on checked ones in their place.
 
-Takes the tests of exactly the mpi4py that is installed. What has been run in a folder is not run again. Exits with 1 where a
-test ends otherwise on checked communicators, and no known reason explains it.
+Takes the tests of exactly the mpi4py that is installed. What has been run in a folder is not run
+again. Exits with 1 where a test ends otherwise on checked communicators, and no known reason
+explains it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from benchmarks.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GROUPS = {
-    "collectives": ("test_cco_buf", "test_cco_vec", "test_cco_obj", "test_cco_ngh_buf", "test_cco_ngh_obj"),
+    "collectives": (
+        "test_cco_buf",
+        "test_cco_vec",
+        "test_cco_obj",
+        "test_cco_ngh_buf",
+        "test_cco_ngh_obj",
+    ),
     "nonblocking": ("test_cco_nb_buf", "test_cco_nb_vec"),
     "persistent": ("test_cco_pr_buf", "test_cco_pr_vec", "test_cco_pr_ngh_buf"),
     "messages": (
@@ -32,8 +39,23 @@ GROUPS = {
         "test_msgzero",
     ),
     "others": (
-        *("test_comm", "test_comm_topo", "test_msgspec", "test_request", "test_status", "test_pickle", "test_subclass"),
-        *("test_comm_inter", "test_cco_buf_inter", "test_cco_vec_inter", "test_cco_obj_inter", "test_util_pkl5", "test_util_sync"),
+        *(
+            "test_comm",
+            "test_comm_topo",
+            "test_msgspec",
+            "test_request",
+            "test_status",
+            "test_pickle",
+            "test_subclass",
+        ),
+        *(
+            "test_comm_inter",
+            "test_cco_buf_inter",
+            "test_cco_vec_inter",
+            "test_cco_obj_inter",
+            "test_util_pkl5",
+            "test_util_sync",
+        ),
     ),
 }
 """The modules of mpi4py's tests that communicate, by launch."""
@@ -51,7 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ranks in options.ranks:
         for group in options.groups:
             for kind in KINDS:
-                launched(folder, place(options.out, ranks, kind, group), ranks, kind, GROUPS[group], options.timeout)
+                launched(
+                    folder,
+                    place(options.out, ranks, kind, group),
+                    ranks,
+                    kind,
+                    GROUPS[group],
+                    options.timeout,
+                )
     return concluded(options.out)
 
 
@@ -69,7 +98,18 @@ def fetched(out: Path) -> Path:
     name = f"mpi4py-{version('mpi4py')}"
     out.mkdir(parents=True, exist_ok=True)
     if not (out / name).exists():
-        pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "mpi4py", "--dest", str(out))
+        pip = (
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            "mpi4py",
+            "--dest",
+            str(out),
+        )
         subprocess.run([*pip, name.replace("-", "==")], check=True)
         with tarfile.open(out / f"{name}.tar.gz") as archive:
             archive.extractall(out, filter="data")
@@ -82,7 +122,9 @@ def place(out: Path, ranks: int, kind: str, group: str) -> Path:
     return out / mpi / str(ranks) / kind / group
 
 
-def launched(folder: Path, out: Path, ranks: int, kind: str, modules: Sequence[str], timeout: int) -> None:
+def launched(
+    folder: Path, out: Path, ranks: int, kind: str, modules: Sequence[str], timeout: int
+) -> None:
     """Run some modules, unless that has been done."""
     if (out / DONE).exists():
         return
@@ -91,7 +133,13 @@ def launched(folder: Path, out: Path, ranks: int, kind: str, modules: Sequence[s
     rank = ("python", "-m", "mpi4py_suite.rank", str(folder), kind, str(out), *modules)
     print(f"{ranks} ranks, {kind}: {' '.join(modules)}", flush=True)
     with (out / "output.txt").open("w") as output:
-        subprocess.run([sys.executable, *launch, *rank], cwd=out, stdout=output, stderr=subprocess.STDOUT, check=False)
+        subprocess.run(
+            [sys.executable, *launch, *rank],
+            cwd=out,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
     (out / DONE).touch()
 
 
@@ -99,7 +147,10 @@ def found(out: Path) -> dict[tuple[str, int], tuple[Run, Run]]:
     """Every pair of runs that lies in a folder."""
     runs: dict[tuple[str, int], tuple[Run, Run]] = {}
     for ranks in sorted(out.glob("*/[0-9]*")):
-        plain, checked = (read(sorted(path for path in (ranks / kind).glob("*") if (path / DONE).exists())) for kind in KINDS)
+        plain, checked = (
+            read(sorted(path for path in (ranks / kind).glob("*") if (path / DONE).exists()))
+            for kind in KINDS
+        )
         runs[plain.library[0], int(ranks.name)] = (plain, checked)
     return runs
 
@@ -107,9 +158,15 @@ def found(out: Path) -> dict[tuple[str, int], tuple[Run, Run]]:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s mpi4py --", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="default: 2 and 4")
-    parser.add_argument("--groups", nargs="*", choices=list(GROUPS), default=list(GROUPS), help="default: all")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one launch (default: 1800)")
-    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "mpi4py", help="default: reports/mpi4py")
+    parser.add_argument(
+        "--groups", nargs="*", choices=list(GROUPS), default=list(GROUPS), help="default: all"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=1800, help="seconds for one launch (default: 1800)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "reports" / "mpi4py", help="default: reports/mpi4py"
+    )
     return parser.parse_args(arguments)
 
 

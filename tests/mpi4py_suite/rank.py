@@ -52,7 +52,9 @@ class Results(unittest.TestResult):
         self._word, self._problem = "failed", f"{err[0].__name__}: {err[1]}"
 
     def _write(self, name: str) -> None:
-        self._file.write(json.dumps(Result(name, self._word, self._problem.partition("\n")[0])) + "\n")
+        self._file.write(
+            json.dumps(Result(name, self._word, self._problem.partition("\n")[0])) + "\n"
+        )
         self._file.flush()
 
 
@@ -70,7 +72,9 @@ def check_communicators(modules: tuple[str, ...]) -> None:
     from sp_core.testing import CheckedComm
 
     MPI.COMM_WORLD, MPI.COMM_SELF = CheckedComm(MPI.COMM_WORLD), CheckedComm(MPI.COMM_SELF)  # type: ignore[misc]
-    if "test_comm_topo" in modules:  # what is made from a number has mpi4py's class, so its class is not compared
+    if (
+        "test_comm_topo" in modules
+    ):  # what is made from a number has mpi4py's class, so its class is not compared
 
         def same(self: unittest.TestCase, comm: Any) -> None:
             assert MPI.Comm.fromint(comm.toint()) == comm
@@ -85,10 +89,16 @@ def main(folder: str, communicators: str, out: str, *modules: str) -> None:
     sys.path.insert(0, folder)
     if communicators == "checked":
         check_communicators(modules)
-    tests = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromNames(modules)), key=lambda test: is_known(test.id()))
+    tests = sorted(
+        tests_of(unittest.defaultTestLoader.loadTestsFromNames(modules)),
+        key=lambda test: is_known(test.id()),
+    )
     with (Path(out) / f"rank{rank}.jsonl").open("w") as file:
         name, version = MPI.get_vendor()
-        file.write(json.dumps([f"{name} {'.'.join(map(str, version))}", mpi4py.__version__, len(tests)]) + "\n")
+        file.write(
+            json.dumps([f"{name} {'.'.join(map(str, version))}", mpi4py.__version__, len(tests)])
+            + "\n"
+        )
         unittest.TestSuite(tests).run(Results(file))
 
 

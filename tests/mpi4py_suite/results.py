@@ -73,7 +73,11 @@ class Run:
 
 def merged(ranks: Sequence[Sequence[Result]]) -> dict[str, Result]:
     """One result for each test: failed or not run where it is on any rank, skipped where it is on all."""
-    seen = {result.name: [{r.name: r for r in rank}.get(result.name) for rank in ranks] for rank in ranks for result in rank}
+    seen = {
+        result.name: [{r.name: r for r in rank}.get(result.name) for rank in ranks]
+        for rank in ranks
+        for result in rank
+    }
     return {name: _one(name, results) for name, results in seen.items()}
 
 
@@ -91,11 +95,16 @@ def read(folders: Sequence[Path]) -> Run:
     """What launches have left in their folders; tests that a rank did not come to are counted, without a name."""
     run = Run()
     for folder in folders:
-        lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(folder.glob("rank*.jsonl"))]
+        lines = [
+            [json.loads(line) for line in file.read_text().splitlines()]
+            for file in sorted(folder.glob("rank*.jsonl"))
+        ]
         for name, version, number in [rank[0] for rank in lines][:1]:
             tests = merged([[Result(*line) for line in rank[1:]] for rank in lines])
             run.library = (name, version)
-            run.tests |= tests | {f"{folder.name} {n}": Result("", "not run") for n in range(number - len(tests))}
+            run.tests |= tests | {
+                f"{folder.name} {n}": Result("", "not run") for n in range(number - len(tests))
+            }
     return run
 
 
@@ -113,8 +122,16 @@ def differences(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
 
 def unexplained(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
     """The differences that no known reason explains, and all that was not run on checked communicators."""
-    missing = [(plain.tests.get(name, result), result) for name, result in checked.tests.items() if result.word == "not run"]
-    differing = [pair for pair in differences(plain, checked) if not is_known(pair[1].name) or pair[1].word != "failed"]
+    missing = [
+        (plain.tests.get(name, result), result)
+        for name, result in checked.tests.items()
+        if result.word == "not run"
+    ]
+    differing = [
+        pair
+        for pair in differences(plain, checked)
+        if not is_known(pair[1].name) or pair[1].word != "failed"
+    ]
     return [*missing, *(pair for pair in differing if pair not in missing)]
 
 
@@ -122,14 +139,35 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
     """What became of each pair of runs: how many tests ended in each way, and why those that did not pass."""
     made = []
     for (library, ranks), (plain, checked) in sorted(runs.items()):
-        counts = {kind: {word: run.counts[word] for word in WORDS} for kind, run in zip(KINDS, (plain, checked), strict=True)}
+        counts = {
+            kind: {word: run.counts[word] for word in WORDS}
+            for kind, run in zip(KINDS, (plain, checked), strict=True)
+        }
         results = checked.tests.values()
         skipped = Counter(result.problem for result in results if result.word == "skipped")
-        row = {"mpi": library, "mpi4py": checked.library[1], "ranks": ranks, "modules": checked.modules, **counts}
+        row = {
+            "mpi": library,
+            "mpi4py": checked.library[1],
+            "ranks": ranks,
+            "modules": checked.modules,
+            **counts,
+        }
         row["skipped because"] = dict(sorted(skipped.items()))
-        row["failed because"] = {result.name: result.problem for result in results if result.word == "failed"}
-        row["differences"] = [[after.name or before.name, before.word, after.word] for before, after in differences(plain, checked)]
-        made.append(row | {"unexplained": [after.name or before.name for before, after in unexplained(plain, checked)]})
+        row["failed because"] = {
+            result.name: result.problem for result in results if result.word == "failed"
+        }
+        row["differences"] = [
+            [after.name or before.name, before.word, after.word]
+            for before, after in differences(plain, checked)
+        ]
+        made.append(
+            row
+            | {
+                "unexplained": [
+                    after.name or before.name for before, after in unexplained(plain, checked)
+                ]
+            }
+        )
     return made
 
 
@@ -142,19 +180,41 @@ def report(found: list[dict[str, Any]]) -> str:
     ]
     for row in found:
         for kind in KINDS:
-            lines.append(f"| {row['mpi']} | {row['ranks']} | {kind} | {' | '.join(str(row[kind][word]) for word in WORDS)} |")
+            lines.append(
+                f"| {row['mpi']} | {row['ranks']} | {kind} | {' | '.join(str(row[kind][word]) for word in WORDS)} |"
+            )
     lines += ["", "## Modules that have run", ""]
-    lines += [f"- {row['mpi']}, {row['ranks']} ranks: {', '.join(row['modules'])}." for row in found]
+    lines += [
+        f"- {row['mpi']}, {row['ranks']} ranks: {', '.join(row['modules'])}." for row in found
+    ]
     lines += ["", "## Failed on checked communicators", ""]
     failed = {name for row in found for name in row["failed because"]}
-    lines += [f"- `{name}` ({_where(found, 'failed because', name)})" for name in sorted(failed)] or ["None."]
-    lines += ["", "Why, where it passes on plain ones:", "", *(f"- `{pattern}`: {reason}" for pattern, reason in KNOWN.items())]
+    lines += [
+        f"- `{name}` ({_where(found, 'failed because', name)})" for name in sorted(failed)
+    ] or ["None."]
+    lines += [
+        "",
+        "Why, where it passes on plain ones:",
+        "",
+        *(f"- `{pattern}`: {reason}" for pattern, reason in KNOWN.items()),
+    ]
     lines += ["", "Differences that none of these explains:", ""]
-    lines += [f"- {row['mpi']}, {row['ranks']} ranks: {name}" for row in found for name in row["unexplained"]] or ["None."]
+    lines += [
+        f"- {row['mpi']}, {row['ranks']} ranks: {name}"
+        for row in found
+        for name in row["unexplained"]
+    ] or ["None."]
     lines += ["", "## Skipped by mpi4py's tests themselves, on checked communicators", ""]
     reasons = {reason for row in found for reason in row["skipped because"]}
-    lines += [f"- {reason} ({_where(found, 'skipped because', reason)})" for reason in sorted(reasons)] or ["None."]
-    lines += ["", "## Left out of tests on checked communicators", "", *(f"- {what}: {why}." for what, why in ADAPTED.items())]
+    lines += [
+        f"- {reason} ({_where(found, 'skipped because', reason)})" for reason in sorted(reasons)
+    ] or ["None."]
+    lines += [
+        "",
+        "## Left out of tests on checked communicators",
+        "",
+        *(f"- {what}: {why}." for what, why in ADAPTED.items()),
+    ]
     lines += [
         "",
         "## Not checked between ranks",
@@ -162,10 +222,16 @@ def report(found: list[dict[str, Any]]) -> str:
         "Each is said at run time, once in a process, and at the end of a session.",
         "",
     ]
-    return "\n".join([*lines, *(f"- `{name}`: {why}." for name, why in sorted(UNCHECKED.items()))]) + "\n"
+    return (
+        "\n".join([*lines, *(f"- `{name}`: {why}." for name, why in sorted(UNCHECKED.items()))])
+        + "\n"
+    )
 
 
 def _where(found: list[dict[str, Any]], what: str, name: str) -> str:
     """In which runs, and how many where the row counts."""
     places = [(row["mpi"], row["ranks"], row[what][name]) for row in found if name in row[what]]
-    return "; ".join(f"{mpi}, {ranks} ranks" + (f": {count}" if isinstance(count, int) else "") for mpi, ranks, count in places)
+    return "; ".join(
+        f"{mpi}, {ranks} ranks" + (f": {count}" if isinstance(count, int) else "")
+        for mpi, ranks, count in places
+    )

@@ -1,6 +1,7 @@
 """Run a program in a namespace of processes of its own: what it starts ends with it, and it can signal nothing else.
 
-A wrong edit of the code that ends leftover processes would else end those of the whole machine. Shared memory is its own, too.
+A wrong edit of the code that ends leftover processes would else end those of the whole machine.
+Shared memory is its own, too.
 
 Source: pid_namespaces(7), mount_namespaces(7), user_namespaces(7).
 """
@@ -57,7 +58,11 @@ def _leave() -> None:
         _call("unshare", NEW_MOUNTS | NEW_PROCESSES)
     except PermissionError:
         _call("unshare", NEW_USER | NEW_MOUNTS | NEW_PROCESSES)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(text)
 
 

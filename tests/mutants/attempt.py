@@ -32,8 +32,12 @@ def tried(edit: Edit, reached: Reached, until: str = STAGES[-1]) -> Outcome:
     begin = time.monotonic()
     stages = reached.stages(edit)
     if not stages:
-        return Outcome("survived", "reach" if until == STAGES[-1] else until, words="no test reaches it")
-    with tempfile.TemporaryDirectory(prefix="sp_core-edit-", ignore_cleanup_errors=True) as directory:
+        return Outcome(
+            "survived", "reach" if until == STAGES[-1] else until, words="no test reaches it"
+        )
+    with tempfile.TemporaryDirectory(
+        prefix="sp_core-edit-", ignore_cleanup_errors=True
+    ) as directory:
         copy = Path(directory)
         copy_package(copy)
         target = copy / edit.file
@@ -42,7 +46,9 @@ def tried(edit: Edit, reached: Reached, until: str = STAGES[-1]) -> Outcome:
     return replace(outcome, seconds=round(time.monotonic() - begin, 1))
 
 
-def _decided(edit: Edit, copy: Path, stages: dict[str, tuple[list[str], float]], until: str) -> Outcome:
+def _decided(
+    edit: Edit, copy: Path, stages: dict[str, tuple[list[str], float]], until: str
+) -> Outcome:
     for stage in STAGES[: STAGES.index(until) + 1]:
         if stage in stages:
             ending = _run(copy, stage, *stages[stage])
@@ -66,10 +72,21 @@ def _run(copy: Path, stage: str, tests: Sequence[str], seconds: float) -> Ending
     limit = LEAST_SECONDS + PATIENCE * seconds
     variables = {**environment(copy, witness, stage), TESTS: str(listed), **WATCHDOG}
     if stage == "ranks":
-        command = [sys.executable, "-m", "mutants.apart", *trial.command(stage, files, limit, nursery.CHOSEN)]
+        command = [
+            sys.executable,
+            "-m",
+            "mutants.apart",
+            *trial.command(stage, files, limit, nursery.CHOSEN),
+        ]
         with output.open("w") as file:
             code = trial.run(command, copy, file.fileno(), variables | BRIEF, limit + LEAST_SECONDS)
     else:
-        code = nursery.run(["-q", "-x", "--tb=short", *nursery.plugins(), *UNENDED, *files], copy, output, variables, limit)
+        code = nursery.run(
+            ["-q", "-x", "--tb=short", *nursery.plugins(), *UNENDED, *files],
+            copy,
+            output,
+            variables,
+            limit,
+        )
     told = json.loads(witness.read_text()) if witness.exists() else {}
     return Ending(code, told, output.read_text(errors="replace"))

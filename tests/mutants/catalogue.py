@@ -1,10 +1,12 @@
 """The catalogue of faults: documented bugs of other projects, and some of our own, planted as replacements of a piece of text.
 
-`faults/*.toml` hold what is planted, `excluded.toml` what has no place here and why, `known.txt` the numbers of all of them.
+`faults/*.toml` hold what is planted, `excluded.toml` what has no place here and why, `known.txt`
+the numbers of all of them.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ class Mutant:
         source: where it is documented.
         symptom: what was seen there.
         file: that is changed.
-        old: text that occurs in it exactly once.
+        old: text that occurs in it exactly once, however the formatter breaks its lines.
         new: what takes its place.
         tests: files that run first, those of the file's own room before others.
         family: the class of bugs.
@@ -54,9 +56,12 @@ class Mutant:
         Raises:
             Stale: there is no one place for it.
         """
-        if (found := text.count(self.old)) != 1:
-            raise Stale(f"{self.id}: the text occurs {found} times in {self.file}, needed once: {self.old!r}")
-        return text.replace(self.old, self.new)
+        planted, found = re.subn(_laid_out_anyhow(self.old), lambda _: self.new, text)
+        if found != 1:
+            raise Stale(
+                f"{self.id}: the text occurs {found} times in {self.file}, needed once: {self.old!r}"
+            )
+        return planted
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Exclusion:
     Args:
         id: of the bug.
         reason: why not.
-        absent: regular expressions that the package does not contain (letters of either case), for as long as the reason holds.
+        absent: regular expressions that the package does not contain (letters of either case), for
+            as long as the reason holds.
     """
 
     id: str
@@ -74,18 +80,35 @@ class Exclusion:
     absent: tuple[str, ...]
 
 
+def _laid_out_anyhow(text: str) -> str:
+    """Return a regular expression for code with any line breaks inside it and trailing commas."""
+    code = text.strip()
+    words = re.findall(r"\w+|\s+|.", code)
+    inside = "".join(r"\s+" if word.isspace() else re.escape(word) for word in words)
+    opened = re.sub(r"\\[(\[{]", r"\g<0>\\s*", inside)
+    closed = re.sub(r"\\[)\]}]", r"(?:,?\\s+)?\g<0>", opened)
+    before, after = map(re.escape, text.split(code))
+    return before + closed + after
+
+
 def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
     """All planted faults, by family."""
     found = []
     for path in sorted(folder.glob("*.toml")):
         for family in tomllib.loads(path.read_text())["family"]:
-            found += [Mutant(**{**told, "tests": tuple(told["tests"])}, family=family["name"]) for told in family["mutant"]]
+            found += [
+                Mutant(**{**told, "tests": tuple(told["tests"])}, family=family["name"])
+                for told in family["mutant"]
+            ]
     return found
 
 
 def exclusions(path: Path = HERE / "excluded.toml") -> list[Exclusion]:
     """All bugs that are not planted."""
-    return [Exclusion(x["id"], x["reason"], tuple(x["absent"])) for x in tomllib.loads(path.read_text())["excluded"]]
+    return [
+        Exclusion(x["id"], x["reason"], tuple(x["absent"]))
+        for x in tomllib.loads(path.read_text())["excluded"]
+    ]
 
 
 def known(path: Path = HERE / "known.txt") -> list[str]:

@@ -1,6 +1,7 @@
 """A pytest plugin that runs some tests in a given order, and can tell which lines of which files each test reaches.
 
-Coverage's own contexts name functions; a parametrised test is many tests with one function, and kills by the instance.
+Coverage's own contexts name functions; a parametrised test is many tests with one function, and
+kills by the instance.
 """
 
 from __future__ import annotations
@@ -47,10 +48,17 @@ class Order:
         self._turn = {name: turn for turn, name in enumerate(ids)}
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Leave out the others."""
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._turn])
-        items[:] = sorted((item for item in items if item.nodeid in self._turn), key=lambda item: self._turn[item.nodeid])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.nodeid not in self._turn]
+        )
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self._turn),
+            key=lambda item: self._turn[item.nodeid],
+        )
 
 
 class Reach:
@@ -89,7 +97,9 @@ class Reach:
         self._coverage.stop()
         data, here = [self._coverage.get_data()], Path.cwd()
         for file in self._file.parent.glob(f"{self._file.name}.started.*"):
-            with suppress(CoverageException, sqlite3.Error):  # the process was killed while it wrote
+            with suppress(
+                CoverageException, sqlite3.Error
+            ):  # the process was killed while it wrote
                 data.append(CoverageData(str(file)))
                 data[-1].read()
         files: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -97,7 +107,9 @@ class Reach:
             for name in sorted(part.measured_files()):
                 for line, tests in part.contexts_by_lineno(name).items():
                     files[str(Path(name).relative_to(here))][line].update(tests)
-        seconds = {name: taken for name, taken in self._seconds.items() if name not in self._useless}
+        seconds = {
+            name: taken for name, taken in self._seconds.items() if name not in self._useless
+        }
         self._file.write_text(json.dumps({"seconds": seconds, "lines": files}, default=sorted))
 
 
@@ -111,7 +123,9 @@ def pytest_addoption() -> None:
         settings = Path(f"{file}.started.ini")
         settings.write_text(STARTED.format(file=file, package=package, test=TEST))
         os.environ["COVERAGE_PROCESS_START"] = str(settings)
-        coverage = Coverage(f"{file}.coverage", include=[package], concurrency="thread", config_file=False)
+        coverage = Coverage(
+            f"{file}.coverage", include=[package], concurrency="thread", config_file=False
+        )
         coverage.start()
         measured.append(Reach(coverage, Path(file)))
 
@@ -119,6 +133,8 @@ def pytest_addoption() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register what the environment asks for."""
     if TESTS in os.environ:
-        config.pluginmanager.register(Order(Path(os.environ[TESTS]).read_text().splitlines()), "mutants_order")
+        config.pluginmanager.register(
+            Order(Path(os.environ[TESTS]).read_text().splitlines()), "mutants_order"
+        )
     for reach in measured:
         config.pluginmanager.register(reach, "mutants_reach")

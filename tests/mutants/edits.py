@@ -1,8 +1,9 @@
 """Small wrong edits of a source text: a comparison off by one, two arguments swapped, a statement left out.
 
-Own operators, on the standard library's `ast`: those of cosmic-ray (8.7) and mutmut (3) know neither swapped arguments, dropped
-statements, extrema nor bounds of slices, and edit hints, decorators and messages, of which no law speaks. Their runners know one
-test command, or forks of one process, for every edit alike; here an edit gets the tests that reach its line, and mpiexec.
+Own operators, on the standard library's `ast`: those of cosmic-ray (8.7) and mutmut (3) know
+neither swapped arguments, dropped statements, extrema nor bounds of slices, and edit hints,
+decorators and messages, of which no law speaks. Their runners know one test command, or forks of
+one process, for every edit alike; here an edit gets the tests that reach its line, and mpiexec.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Edit:
         before: the source lines without the edit.
         after: and with it.
         nth: among edits of the same function and lines.
-        inside: whether it is in the body of a function; the rest happens when the module is imported.
+        inside: whether it is in the body of a function; the rest happens when the module is
+            imported.
     """
 
     file: str
@@ -104,11 +106,19 @@ def edits(file: str, text: str) -> list[Edit]:
     found: list[Edit] = []
     seen: Counter[tuple[str, str, str]] = Counter()
     for scope, operator, node, new in _found(ast.parse(text), Scope()):
-        start, stop = position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset)
+        start, stop = (
+            position(node.lineno, node.col_offset),
+            position(node.end_lineno, node.end_col_offset),
+        )
         left, right = text.rfind("\n", 0, start) + 1, f"{text}\n".find("\n", stop)
-        before, after = text[left:right].strip(), f"{text[left:start]}{new}{text[stop:right]}".strip()
+        before, after = (
+            text[left:right].strip(),
+            f"{text[left:start]}{new}{text[stop:right]}".strip(),
+        )
         lines = tuple(sorted({scope.line, *range(node.lineno, node.end_lineno + 1)}))
-        edit = Edit(file, scope.place, operator, lines, start, stop, new, before, after, inside=scope.inside)
+        edit = Edit(
+            file, scope.place, operator, lines, start, stop, new, before, after, inside=scope.inside
+        )
         found.append(replace(edit, nth=seen[scope.place, before, after]))
         seen[scope.place, before, after] += 1
     return sorted(found, key=lambda edit: (edit.start, edit.stop))
@@ -137,9 +147,18 @@ def _entered(node: ast.AST, scope: Scope) -> Scope:
     if isinstance(node, ast.ClassDef):
         return Scope(f"{scope.place}.{node.name}".lstrip("."))
     if isinstance(node, ast.FunctionDef):
-        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        names = [
+            argument.arg
+            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        ]
         parameters = tuple(name for name in names if name not in ("self", "cls", "ctx"))
-        return Scope(f"{scope.place}.{node.name}".lstrip("."), parameters, node.lineno, function=True, inside=scope.inside)
+        return Scope(
+            f"{scope.place}.{node.name}".lstrip("."),
+            parameters,
+            node.lineno,
+            function=True,
+            inside=scope.inside,
+        )
     return scope
 
 
@@ -147,7 +166,11 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     """The parts that do something: no hints, decorators, messages, checks of ourselves, or texts for people."""
     for name, value in ast.iter_fields(node):
         parts = value if isinstance(value, list) else [value]
-        yield from (part for part in parts if isinstance(part, ast.AST) and name not in HINTS and not _is_silent(part))
+        yield from (
+            part
+            for part in parts
+            if isinstance(part, ast.AST) and name not in HINTS and not _is_silent(part)
+        )
 
 
 def _is_silent(node: ast.AST) -> bool:
@@ -183,7 +206,11 @@ def arithmetic(node: ast.AST, _: Scope) -> Variants:
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         if not any(isinstance(side, SEQUENCES) for side in (node.left, node.right)):
             yield node, _text(node, op=ARITHMETIC[type(node.op)]())
-    elif isinstance(node, ast.AugAssign) and type(node.op) in ARITHMETIC and not isinstance(node.value, SEQUENCES):
+    elif (
+        isinstance(node, ast.AugAssign)
+        and type(node.op) in ARITHMETIC
+        and not isinstance(node.value, SEQUENCES)
+    ):
         yield node, _text(node, op=ARITHMETIC[type(node.op)]())
 
 
@@ -200,13 +227,19 @@ def conditions(node: ast.AST, _: Scope) -> Variants:
     tests: list[ast.expr] = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else []
     tests += node.ifs if isinstance(node, ast.comprehension) else []
     for test in tests:
-        yield from ((test, word) for word in ("True", "False") if not (isinstance(node, ast.While) and word == "True"))
+        yield from (
+            (test, word)
+            for word in ("True", "False")
+            if not (isinstance(node, ast.While) and word == "True")
+        )
 
 
 def statements(node: ast.AST, _: Scope) -> Variants:
     """Nothing is done: a call whose value nobody takes, `a += b`, `a.b = c`, `a[b] = c`."""
     called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    stored = isinstance(node, ast.Assign) and all(isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets)
+    stored = isinstance(node, ast.Assign) and all(
+        isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets
+    )
     if called or stored or isinstance(node, ast.AugAssign):
         yield node, "pass"
 
@@ -219,7 +252,11 @@ def arguments(node: ast.AST, _: Scope) -> Variants:
     """Two neighbours swapped, where the order may matter."""
     given = node.args if isinstance(node, ast.Call) and _called(node.func) not in SYMMETRIC else []
     for place, (one, two) in enumerate(pairwise(given)):
-        if not isinstance(one, ast.Starred) and not isinstance(two, ast.Starred) and ast.dump(one) != ast.dump(two):
+        if (
+            not isinstance(one, ast.Starred)
+            and not isinstance(two, ast.Starred)
+            and ast.dump(one) != ast.dump(two)
+        ):
             yield node, _text(node, args=[*given[:place], two, one, *given[place + 2 :]])
 
 
@@ -253,5 +290,17 @@ def jumps(node: ast.AST, _: Scope) -> Variants:
 
 OPERATORS: dict[str, Callable[[ast.AST, Scope], Variants]] = {
     operator.__name__: operator
-    for operator in (comparisons, constants, arithmetic, logic, conditions, statements, arguments, extrema, slices, returns, jumps)
+    for operator in (
+        comparisons,
+        constants,
+        arithmetic,
+        logic,
+        conditions,
+        statements,
+        arguments,
+        extrema,
+        slices,
+        returns,
+        jumps,
+    )
 }

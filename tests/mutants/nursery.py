@@ -1,7 +1,7 @@
 """Pytest in a fork of a process that has imported torch already: half of the time of a short run would be that import.
 
-The standard library's fork server is single-threaded and has imported what `READY` says, but nothing of ours: every child imports
-the copy of the package that it is to try.
+The standard library's fork server is single-threaded and has imported what `READY` says, but
+nothing of ours: every child imports the copy of the package that it is to try.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from pathlib import Path
 from mutants import trial
 from mutants.apart import alone
 
-READY = ["torch", "numpy", "pytest", "hypothesis", "_pytest.assertion.rewrite", "hypothesis.strategies", "mpi4py"]
+READY = [
+    "torch",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "_pytest.assertion.rewrite",
+    "hypothesis.strategies",
+    "mpi4py",
+]
 CHOSEN = ("-p", "mutants.chosen")
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 """Pytest would rather import its plugins itself."""
@@ -35,7 +43,9 @@ def prepared() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run(arguments: Sequence[str], folder: Path, output: Path, variables: dict[str, str], seconds: float) -> int | None:
+def run(
+    arguments: Sequence[str], folder: Path, output: Path, variables: dict[str, str], seconds: float
+) -> int | None:
     """Run pytest to its end, or to the end of its time.
 
     Args:
@@ -48,12 +58,16 @@ def run(arguments: Sequence[str], folder: Path, output: Path, variables: dict[st
     Returns:
         The exit code, negative for a signal; None where the time was up.
     """
-    process = prepared().Process(target=_tests, args=([*arguments], str(folder), str(output), variables))
+    process = prepared().Process(
+        target=_tests, args=([*arguments], str(folder), str(output), variables)
+    )
     process.start()
     process.join(seconds)
     code = process.exitcode
     with suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)  # with what it has started; after a clean end there is nothing
+        os.killpg(
+            process.pid or 0, signal.SIGKILL
+        )  # with what it has started; after a clean end there is nothing
     process.join()
     process.close()
     return code

@@ -1,7 +1,8 @@
 """Find the tests that reach an edit, the narrow and quick ones first.
 
-One measured run of every test file says so, with ranks as threads and then under mpiexec. Processes that a test starts are measured
-too. A measurement is kept for as long as the file and the sources stay as they are.
+One measured run of every test file says so, with ranks as threads and then under mpiexec. Processes
+that a test starts are measured too. A measurement is kept for as long as the file and the sources
+stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from mutants.trial import NOTHING_FAILED, RANKS, command, copy_package, environm
 
 SECONDS, RANKS_SECONDS = 900.0, 1800.0
 APART = (
-    *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*", "peers*", "promote_pr"),
+    *(
+        "append_history",
+        "ci_scripts",
+        "compare*",
+        "conformance*",
+        "history",
+        "layout",
+        "mutants*",
+        "peers*",
+        "promote_pr",
+    ),
     *("reporting*", "slurm", "soak", "workflows"),
 )
 """Tests of benchmarks, CI, layout and of the mutants themselves: what they say is not about a wrong edit."""
@@ -56,7 +67,9 @@ class Reached:
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    lines: dict[str, dict[int, set[str]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(set))
+    )
     width: Counter[str] = field(default_factory=Counter)
     ranks: Reached | None = None
 
@@ -72,7 +85,9 @@ class Reached:
         """All tests that reach an edit, in the order to try them; of what is imported, all in files that reach its module."""
         there = self.lines.get(edit.file, {})
         if edit.inside:
-            return self._ordered(set().union(*(there.get(line, ()) for line in edit.lines)) & self.seconds.keys())
+            return self._ordered(
+                set().union(*(there.get(line, ()) for line in edit.lines)) & self.seconds.keys()
+            )
         files = {_file(test) for test in set().union(*there.values()) & self.seconds.keys()}
         return self._ordered(test for test in self.seconds if _file(test) in files)
 
@@ -100,8 +115,16 @@ class Reached:
         """Return the tests of each stage that has some, and the seconds that they take without an edit."""
         tests, ranks = self.tests(edit), self.ranks or Reached()
         near = self.near(tests)
-        parts = {"near": (tests[:near], self), "far": (tests[near:], self), "ranks": (ranks.tests(edit), ranks)}
-        return {stage: (part, sum(of.seconds[test] for test in part)) for stage, (part, of) in parts.items() if part}
+        parts = {
+            "near": (tests[:near], self),
+            "far": (tests[near:], self),
+            "ranks": (ranks.tests(edit), ranks),
+        }
+        return {
+            stage: (part, sum(of.seconds[test] for test in part))
+            for stage, (part, of) in parts.items()
+            if part
+        }
 
 
 def _file(test: str) -> str:
@@ -110,7 +133,11 @@ def _file(test: str) -> str:
 
 def digest(root: Path, file: str) -> str:
     """Changes with the sources and with the test file."""
-    paths = [*sorted((root / "sp_core").rglob("*.py")), *sorted((root / "tests").glob("[!t]*.py")), root / file]
+    paths = [
+        *sorted((root / "sp_core").rglob("*.py")),
+        *sorted((root / "tests").glob("[!t]*.py")),
+        root / file,
+    ]
     return hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=6).hexdigest()
 
 
@@ -130,8 +157,12 @@ def measured(file: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
         copy = Path(directory)
         copy_package(copy)
-        variables = environment(copy, copy / "witness.json", "threads") | {REACH: str(copy / "reach.json")}
-        code = nursery.run(["-q", *nursery.plugins(), file], copy, copy / "out.txt", variables, SECONDS)
+        variables = environment(copy, copy / "witness.json", "threads") | {
+            REACH: str(copy / "reach.json")
+        }
+        code = nursery.run(
+            ["-q", *nursery.plugins(), file], copy, copy / "out.txt", variables, SECONDS
+        )
         _check(file, copy, code, [copy / "reach.json"])
         _keep(target, json.loads((copy / "reach.json").read_text()))
 
@@ -146,9 +177,18 @@ def measured_on_ranks(missing: Missing) -> None:
     with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
         copy = Path(directory)
         copy_package(copy)
-        variables = environment(copy, copy / "witness.json", "ranks") | BRIEF | {REACH: str(copy / "reach.json")}
+        variables = (
+            environment(copy, copy / "witness.json", "ranks")
+            | BRIEF
+            | {REACH: str(copy / "reach.json")}
+        )
         told = [copy / f"reach.json{rank}" for rank in range(RANKS)]
-        alone = [sys.executable, "-m", "mutants.apart", *command("ranks", files, RANKS_SECONDS, nursery.CHOSEN)]
+        alone = [
+            sys.executable,
+            "-m",
+            "mutants.apart",
+            *command("ranks", files, RANKS_SECONDS, nursery.CHOSEN),
+        ]
         with (copy / "out.txt").open("w") as output:
             code = run(alone, copy, output.fileno(), variables, RANKS_SECONDS + 60)
         _check(", ".join(files), copy, code, told)
@@ -162,7 +202,10 @@ def _of_file(told: Told, file: str) -> Told:
     """Return what the tests of one file reach, and imports."""
     seconds = {test: taken for test, taken in told["seconds"].items() if _file(test) == file}
     lines = {
-        name: {line: [test for test in tests if _file(test) in ("", file)] for line, tests in found.items()}
+        name: {
+            line: [test for test in tests if _file(test) in ("", file)]
+            for line, tests in found.items()
+        }
         for name, found in told["lines"].items()
     }
     return {"seconds": seconds, "lines": lines}
@@ -172,7 +215,9 @@ def _check(files: str, copy: Path, code: int | None, needed: Sequence[Path]) -> 
     witness = copy / "witness.json"
     told = json.loads(witness.read_text()) if witness.exists() else {}
     if code not in NOTHING_FAILED or told or not all(file.exists() for file in needed):
-        raise Red(f"{files}: exit code {code} {told} {(copy / 'out.txt').read_text(errors='replace')[-3000:]}")
+        raise Red(
+            f"{files}: exit code {code} {told} {(copy / 'out.txt').read_text(errors='replace')[-3000:]}"
+        )
 
 
 def _on_rank(target: Path, rank: int) -> Path:
@@ -199,5 +244,7 @@ def gathered(
             if _on_rank(target, rank).exists():
                 reached.ranks.add(json.loads(_on_rank(target, rank).read_text()))
     missing = [(file, target) for file, target in found if not target.exists()]
-    on_ranks = [(file, target) for file, target in found if not _on_rank(target, RANKS - 1).exists()]
+    on_ranks = [
+        (file, target) for file, target in found if not _on_rank(target, RANKS - 1).exists()
+    ]
     return reached, missing, on_ranks

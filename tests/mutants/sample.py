@@ -41,7 +41,12 @@ class Equivalent:
 
     def is_that(self, edit: Edit) -> bool:
         """Whether it speaks of this edit."""
-        return (self.file, self.place, self.before, self.after) == (edit.file, edit.place, edit.before, edit.after)
+        return (self.file, self.place, self.before, self.after) == (
+            edit.file,
+            edit.place,
+            edit.before,
+            edit.after,
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class Unreachable:
 
     def holds(self, edit: Edit) -> bool:
         """Return whether the edit is in this function."""
-        return self.file == edit.file and f"{edit.place}.".startswith(f"{self.place}." if self.place else "")
+        return self.file == edit.file and f"{edit.place}.".startswith(
+            f"{self.place}." if self.place else ""
+        )
 
 
 def room_of(file: str) -> str:
@@ -97,14 +104,21 @@ def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
 def _spread(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
     """Draw every edit with the same probability. Every file and operator gets its share, up to one more or less.
 
-    The draw depends on digests and not on places in a list: a change of the library changes the sample near its lines, no more.
+    The draw depends on digests and not on places in a list: a change of the library changes the
+    sample near its lines, no more.
 
-    Source: sequential Poisson sampling of the strata that get one more; Ohlsson, Journal of Official Statistics 14 (1998), 149-162.
+    Source: sequential Poisson sampling of the strata that get one more; Ohlsson, Journal of
+    Official Statistics 14 (1998), 149-162.
     """
     strata = Counter((edit.file, edit.operator) for edit in found)
-    wanted = {stratum: count * min(number / max(len(found), 1), 1.0) for stratum, count in strata.items()}
+    wanted = {
+        stratum: count * min(number / max(len(found), 1), 1.0) for stratum, count in strata.items()
+    }
     given = {stratum: int(share) for stratum, share in wanted.items()}
-    more = sorted((s for s in strata if wanted[s] > given[s]), key=lambda s: _luck(seed, *s) / (wanted[s] - given[s]))
+    more = sorted(
+        (s for s in strata if wanted[s] > given[s]),
+        key=lambda s: _luck(seed, *s) / (wanted[s] - given[s]),
+    )
     for stratum in more[: min(number, len(found)) - sum(given.values())]:
         given[stratum] += 1
     chosen: list[Edit] = []

@@ -18,10 +18,40 @@ from typing import Any
 
 from mutants.catalogue import ROOT, Mutant, Stale
 
-COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs", "pyproject.toml", "README.md", "noxfile.py")
+COPIED = (
+    "sp_core",
+    "tests",
+    "benchmarks",
+    "ci",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "noxfile.py",
+)
 ELSEWHERE = (
-    *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor", "explore", "history"),
-    *("kit_*", "layout", "llama_command", "mutants*", "peers*", "promote_pr", "readme", "records", "reporting*", "scaling*"),
+    *(
+        "append_history",
+        "bench",
+        "ci_scripts",
+        "compare*",
+        "conformance",
+        "counters",
+        "doctor",
+        "explore",
+        "history",
+    ),
+    *(
+        "kit_*",
+        "layout",
+        "llama_command",
+        "mutants*",
+        "peers*",
+        "promote_pr",
+        "readme",
+        "records",
+        "reporting*",
+        "scaling*",
+    ),
     *("slurm", "trace", "workflows"),
 )
 """Tests of benchmarks, commands, CI and the kit itself: `test_*.py` that say nothing about a fault of the library."""
@@ -84,14 +114,26 @@ def judged(stage: str, ending: Ending) -> Outcome | None:
     if ending.code in NOTHING_FAILED:
         return None
     if ENDED in ending.printed:
-        return Outcome("killed", stage, "the launcher", words=ending.printed.partition(ENDED)[2].splitlines()[0].strip(" ="))
+        return Outcome(
+            "killed",
+            stage,
+            "the launcher",
+            words=ending.printed.partition(ENDED)[2].splitlines()[0].strip(" ="),
+        )
     if ending.code < 0:
         return Outcome("killed", stage, "the process died", words=signal.Signals(-ending.code).name)
     if UNENDED in ending.printed:
-        return Outcome("killed", stage, "the session", words="a test has not ended, and the session was ended with all stacks")
+        return Outcome(
+            "killed",
+            stage,
+            "the session",
+            words="a test has not ended, and the session was ended with all stacks",
+        )
     if ending.code == TESTS_FAILED:
         return Outcome("killed", stage, "the session", words="an error above half its bound")
-    return Outcome("broken", stage, words=f"exit code {ending.code}: {' '.join(ending.printed.split())[-200:]}")
+    return Outcome(
+        "broken", stage, words=f"exit code {ending.code}: {' '.join(ending.printed.split())[-200:]}"
+    )
 
 
 def tried(mutant: Mutant, until: str = STAGES[-1]) -> Outcome:
@@ -114,7 +156,10 @@ def unharmed(files: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="sp_core-mutant-") as directory:
         copy_package(Path(directory))
         found = (decided(Path(directory), [file], STAGES[0]) for file in files)
-        return next((outcome for outcome in found if outcome.verdict != "survived"), Outcome("survived", STAGES[0]))
+        return next(
+            (outcome for outcome in found if outcome.verdict != "survived"),
+            Outcome("survived", STAGES[0]),
+        )
 
 
 def decided(copy: Path, files: Sequence[str], until: str) -> Outcome:
@@ -141,7 +186,9 @@ def run_stage(copy: Path, stage: str, files: Sequence[str]) -> Ending:
     witness = copy / f"{stage}.json"
     arguments = command(stage, [*test_files(copy, stage, files)])
     with (copy / f"{stage}.txt").open("w") as output:
-        code = run(arguments, copy, output.fileno(), environment(copy, witness, stage), SECONDS[stage])
+        code = run(
+            arguments, copy, output.fileno(), environment(copy, witness, stage), SECONDS[stage]
+        )
     told = json.loads(witness.read_text()) if witness.exists() else {}
     return Ending(code, told, (copy / f"{stage}.txt").read_text(errors="replace"))
 
@@ -151,42 +198,83 @@ def test_files(copy: Path, stage: str, chosen: Sequence[str]) -> Iterator[str]:
     if stage == "chosen":
         yield from (f"tests/{name}" for name in chosen)
         return
-    elsewhere = {path.name for pattern in ELSEWHERE for path in copy.glob(f"tests/test_{pattern}.py")}
+    elsewhere = {
+        path.name for pattern in ELSEWHERE for path in copy.glob(f"tests/test_{pattern}.py")
+    }
     first = [f"tests/{name}" for name in chosen] if stage == "ranks" else []
-    rest = [f"tests/{p.name}" for p in sorted(copy.glob("tests/test_*.py")) if p.name not in {*elsewhere, *chosen}]
+    rest = [
+        f"tests/{p.name}"
+        for p in sorted(copy.glob("tests/test_*.py"))
+        if p.name not in {*elsewhere, *chosen}
+    ]
     yield from (*first, *rest)
 
 
-def command(stage: str, files: Sequence[str], seconds: float = SECONDS["ranks"] - 60, extra: Sequence[str] = ()) -> list[str]:
+def command(
+    stage: str,
+    files: Sequence[str],
+    seconds: float = SECONDS["ranks"] - 60,
+    extra: Sequence[str] = (),
+) -> list[str]:
     """What a stage runs. Under mpiexec the launch ends itself after some seconds."""
     suite = ["-m", "pytest", "-q", "-x", "--tb=short", *plugins(), *extra]
     if stage != "ranks":
         return [sys.executable, *suite, *files]
-    launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{seconds:g}", "--", "python"]
+    launch = [
+        "-m",
+        "sp_core.testing.launch",
+        "-n",
+        str(RANKS),
+        "--timeout",
+        f"{seconds:g}",
+        "--",
+        "python",
+    ]
     return [sys.executable, *launch, *suite, "--only-mpi", "--sp-expect-ranks", str(RANKS), *files]
 
 
 def plugins() -> list[str]:
     """The plugins of every stage."""
-    installed = any(entry.value == "sp_core.testing.plugin" for entry in entry_points(group="pytest11"))
-    return [*([] if installed else ["-p", "sp_core.testing.plugin"]), "-p", "mutants.witness", "-p", "no:cacheprovider"]
+    installed = any(
+        entry.value == "sp_core.testing.plugin" for entry in entry_points(group="pytest11")
+    )
+    return [
+        *([] if installed else ["-p", "sp_core.testing.plugin"]),
+        "-p",
+        "mutants.witness",
+        "-p",
+        "no:cacheprovider",
+    ]
 
 
 def environment(copy: Path, witness: Path, stage: str) -> dict[str, str]:
     """The copy comes before what is installed; ranks as threads draw as many examples as in `nox -s tests`."""
     paths = [str(copy), str(copy / "tests")]
     profile = {} if stage == "ranks" else {"SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), FILE: str(witness), **profile}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        FILE: str(witness),
+        **profile,
+    }
 
 
-def run(arguments: Sequence[str], folder: Path, output: int, variables: dict[str, str], seconds: float) -> int | None:
+def run(
+    arguments: Sequence[str], folder: Path, output: int, variables: dict[str, str], seconds: float
+) -> int | None:
     """Run a command to its end, or to the end of its time.
 
     Returns:
         The exit code; None where the time was up.
     """
     process = subprocess.Popen(
-        arguments, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        arguments,
+        cwd=folder,
+        env=variables,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         return process.wait(seconds)

@@ -59,7 +59,11 @@ def _draw_only() -> None:
         from sp_core.testing import profiles
 
         for name in (profiles.DEFAULT, "quick", "brief"):
-            phases = [phase for phase in settings.get_profile(name).phases if phase not in (Phase.shrink, Phase.explain)]
+            phases = [
+                phase
+                for phase in settings.get_profile(name).phases
+                if phase not in (Phase.shrink, Phase.explain)
+            ]
             settings.register_profile(name, settings.get_profile(name), phases=phases)
 
 
@@ -73,7 +77,9 @@ def _words(report: pytest.TestReport) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to try another package than the one in this folder."""
     if not Path(sp_core.__file__).is_relative_to(Path.cwd()):
-        raise pytest.UsageError(f"{sp_core.__file__} would be tested, needed the copy in {Path.cwd()}")
+        raise pytest.UsageError(
+            f"{sp_core.__file__} would be tested, needed the copy in {Path.cwd()}"
+        )
     if not any(KIT in Path(argument).name for argument in config.args):
         _draw_only()
     if all(os.environ.get(name, "0") == "0" for name in RANK):

@@ -1,7 +1,7 @@
 """One attention problem put to one scheme: outputs and all gradients of every rank against the dense float64 reference.
 
-The scheme is treated as unkindly as its contract allows: memory beside its inputs is NaN, one rank may be late, and as soon as a
-rank has its results it overwrites everything that it gave.
+The scheme is treated as unkindly as its contract allows: memory beside its inputs is NaN, one rank
+may be late, and as soon as a rank has its results it overwrites everything that it gave.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ Results = dict[str, Tensor]
 LATE_SECONDS = 2e-3
 
 
-def check_attention(name: str, scheme: Scheme, problem: AttentionProblem, rank: int, size: int, device: torch.device) -> None:
+def check_attention(
+    name: str, scheme: Scheme, problem: AttentionProblem, rank: int, size: int, device: torch.device
+) -> None:
     """Run a scheme on this rank's shards, and compare its shards of the results with the reference.
 
     Args:
         name: of the scheme, for messages.
-        scheme: called with q, k, v of this rank and `sharding`, `kv_sharding`, `mask`, `softmax_scale`, `return_lse=True`.
+        scheme: called with q, k, v of this rank and `sharding`, `kv_sharding`, `mask`,
+            `softmax_scale`, `return_lse=True`.
         problem: what to compute.
         rank, size: of the ranks that share the sequence.
         device: where the scheme wants its tensors.
@@ -59,7 +62,10 @@ def compare(name: str, shards: Shards, results: Results) -> None:
     """
     for what, (expected, allowed) in shards.expected().items():
         if what in results:
-            record_ratio(f"{name} {what}", check_close(f"{name} {what}", results[what].detach().cpu(), expected, allowed))
+            record_ratio(
+                f"{name} {what}",
+                check_close(f"{name} {what}", results[what].detach().cpu(), expected, allowed),
+            )
 
 
 class Shards:
@@ -76,7 +82,13 @@ class Shards:
     """
 
     def __init__(
-        self, problem: AttentionProblem, rank: int, size: int, device: torch.device, *, order: Tensor | None = None
+        self,
+        problem: AttentionProblem,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        order: Tensor | None = None,
     ) -> None:
         self.problem, self.rank = problem, rank
         self.sharding, self.kv_sharding = problem.sharding(size), problem.kv_sharding(size)
@@ -96,7 +108,10 @@ class Shards:
         q, k, v = whole
         parts = (*self.queries(q), *self.keys(k, v))
         needs = self.problem.needs_grad
-        return [placed(x.to(self.device), self.problem.storage).requires_grad_(n) for x, n in zip(parts, needs, strict=True)]
+        return [
+            placed(x.to(self.device), self.problem.storage).requires_grad_(n)
+            for x, n in zip(parts, needs, strict=True)
+        ]
 
     def queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """This rank's part of tensors (B, S, ...) over all queries."""
@@ -138,7 +153,9 @@ class Shards:
 
     def gradients(self, out: Tensor, lse: Tensor) -> Results:
         """This rank's gradients by name, of those that are needed."""
-        needing = {f"d{letter}": x for letter, x in zip("qkv", self.local, strict=True) if x.requires_grad}
+        needing = {
+            f"d{letter}": x for letter, x in zip("qkv", self.local, strict=True) if x.requires_grad
+        }
         if not needing:
             return {}
         roots, upstream = [out], [self._upstream_of_out().to(out.device)]
@@ -152,7 +169,9 @@ class Shards:
 
     def take_back(self) -> None:
         """What was given is unchanged, and is overwritten now: this rank has its results, others may not."""
-        assert all(torch.equal(x, before) for x, before in self._given), "the scheme has changed its inputs"
+        assert all(torch.equal(x, before) for x, before in self._given), (
+            "the scheme has changed its inputs"
+        )
         for x, _ in self._given:
             x.new_empty(0, dtype=torch.uint8).set_(x.detach().untyped_storage()).fill_(0xFF)
 
@@ -166,7 +185,12 @@ class Shards:
         """The dense gradients of the whole sequence."""
         definition, (grad_out, grad_lse) = self._definition(), self.upstream
         key = ("attention_grads", repr(definition), contents(*self.whole, grad_out, grad_lse))
-        return once(key, lambda: reference.attention_grads(*self.whole, grad_out, grad_lse=grad_lse, **definition))
+        return once(
+            key,
+            lambda: reference.attention_grads(
+                *self.whole, grad_out, grad_lse=grad_lse, **definition
+            ),
+        )
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
         """This rank's part of every result as it should be, and by how much it may be off."""
@@ -175,7 +199,9 @@ class Shards:
         found = {}
         for what in ("out", "lse", "dq", "dk", "dv"):
             source: Any = forward if what in ("out", "lse") else backward
-            value, scale = (self.part(what, getattr(source, field)) for field in (what, f"{what}_scale"))
+            value, scale = (
+                self.part(what, getattr(source, field)) for field in (what, f"{what}_scale")
+            )
             found[what] = (value, bound(scale, self.problem.torch_dtype, source.growth, partials))
         return found
 
@@ -215,4 +241,8 @@ def ascending(sharding: Sharding) -> list[int]:
 @lru_cache(maxsize=64)
 def _partial_results(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> int:
     ranks = range(sharding.size)
-    return 1 + sum(len(plan_blocks(sharding.positions(i), kv_sharding.positions(j), mask)) for i in ranks for j in ranks)
+    return 1 + sum(
+        len(plan_blocks(sharding.positions(i), kv_sharding.positions(j), mask))
+        for i in ranks
+        for j in ranks
+    )

@@ -41,7 +41,12 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 LINEAR = ("scheme", "ranks", "layout", "tokens", "dtype", "batch")
 """The dimensions of parallel linear layers."""
 ONE_RANK_HAS_ALL = (
-    *("documents=on shards", "documents=on and inside", "tokens=uneven", "blind=in the first block"),
+    *(
+        "documents=on shards",
+        "documents=on and inside",
+        "tokens=uneven",
+        "blind=in the first block",
+    ),
     *("head split=uneven", "head split=copied", "head split=fewer than ranks"),
 )
 IMPOSSIBLE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -76,14 +81,26 @@ def why_impossible(a: str, b: str) -> str:
     """Why no example has both features; nothing where some can."""
     if "scheme=tp_sp" in (a, b) and {a.split("=")[0], b.split("=")[0]} - set(LINEAR):
         return "linear layers have neither heads nor masks"
-    reasons = [reason for reason, one, others in IMPOSSIBLE if (a == one and b in others) or (b == one and a in others)]
+    reasons = [
+        reason
+        for reason, one, others in IMPOSSIBLE
+        if (a == one and b in others) or (b == one and a in others)
+    ]
     return reasons[0] if reasons else ""
 
 
 def points() -> list[str]:
     """Features that have to come up by themselves: every remainder, and the meshes with unequal and with three axes."""
     remainders = [remainder(length, size) for size in range(1, 9) for length in range(2 * size)]
-    grids = ["1 x 2 x 3", "1 x 3 x 2", "1 x 2 x 4", "1 x 4 x 2", "2 x 2 x 2", "2 x 1 x 2", "2 x 2 x 1"]
+    grids = [
+        "1 x 2 x 3",
+        "1 x 3 x 2",
+        "1 x 2 x 4",
+        "1 x 4 x 2",
+        "2 x 2 x 2",
+        "2 x 1 x 2",
+        "2 x 2 x 1",
+    ]
     return remainders + [f"grid {grid}" for grid in grids]
 
 
@@ -98,7 +115,9 @@ def attention_features(scheme: str, problem: AttentionProblem, size: int) -> dic
     sharding, kv_sharding = problem.sharding(size), problem.kv_sharding(size)
     needed = sum(problem.needs_grad)
     return {
-        **token_features(scheme, problem.layout, problem.seq_len, size, problem.dtype, problem.batch),
+        **token_features(
+            scheme, problem.layout, problem.seq_len, size, problem.dtype, problem.batch
+        ),
         "keys": "own" if sharding == kv_sharding else "other",
         "mask": "causal" if problem.mask.causal else "full",
         "window": _window(problem.mask.window, max(1, max(kv_sharding.lengths))),
@@ -111,13 +130,17 @@ def attention_features(scheme: str, problem: AttentionProblem, size: int) -> dic
         "upstream": problem.upstream,
         "lse": "without" if problem.upstream_lse_gradient() is None else "with gradient",
         "gradients": "all" if needed == 3 else "some" if needed else "none",
-        "storage": "plain" if problem.storage == "expanded" and problem.batch == 1 else problem.storage,
+        "storage": "plain"
+        if problem.storage == "expanded" and problem.batch == 1
+        else problem.storage,
         "scale": "default" if problem.softmax_scale is None else "given",
         "late": "a rank" if problem.late else "nobody",
     }
 
 
-def token_features(scheme: str, layout: str, seq_len: int, size: int, dtype: str, batch: int) -> dict[str, str]:
+def token_features(
+    scheme: str, layout: str, seq_len: int, size: int, dtype: str, batch: int
+) -> dict[str, str]:
     """The values in the dimensions that linear layers have too."""
     split = "uneven" if seq_len % size else "halves uneven" if seq_len % (2 * size) else "even"
     return {
@@ -138,7 +161,12 @@ def remainder(seq_len: int, size: int) -> str:
 def _window(window: int | None, shard: int) -> str:
     if window is None:
         return "none"
-    named = {2 * shard + 1: "2 shard + 1", shard + 1: "shard + 1", shard: "shard", shard - 1: "shard - 1"}
+    named = {
+        2 * shard + 1: "2 shard + 1",
+        shard + 1: "shard + 1",
+        shard: "shard",
+        shard - 1: "shard - 1",
+    }
     return named.get(window, "narrower" if window < shard else "wider")
 
 
@@ -148,7 +176,15 @@ def _documents(boundaries: tuple[int, ...] | None, sharding: Sharding) -> str:
     owner = _owners(sharding)
     inner = {b for b in boundaries if 0 < b < len(owner)}
     on = {b for b in inner if owner[b - 1] != owner[b]}
-    return "one" if not inner else "on and inside" if on and on != inner else "on shards" if on else "inside shards"
+    return (
+        "one"
+        if not inner
+        else "on and inside"
+        if on and on != inner
+        else "on shards"
+        if on
+        else "inside shards"
+    )
 
 
 def _blind(problem: AttentionProblem, sharding: Sharding, kv_sharding: Sharding) -> str:

@@ -1,8 +1,9 @@
 """Find out by trying what each scheme can do: `python -m oracle.capabilities` prints the table of docs/schemes.md.
 
-Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64 reference: "yes" means right
-within the tolerance, forward and backward; "refused" means an error on every rank. Anything else ends this program, so the table
-cannot say what is not so. Bytes are those of the counters, in units of a rank's own K and V, even shards, full mask.
+Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64
+reference: "yes" means right within the tolerance, forward and backward; "refused" means an error on
+every rank. Anything else ends this program, so the table cannot say what is not so. Bytes are those
+of the counters, in units of a rank's own K and V, even shards, full mask.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ BASE = AttentionProblem(
 PROBLEMS = {
     "full attention": (BASE,),
     "causal": (replace(BASE, mask=Mask(causal=True)),),
-    "sliding window, causal and not": tuple(replace(BASE, mask=Mask(causal, window=6)) for causal in (True, False)),
+    "sliding window, causal and not": tuple(
+        replace(BASE, mask=Mask(causal, window=6)) for causal in (True, False)
+    ),
     "packed documents": (replace(BASE, mask=Mask(causal=True, documents=(0, 3, 3, 11, 16))),),
     "window inside documents": (replace(BASE, mask=Mask(window=3, documents=(0, 7, 16))),),
     "zigzag": (replace(BASE, layout="zigzag", kv_layout="zigzag", mask=Mask(causal=True)),),
@@ -52,7 +55,9 @@ Body = Callable[[Mesh, Scheme], str]
 
 def columns(mesh: Mesh) -> dict[str, Scheme]:
     """The schemes by name, on a mesh with the axes `ring` and `ulysses`."""
-    found: dict[str, Scheme] = {name: partial(function, comm=mesh["ring", "ulysses"]) for name, function in SCHEMES.items()}
+    found: dict[str, Scheme] = {
+        name: partial(function, comm=mesh["ring", "ulysses"]) for name, function in SCHEMES.items()
+    }
     return {**found, NAMES[-1]: partial(hybrid_attention, mesh=mesh)}
 
 
@@ -128,7 +133,10 @@ def questions() -> Iterator[tuple[str, Body]]:
         yield asked, partial(solves, problems)
     yield "activation checkpointing", checkpoints
     yield "second derivative", differentiates_twice
-    for text, problem in (("as many K/V heads as heads", BASE), ("4 heads to a K/V head", replace(BASE, group=4))):
+    for text, problem in (
+        ("as many K/V heads as heads", BASE),
+        ("4 heads to a K/V head", replace(BASE, group=4)),
+    ):
         for way, backward in (("forward", False), ("backward", True)):
             yield f"sent, {way}, {text}", partial(sends, problem, backward)
 
@@ -137,7 +145,9 @@ def table() -> str:
     """The table as Markdown."""
     asked, bodies = zip(*questions(), strict=True)
     lines = [["on four ranks", *NAMES], ["---"] * (len(NAMES) + 1)]
-    lines += [[question, *answers] for question, answers in zip(asked, on_ranks(*bodies), strict=True)]
+    lines += [
+        [question, *answers] for question, answers in zip(asked, on_ranks(*bodies), strict=True)
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

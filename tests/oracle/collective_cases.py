@@ -13,7 +13,18 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.sharding import split_sizes
 
-DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+DTYPES = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]
 VIEWS = ["plain", "transposed", "every second", "expanded"]
 
 
@@ -40,7 +51,10 @@ class Case:
         """Every rank's input."""
         free = self.op in ("all_gather", "all_to_all", "shift", "gather_replicated")
         total = sum(self.lengths(size))
-        return [self._tensor(rank, length if free else total) for rank, length in enumerate(self.lengths(size))]
+        return [
+            self._tensor(rank, length if free else total)
+            for rank, length in enumerate(self.lengths(size))
+        ]
 
     def _tensor(self, rank: int, length: int) -> Tensor:
         shape = [3, 4, 2]
@@ -83,13 +97,19 @@ class Case:
             case "all_gather" | "gather_replicated":
                 return torch.cat(inputs, self.dim)
             case "reduce_scatter":
-                sizes = self.lengths(size) if self.given_sizes else split_sizes(sum(self.lengths(size)), size)
+                sizes = (
+                    self.lengths(size)
+                    if self.given_sizes
+                    else split_sizes(sum(self.lengths(size)), size)
+                )
                 return part_of(sum_of(inputs), sizes, self.dim, rank)
             case "all_reduce" | "reduce_from_group":
                 return sum_of(inputs)
             case "all_to_all":
                 parts = split_sizes(inputs[0].shape[self.other_dim], size)
-                return torch.cat([part_of(x, parts, self.other_dim, rank) for x in inputs], self.dim)
+                return torch.cat(
+                    [part_of(x, parts, self.other_dim, rank) for x in inputs], self.dim
+                )
             case "shift":
                 return inputs[(rank - self.offset) % size]
             case "broadcast":
@@ -118,7 +138,9 @@ SUMS = ("reduce_scatter", "all_reduce", "reduce", "copy_to_group", "reduce_from_
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: list[str] = DTYPES, ops: list[str] = OPS, algorithm: str = "auto") -> Case:
+def cases(
+    draw: st.DrawFn, dtypes: list[str] = DTYPES, ops: list[str] = OPS, algorithm: str = "auto"
+) -> Case:
     op = draw(st.sampled_from(ops))
     dims = draw(st.permutations([0, 1, 2]))
     dtype = draw(st.sampled_from([name for name in dtypes if name != "bool" or op not in SUMS]))

@@ -1,12 +1,13 @@
 """A long search: rounds of a test session, each with a seed of its own, until enough examples have been run; then one judgement.
 
-    PYTHONPATH=tests python -m oracle.explore draw --seed 7 --share 0.85            ranks as threads, several rounds at a time
-    PYTHONPATH=tests python -m oracle.explore draw --seed 7 --share 0.15 --ranks 8 --part 1  under mpiexec
-    PYTHONPATH=tests python -m oracle.explore judge --seed 7
+    PYTHONPATH=tests python -m oracle.explore draw --seed 7 --share 0.85            ranks as
+    threads, several rounds at a time PYTHONPATH=tests python -m oracle.explore draw --seed 7
+    --share 0.15 --ranks 8 --part 1  under mpiexec PYTHONPATH=tests python -m oracle.explore judge
+    --seed 7
 
-Each round leaves a JSON file with what it has drawn. The judgement adds them up: enough examples were run, every pair of features
-that can come together did so often enough, everything was run by every algorithm over every transport, and no error came near its
-bound.
+Each round leaves a JSON file with what it has drawn. The judgement adds them up: enough examples
+were run, every pair of features that can come together did so often enough, everything was run by
+every algorithm over every transport, and no error came near its bound.
 """
 
 from __future__ import annotations
@@ -48,13 +49,41 @@ class Round:
     def __init__(self, folder: Path, ranks: int, seed: int) -> None:
         self.file, self.log = (folder / f"{ranks}-ranks-{seed}.{kind}" for kind in ("json", "txt"))
         self.began = time.monotonic()
-        suite = [sys.executable, "-m", "pytest", "-m", "explore", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
-        suite += [f"--sp-tally={self.file}", "-x", *(["--only-mpi", "--sp-expect-ranks", str(ranks)] if ranks else [])]
-        launch = [sys.executable, "-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(ROUND_SECONDS), "--"]
-        chosen = {"SP_PROFILE": "explore", "SP_EXAMPLES": os.environ.get("SP_EXAMPLES", str(PER_TEST)), "OMP_NUM_THREADS": "1"}
+        suite = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "explore",
+            "-p",
+            "no:cacheprovider",
+            f"--hypothesis-seed={seed}",
+        ]
+        suite += [
+            f"--sp-tally={self.file}",
+            "-x",
+            *(["--only-mpi", "--sp-expect-ranks", str(ranks)] if ranks else []),
+        ]
+        launch = [
+            sys.executable,
+            "-m",
+            "sp_core.testing.launch",
+            "-n",
+            str(ranks),
+            "--timeout",
+            str(ROUND_SECONDS),
+            "--",
+        ]
+        chosen = {
+            "SP_PROFILE": "explore",
+            "SP_EXAMPLES": os.environ.get("SP_EXAMPLES", str(PER_TEST)),
+            "OMP_NUM_THREADS": "1",
+        }
         with self.log.open("w") as log:
             command = [*(launch if ranks else []), *suite]
-            self.process = subprocess.Popen(command, env=os.environ | chosen, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=os.environ | chosen, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def ended(self) -> bool:
         """Whether it has; one that takes too long is ended here."""
@@ -70,7 +99,9 @@ class Round:
         """
         if self.process.returncode or not self.file.exists():
             print(self.log.read_text(), flush=True)
-            sys.exit(f"this round has failed (exit code {self.process.returncode}); its output is above and in {self.log}")
+            sys.exit(
+                f"this round has failed (exit code {self.process.returncode}); its output is above and in {self.log}"
+            )
         return Tally.read(self.file)
 
     def end(self) -> None:
@@ -132,16 +163,36 @@ def judge(total: Tally, wanted: int) -> list[str]:
     least = LEAST_HITS * wanted // EXAMPLES
     possible, impossible = universe()
     ways = [*to_be_taken(), *to_be_called()]
-    faults = [] if total.examples >= wanted else [f"{total.examples} examples were run, {wanted} were wanted"]
+    faults = (
+        []
+        if total.examples >= wanted
+        else [f"{total.examples} examples were run, {wanted} were wanted"]
+    )
     faults += [
-        f"{' & '.join(pair)}: {total.pairs[pair]} examples, {least} are needed" for pair in possible if total.pairs[pair] < least
+        f"{' & '.join(pair)}: {total.pairs[pair]} examples, {least} are needed"
+        for pair in possible
+        if total.pairs[pair] < least
     ]
-    faults += [f"{name}: {total.features[name]} examples, {least} are needed" for name in points() if total.features[name] < least]
-    faults += [f"{name}: never drawn" for name in ways if not total.features[name]] if wanted >= EXAMPLES else []
+    faults += [
+        f"{name}: {total.features[name]} examples, {least} are needed"
+        for name in points()
+        if total.features[name] < least
+    ]
+    faults += (
+        [f"{name}: never drawn" for name in ways if not total.features[name]]
+        if wanted >= EXAMPLES
+        else []
+    )
     for reason, pairs in impossible.items():
-        faults += [f"{' & '.join(pair)} was drawn, but {reason}" for pair in pairs if total.pairs[pair]]
+        faults += [
+            f"{' & '.join(pair)} was drawn, but {reason}" for pair in pairs if total.pairs[pair]
+        ]
     known = {pair for pairs in (possible, *impossible.values()) for pair in pairs}
-    faults += [f"{' & '.join(pair)} was drawn, but is no pair of known values" for pair in total.pairs if pair not in known]
+    faults += [
+        f"{' & '.join(pair)} was drawn, but is no pair of known values"
+        for pair in total.pairs
+        if pair not in known
+    ]
     faults += [
         f"error over bound {ratio:.3g} in {name}, above {MAX_ERROR_RATIO}"
         for name, ratio in total.ratios.items()
@@ -185,26 +236,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m oracle.explore", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="PYTHONPATH=tests python -m oracle.explore", description=__doc__
+    )
     parser.add_argument("step", choices=("draw", "judge"))
-    parser.add_argument("--into", type=Path, default=Path("reports/explore"), help="folder of the rounds' files")
-    parser.add_argument("--examples", type=int, default=EXAMPLES, help=f"of the whole search (default: {EXAMPLES})")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--share", type=float, default=1.0, help="part of the examples that this call draws")
-    parser.add_argument("--ranks", type=int, default=0, help="under mpiexec with this many ranks (default: ranks are threads)")
     parser.add_argument(
-        "--part", type=int, default=0, help="a number for each call with one seed; the first one empties the folder"
+        "--into", type=Path, default=Path("reports/explore"), help="folder of the rounds' files"
+    )
+    parser.add_argument(
+        "--examples", type=int, default=EXAMPLES, help=f"of the whole search (default: {EXAMPLES})"
+    )
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="part of the examples that this call draws"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=0,
+        help="under mpiexec with this many ranks (default: ranks are threads)",
+    )
+    parser.add_argument(
+        "--part",
+        type=int,
+        default=0,
+        help="a number for each call with one seed; the first one empties the folder",
     )
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that what was started is ended
     if options.step == "judge":
         return _judged(options.into, options.examples, options.seed)
     if options.part == 0:
         shutil.rmtree(options.into, ignore_errors=True)
     options.into.mkdir(parents=True, exist_ok=True)
     jobs = 1 if options.ranks else os.cpu_count() or 1
-    print(f"seed {options.seed}, part {options.part}: {options.ranks or 'threads as'} ranks", flush=True)
-    draw(options.into, int(options.examples * options.share), options.ranks, options.seed + 1000 * options.part, jobs)
+    print(
+        f"seed {options.seed}, part {options.part}: {options.ranks or 'threads as'} ranks",
+        flush=True,
+    )
+    draw(
+        options.into,
+        int(options.examples * options.share),
+        options.ranks,
+        options.seed + 1000 * options.part,
+        jobs,
+    )
     return 0
 
 

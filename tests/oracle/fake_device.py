@@ -1,7 +1,8 @@
 """A device without hardware: what it does happens late, and memory holds NaN until it does.
 
-On a real device a copy runs some time after it was asked for, so code that reads its result too early, or overwrites or frees its
-source too early, is right most of the time. Here a copy runs only when somebody has waited for it: such code is wrong every time.
+On a real device a copy runs some time after it was asked for, so code that reads its result too
+early, or overwrites or frees its source too early, is right most of the time. Here a copy runs only
+when somebody has waited for it: such code is wrong every time.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ class _Event:
 class DelayedStreams:
     """Copy streams of a device that is really host memory; implements `sp_core.transport.staged.Streams`.
 
-    The destination of a copy is poisoned when the copy is asked for. What `compute` was given is seen by copies only after `begin`.
+    The destination of a copy is poisoned when the copy is asked for. What `compute` was given is
+    seen by copies only after `begin`.
 
     Args:
-        polls: how often an event answers "not yet" before its copies run; let it differ between ranks.
-        lazy: carry out the uploads that `finish` makes the device wait for only in `settle`, as the device's next work would.
-            Otherwise `finish` carries them out, so that the results can be used like any tensor.
+        polls: how often an event answers "not yet" before its copies run; let it differ between
+            ranks.
+        lazy: carry out the uploads that `finish` makes the device wait for only in `settle`, as the
+            device's next work would. Otherwise `finish` carries them out, so that the results can
+            be used like any tensor.
     """
 
     def __init__(self, *, polls: int = POLLS, lazy: bool = False) -> None:
@@ -89,7 +93,13 @@ class DelayedStreams:
         _poison(device)
         if host.numel():
             memory, address = StorageWeakRef(host.untyped_storage()), host.data_ptr()
-            self._up.add(lambda: None if memory.expired() else _bytes(device).copy_(_memory(address, device.nbytes)))
+            self._up.add(
+                lambda: (
+                    None
+                    if memory.expired()
+                    else _bytes(device).copy_(_memory(address, device.nbytes))
+                )
+            )
 
     def downloaded(self) -> _Event:
         """The point after the downloads asked for so far."""
@@ -113,7 +123,8 @@ class DelayedStreams:
 class DelayedMemory(FileMemory):
     """Memory of a device that is really host memory of the node; implements `sp_core.transport.node_memory.NodeMemory`.
 
-    What is launched happens when its event has been asked for often enough, and what is to be computed when something waits for it.
+    What is launched happens when its event has been asked for often enough, and what is to be
+    computed when something waits for it.
 
     Args:
         polls: how often an event answers "not yet" before; let it differ between ranks.

@@ -1,11 +1,13 @@
 """A model of slow links between ranks that share a machine: messages arrive as late as if each rank had a wire of its own.
 
     sender    posted at t, its wire idle at o:      leaves    L = max(t, o) + n / rate
-    receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n / rate
+    receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n /
+    rate
 
-A wire carries one message after the other, in each direction. Every message is preceded by a small one with L; the receiver holds
-back what has come too early. All ranks must read one clock, so this is for processes or threads of one machine. What the MPI
-library does inside a collective cannot be seen here and is refused.
+A wire carries one message after the other, in each direction. Every message is preceded by a small
+one with L; the receiver holds back what has come too early. All ranks must read one clock, so this
+is for processes or threads of one machine. What the MPI library does inside a collective cannot be
+seen here and is refused.
 """
 
 from __future__ import annotations
@@ -35,14 +37,19 @@ class LinkModel:
         ValueError: a negative latency, or a rate that is not positive.
     """
 
-    def __init__(self, latency: float, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, latency: float, rate: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         if latency < 0 or not rate > 0:
-            raise ValueError(f"latency={latency} s and rate={rate} bytes/s were given; pass a latency >= 0 and a rate > 0.")
+            raise ValueError(
+                f"latency={latency} s and rate={rate} bytes/s were given; pass a latency >= 0 and a rate > 0."
+            )
         self.latency, self.rate, self.clock = latency, rate, clock
         self._out = self._into = 0.0
 
     def __repr__(self) -> str:
-        return f"LinkModel(latency={self.latency}, rate={self.rate})"  # the same text on all ranks, which agree on it
+        # the same text on all ranks, which agree on it
+        return f"LinkModel(latency={self.latency}, rate={self.rate})"
 
     def over(self, host: HostTransport) -> LinkTransport:
         """A transport whose messages take this wire."""
@@ -81,7 +88,9 @@ class LinkTransport:
         """Refuse a collective of the MPI library."""
         self._refuse(operation)
 
-    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Callable[[], object]:
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
         """Refuse a collective of the MPI library."""
         self._refuse(operation)
 
@@ -96,7 +105,10 @@ class LinkTransport:
 
     def bind(self, messages: Messages) -> Bound:
         """Each message with room for its time."""
-        return [(peer, (x.nbytes, time_of, self._host.bind([(peer, time_of), (peer, x)]))) for peer, time_of, x in _timed(messages)]
+        return [
+            (peer, (x.nbytes, time_of, self._host.bind([(peer, time_of), (peer, x)])))
+            for peer, time_of, x in _timed(messages)
+        ]
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages."""
@@ -120,7 +132,9 @@ class LinkTransport:
 class _Late:
     """Messages that are complete when they have come and their time has, too."""
 
-    def __init__(self, handle: Handle, link: LinkModel, gone: float, arriving: Sequence[tuple[Tensor, int]]) -> None:
+    def __init__(
+        self, handle: Handle, link: LinkModel, gone: float, arriving: Sequence[tuple[Tensor, int]]
+    ) -> None:
         self._handle, self._link, self._due, self._arriving = handle, link, gone, arriving
         self._here = False
 
@@ -129,7 +143,12 @@ class _Late:
             self._here = self._handle.test()
             if not self._here:
                 return False
-            self._due = max([self._due, *(self._link.arrives(float(left), nbytes) for left, nbytes in self._arriving)])
+            self._due = max(
+                [
+                    self._due,
+                    *(self._link.arrives(float(left), nbytes) for left, nbytes in self._arriving),
+                ]
+            )
         return self._link.clock() >= self._due
 
 

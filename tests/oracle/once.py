@@ -1,6 +1,7 @@
 """What every rank of an example needs and none changes, such as the result of one device, is computed once in a process.
 
-Ranks that are threads would each compute it, one after the other; and a test that tries one problem in many ways, for each of them.
+Ranks that are threads would each compute it, one after the other; and a test that tries one problem
+in many ways, for each of them.
 """
 
 from __future__ import annotations

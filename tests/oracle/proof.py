@@ -11,7 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.schedules import HALF, OWN, REDUCTIONS, Buffer, Combine, Message, Op, Operation, Program, Region, Step, program_of
+from sp_core.schedules import (
+    HALF,
+    OWN,
+    REDUCTIONS,
+    Buffer,
+    Combine,
+    Message,
+    Op,
+    Operation,
+    Program,
+    Region,
+    Step,
+    program_of,
+)
 from sp_core.schedules.program import overlap
 
 Value = tuple[tuple[int, int], ...]
@@ -57,10 +70,23 @@ def schedule_of(
     """Return what all ranks do, given the sizes of the pieces of each; `more` are other fields of their operations."""
     size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
     operations = [
-        Operation(Op(op), rank, size, send[rank], recv[rank], longest, root, segment=segment, nodes=nodes, **more)
+        Operation(
+            Op(op),
+            rank,
+            size,
+            send[rank],
+            recv[rank],
+            longest,
+            root,
+            segment=segment,
+            nodes=nodes,
+            **more,
+        )
         for rank in range(size)
     ]
-    return Schedule(op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations))
+    return Schedule(
+        op, send, recv, root, tuple(program_of(operation, algorithm) for operation in operations)
+    )
 
 
 class ScheduleError(AssertionError):
@@ -70,20 +96,29 @@ class ScheduleError(AssertionError):
 def verify(schedule: Schedule) -> None:
     """Carry a schedule out on symbols.
 
-    An element is the list of contributions that it is the sum of, (rank, place) each. A send is complete only when its message has
-    been received, as MPI does it with long messages. OUT is tried apart from IN and, for what may be done in place, as the same
-    memory. In shared memory it is what the programs were made for.
+    An element is the list of contributions that it is the sum of, (rank, place) each. A send is
+    complete only when its message has been received, as MPI does it with long messages. OUT is
+    tried apart from IN and, for what may be done in place, as the same memory. In shared memory it
+    is what the programs were made for.
 
     Args:
-        schedule: of any collective. Time and memory grow with the number of elements: use small ones.
+        schedule: of any collective. Time and memory grow with the number of elements: use small
+            ones.
 
     Raises:
-        ScheduleError: an element of a result is not the sum of exactly its contributions; something undefined is sent or added; a
-            buffer is used while a message is under way in it; a rank reads what another writes in the same step; a message has no
-            other side, or another length there; ranks wait for each other for ever.
+        ScheduleError: an element of a result is not the sum of exactly its contributions; something
+            undefined is sent or added; a buffer is used while a message is under way in it; a rank
+            reads what another writes in the same step; a message has no other side, or another
+            length there; ranks wait for each other for ever.
     """
     one = schedule.programs[0]
-    modes = (one.in_place,) if one.shared else (False, True) if schedule.op == "all_reduce" else (False,)
+    modes = (
+        (one.in_place,)
+        if one.shared
+        else (False, True)
+        if schedule.op == "all_reduce"
+        else (False,)
+    )
     for aliased in modes:
         for rank in range(schedule.size):
             _no_conflicts(schedule, rank, aliased)
@@ -91,9 +126,13 @@ def verify(schedule: Schedule) -> None:
         memories = [_symbols(schedule, rank, aliased) for rank in range(schedule.size)]
         _carry_out(schedule, memories, _added)
         for rank, memory in enumerate(memories):
-            for place, (value, wanted) in enumerate(zip(memory[Buffer.OUT], expected(schedule, rank), strict=True)):
+            for place, (value, wanted) in enumerate(
+                zip(memory[Buffer.OUT], expected(schedule, rank), strict=True)
+            ):
                 if value != wanted:
-                    raise ScheduleError(f"rank {rank}, out[{place}] is the sum of {value}; it should be that of {wanted}")
+                    raise ScheduleError(
+                        f"rank {rank}, out[{place}] is the sum of {value}; it should be that of {wanted}"
+                    )
 
 
 def expected(schedule: Schedule, rank: int) -> list[Value]:
@@ -106,7 +145,11 @@ def expected(schedule: Schedule, rank: int) -> list[Value]:
             starts = [sum(schedule.send[q][:rank]) for q in ranks]
             return [((q, starts[q] + i),) for q in ranks for i in range(received[q])]
         case "broadcast" | "shift":
-            source = schedule.root if schedule.op == "broadcast" else (rank - schedule.root) % schedule.size
+            source = (
+                schedule.root
+                if schedule.op == "broadcast"
+                else (rank - schedule.root) % schedule.size
+            )
             return [((source, i),) for i in range(sum(received))]
     start = sum(schedule.send[rank][:rank]) if schedule.op == "reduce_scatter" else 0
     return [tuple((q, start + i) for q in ranks) for i in range(sum(received))]
@@ -115,7 +158,11 @@ def expected(schedule: Schedule, rank: int) -> list[Value]:
 def _symbols(schedule: Schedule, rank: int, aliased: bool) -> Memory:
     held = [((rank, i),) for i in range(sum(schedule.send[rank]))]
     result = held if aliased else [None] * sum(schedule.recv[rank])
-    return {Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: [None] * _reach(schedule.programs[rank])}
+    return {
+        Buffer.IN: held,
+        Buffer.OUT: result,
+        Buffer.TMP: [None] * _reach(schedule.programs[rank]),
+    }
 
 
 def _added(parts: Sequence[list[Value]]) -> list[Value]:
@@ -125,7 +172,9 @@ def _added(parts: Sequence[list[Value]]) -> list[Value]:
 def _reach(program: Program) -> int:
     """Elements of TMP, up to the last one that is written; in shared memory those used need not lie side by side."""
     written = [combine.into for step in program.steps for combine in step.then]
-    return max([program.scratch, *(region.stop for region in written if region.buffer is Buffer.TMP)])
+    return max(
+        [program.scratch, *(region.stop for region in written if region.buffer is Buffer.TMP)]
+    )
 
 
 def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
@@ -133,7 +182,10 @@ def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
     program = schedule.programs[rank]
     for number, step in enumerate(program.steps):
         where = f"rank {rank}, step {number}"
-        pairs = [*_under_way(step, program.steps[number + 1 : number + program.depth]), *_read_elsewhere(schedule, number, step)]
+        pairs = [
+            *_under_way(step, program.steps[number + 1 : number + program.depth]),
+            *_read_elsewhere(schedule, number, step),
+        ]
         for region, other in pairs:
             if overlap(region, other, aliased):
                 raise ScheduleError(f"{where}: {region} is used while {other} is under way")
@@ -143,7 +195,9 @@ def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
 
 def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Region]]:
     """Pairs of regions that a step uses and those of messages beside it, one of them written."""
-    received, sent = ([message.region for message in messages] for messages in (step.receives, step.sends))
+    received, sent = (
+        [message.region for message in messages] for messages in (step.receives, step.sends)
+    )
     coming = [message.region for other in flying for message in other.receives]
     going = [message.region for other in flying for message in other.sends]
     for place, region in enumerate(received):
@@ -166,8 +220,13 @@ def _possible(combine: Combine, where: str, aliased: bool) -> None:
     shared = [part for part in combine.parts if overlap(part, combine.into, aliased)]
     if any((part.start, part.stop) != (combine.into.start, combine.into.stop) for part in shared):
         raise ScheduleError(f"{where}: {combine.into} lies across one of its parts")
-    if any(part in combine.parts[2:] for part in shared) and combine.parts[0].buffer is not Buffer.TMP:
-        raise ScheduleError(f"{where}: {combine.into} is a later part, and the first part is no scratch to add in")
+    if (
+        any(part in combine.parts[2:] for part in shared)
+        and combine.parts[0].buffer is not Buffer.TMP
+    ):
+        raise ScheduleError(
+            f"{where}: {combine.into} is a later part, and the first part is no scratch to add in"
+        )
 
 
 class _Rank:
@@ -188,7 +247,9 @@ class _Rank:
     def write(self, region: Region, values: Any, where: str) -> None:
         buffer = self._memories[self.number][region.buffer]
         if region.stop > len(buffer) or len(values) != len(region):
-            raise ScheduleError(f"{where}: {len(values)} elements do not fit {region} of {len(buffer)}")
+            raise ScheduleError(
+                f"{where}: {len(values)} elements do not fit {region} of {len(buffer)}"
+            )
         buffer[region.start : region.stop] = values
 
 
@@ -199,7 +260,9 @@ Waiting = dict[tuple[int, int], Posted]
 """By source and destination."""
 
 
-def _carry_out(schedule: Schedule, memories: Sequence[Memory], combined: Callable[[Any], Any]) -> None:
+def _carry_out(
+    schedule: Schedule, memories: Sequence[Memory], combined: Callable[[Any], Any]
+) -> None:
     ranks = [_Rank(number, program, memories) for number, program in enumerate(schedule.programs)]
     sent: Waiting = defaultdict(deque)
     coming: Waiting = defaultdict(deque)
@@ -212,7 +275,11 @@ def _carry_out(schedule: Schedule, memories: Sequence[Memory], combined: Callabl
             _meet(pair, ranks, sent[pair], coming[pair])
         for rank in ranks:
             _finish(rank, combined)
-    stuck = [f"rank {rank.number} in step {rank.complete}" for rank in ranks if rank.complete < len(rank.program.steps)]
+    stuck = [
+        f"rank {rank.number} in step {rank.complete}"
+        for rank in ranks
+        if rank.complete < len(rank.program.steps)
+    ]
     if stuck:
         raise ScheduleError(f"nobody can go on: {', '.join(stuck)}")
 
@@ -265,7 +332,9 @@ def replay(schedule: Schedule, inputs: Sequence[Tensor], reduction: str = "sum")
     for x, recv, program in zip(inputs, schedule.recv, schedule.programs, strict=True):
         result = x.clone() if program.in_place else x.new_empty(sum(recv))
         held = result if program.in_place else x
-        memories.append({Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: x.new_empty(_reach(program))})
+        memories.append(
+            {Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: x.new_empty(_reach(program))}
+        )
     wide = torch.float32 if inputs[0].dtype in HALF else inputs[0].dtype
 
     def combined(parts: Sequence[Tensor]) -> Tensor:

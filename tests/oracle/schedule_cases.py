@@ -22,7 +22,12 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
 def schedule(
-    op: str, algorithm: str, counts: tuple[int, ...], root: int = 0, segment: int | None = None, nodes: tuple[int, ...] = ()
+    op: str,
+    algorithm: str,
+    counts: tuple[int, ...],
+    root: int = 0,
+    segment: int | None = None,
+    nodes: tuple[int, ...] = (),
 ) -> Schedule:
     """With pieces of `counts`; of their products in an all-to-all; vectors of their sum where ranks have no pieces."""
     size, ranks = len(counts), range(len(counts))
@@ -57,7 +62,9 @@ def nodes_of(size: int, layout: int) -> tuple[int, ...]:
     ranks = range(size)
     usual = ([0] * size, ranks, [rank // 2 for rank in ranks], [rank % 2 for rank in ranks])
     random = Random(layout)
-    return tuple(usual[layout]) if layout < len(usual) else tuple(random.randrange(3) for _ in ranks)
+    return (
+        tuple(usual[layout]) if layout < len(usual) else tuple(random.randrange(3) for _ in ranks)
+    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,14 @@ class Vectors:
 
     def schedule(self, size: int, segment: int | None) -> Schedule:
         """What the ranks must do."""
-        return schedule(self.op, self.algorithm, pieces(size, self.shape), self.place % size, segment, self.nodes(size))
+        return schedule(
+            self.op,
+            self.algorithm,
+            pieces(size, self.shape),
+            self.place % size,
+            segment,
+            self.nodes(size),
+        )
 
     def nodes(self, size: int) -> tuple[int, ...]:
         """By rank, the node that it is on."""
@@ -93,7 +107,9 @@ class Vectors:
         """By rank, small numbers and large ones that cancel out, so that the order of addition shows in every dtype."""
         random = torch.Generator().manual_seed(self.seed)
         counts = pieces(size, self.shape)
-        large = torch.randn(sum(counts), generator=random) * (1e3 if self.dtype == "float16" else 1e6)
+        large = torch.randn(sum(counts), generator=random) * (
+            1e3 if self.dtype == "float16" else 1e6
+        )
         found = []
         for rank in range(size):
             length = counts[rank] if self.op == "all_gather" else sum(counts)
@@ -110,7 +126,9 @@ class Vectors:
         match self.op:
             case "all_to_all":
                 sizes = {"split_sizes": counts, "concat_sizes": counts}
-                return sp.all_to_all(x, comm=comm, split_dim=0, concat_dim=1, algorithm=algorithm, **sizes)
+                return sp.all_to_all(
+                    x, comm=comm, split_dim=0, concat_dim=1, algorithm=algorithm, **sizes
+                )
             case "all_gather":
                 return sp.all_gather(x, comm=comm, sizes=counts, algorithm=algorithm)
             case "reduce_scatter":
@@ -124,9 +142,19 @@ class Vectors:
 
 
 @st.composite
-def vectors(draw: st.DrawFn, ops: tuple[str, ...] = tuple(ALGORITHMS), dtypes: tuple[str, ...] = FLOATS) -> Vectors:
+def vectors(
+    draw: st.DrawFn, ops: tuple[str, ...] = tuple(ALGORITHMS), dtypes: tuple[str, ...] = FLOATS
+) -> Vectors:
     """Any collective among `ops` by any algorithm of ours."""
     op, algorithm = draw(st.sampled_from([name for name in NAMES if name[0] in ops]))
     dtype = draw(st.sampled_from(dtypes))
     layout = draw(st.integers(0, 9)) if algorithm == "hierarchical" else 0
-    return Vectors(op, algorithm, draw(st.integers(0, 30)), draw(st.integers(0, 7)), dtype, draw(st.integers(0, 999)), layout)
+    return Vectors(
+        op,
+        algorithm,
+        draw(st.integers(0, 30)),
+        draw(st.integers(0, 7)),
+        dtype,
+        draw(st.integers(0, 999)),
+        layout,
+    )

@@ -1,7 +1,7 @@
 """Hypothesis strategies for attention problems: valid by construction, and specifications rather than data.
 
-A problem is a handful of small numbers and a seed, so that it prints on one line, travels to every rank, and shrinks; each rank
-makes the tensors from the seed by itself.
+A problem is a handful of small numbers and a seed, so that it prints on one line, travels to every
+rank, and shrinks; each rank makes the tensors from the seed by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from sp_core.mask import Mask
 from sp_core.sharding import Sharding
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-LAYOUTS = {"contiguous": Sharding.contiguous, "zigzag": Sharding.zigzag, "striped": Sharding.striped}
+LAYOUTS = {
+    "contiguous": Sharding.contiguous,
+    "zigzag": Sharding.zigzag,
+    "striped": Sharding.striped,
+}
 LISTED = "listed"
 STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
@@ -29,14 +33,17 @@ class AttentionProblem:
     """One attention problem over the whole sequence; tensors are (B, S, H, D) and (B, S, K, D).
 
     Args:
-        batch, seq_len, kv_len, kv_heads, group, head_dim: sizes; there are `kv_heads * group` query heads.
+        batch, seq_len, kv_len, kv_heads, group, head_dim: sizes; there are `kv_heads * group` query
+            heads.
         dtype: name of a torch dtype.
         layout, kv_layout: names in `LAYOUTS`.
         mask: who sees whom.
         softmax_scale: None for the default.
         magnitude: the queries are multiplied by this, so logits grow with it.
-        values: "normal", "constant" (V is the same everywhere) or "cancelling" (V alternates in sign).
-        upstream: gradient of the output: "normal", "one token", "expanded" (stride 0), "transposed" (in memory) or "zero".
+        values: "normal", "constant" (V is the same everywhere) or "cancelling" (V alternates in
+            sign).
+        upstream: gradient of the output: "normal", "one token", "expanded" (stride 0), "transposed"
+            (in memory) or "zero".
         needs_grad: which of q, k, v require a gradient.
         storage: how the tensors lie in memory, one of `STORAGES`.
         seed: of the tensors.
@@ -80,14 +87,20 @@ class AttentionProblem:
         return self._sharding(self.kv_layout, self.kv_len, size, self.kv_start)
 
     def _sharding(self, layout: str, length: int, size: int, start: int) -> Sharding:
-        return listed(length, size, start) if layout == LISTED else LAYOUTS[layout](length, size, start)
+        return (
+            listed(length, size, start)
+            if layout == LISTED
+            else LAYOUTS[layout](length, size, start)
+        )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the whole sequence, in the problem's dtype and without gradient."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(length: int, heads: int) -> Tensor:
-            return torch.randn(self.batch, length, heads, self.head_dim, generator=generator, dtype=torch.float64)
+            return torch.randn(
+                self.batch, length, heads, self.head_dim, generator=generator, dtype=torch.float64
+            )
 
         q = normal(self.seq_len, self.kv_heads * self.group) * self.magnitude
         k, v = normal(self.kv_len, self.kv_heads), normal(self.kv_len, self.kv_heads)
@@ -120,7 +133,11 @@ class AttentionProblem:
             return None
         generator = torch.Generator().manual_seed(self.seed + 2)
         shape = (self.batch, self.kv_heads * self.group, self.seq_len)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.torch_dtype).double()
+        return (
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+            .to(self.torch_dtype)
+            .double()
+        )
 
 
 def listed(length: int, size: int, start: int) -> Sharding:
@@ -155,7 +172,9 @@ def placed(x: Tensor, storage: str) -> Tensor:
 @st.composite
 def lengths(draw: st.DrawFn, max_len: int) -> int:
     """Lengths of a sequence up to a maximum; small ones more often, because they leave ranks without tokens."""
-    return draw(st.integers(0, min(MOST_RANKS + 1, max_len) if draw(st.integers(0, 3)) == 0 else max_len))
+    return draw(
+        st.integers(0, min(MOST_RANKS + 1, max_len) if draw(st.integers(0, 3)) == 0 else max_len)
+    )
 
 
 @st.composite
@@ -168,7 +187,9 @@ def shard_lengths(draw: st.DrawFn, length: int) -> int:
 def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
     """Document boundaries 0 <= ... <= length, some where shards begin; empty documents included."""
     shard = draw(shard_lengths(length))
-    places = st.integers(0, length) | st.integers(0, length // shard).map(lambda number: number * shard)
+    places = st.integers(0, length) | st.integers(0, length // shard).map(
+        lambda number: number * shard
+    )
     inner = draw(st.lists(places, min_size=documents - 1, max_size=documents - 1))
     return (0, *sorted(inner), length)
 
@@ -195,7 +216,9 @@ def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
 
 
 @st.composite
-def attention_problems(draw: st.DrawFn, max_len: int = 33, dtypes: tuple[str, ...] = DTYPES) -> AttentionProblem:
+def attention_problems(
+    draw: st.DrawFn, max_len: int = 33, dtypes: tuple[str, ...] = DTYPES
+) -> AttentionProblem:
     """Self and cross attention of every kind that the schemes promise."""
     seq_len = draw(lengths(max_len))
     kv_len = draw(st.just(seq_len) | lengths(max_len))
@@ -214,10 +237,16 @@ def attention_problems(draw: st.DrawFn, max_len: int = 33, dtypes: tuple[str, ..
         mask=draw(masks(seq_len, kv_len)),
         softmax_scale=draw(st.none() | st.sampled_from([0.25, 1.0])),
         # at 1e4 the gradients of keys leave the range of float16
-        magnitude=draw(st.sampled_from([1.0, 1.0, 30.0, 1e3] if dtype == "float16" else [1.0, 1.0, 30.0, 1e3, 1e4])),
+        magnitude=draw(
+            st.sampled_from(
+                [1.0, 1.0, 30.0, 1e3] if dtype == "float16" else [1.0, 1.0, 30.0, 1e3, 1e4]
+            )
+        ),
         values=draw(st.sampled_from(["normal", "normal", "constant", "cancelling"])),
         upstream=draw(st.sampled_from(["normal", "one token", "expanded", "transposed", "zero"])),
-        needs_grad=draw(st.just((True, True, True)) | st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        needs_grad=draw(
+            st.just((True, True, True)) | st.tuples(st.booleans(), st.booleans(), st.booleans())
+        ),
         storage=draw(st.sampled_from(STORAGES)),
         seed=draw(seeds()),
         late=draw(st.integers(0, 7)) == 7,

@@ -35,7 +35,10 @@ def ways() -> st.SearchStrategy[Way]:
 
 def every_way(transports: tuple[str, ...]) -> list[Way]:
     """Each of some transports with each algorithm."""
-    return [{"transport": transport, "algorithm": algorithm} for transport, algorithm in product(transports, CHOICES)]
+    return [
+        {"transport": transport, "algorithm": algorithm}
+        for transport, algorithm in product(transports, CHOICES)
+    ]
 
 
 def taken(what: str, way: Way) -> list[str]:
@@ -51,7 +54,9 @@ def called(op: str, algorithm: str, carrier: str, size: int, dtype: str) -> list
 
 def to_be_taken() -> list[str]:
     """Every way on a CPU."""
-    return [name for what, way in product(MODELS, every_way(NAMES["cpu"])) for name in taken(what, way)]
+    return [
+        name for what, way in product(MODELS, every_way(NAMES["cpu"])) for name in taken(what, way)
+    ]
 
 
 def refuses(call: str, carrier: str) -> bool:
@@ -62,7 +67,13 @@ def refuses(call: str, carrier: str) -> bool:
 def to_be_called() -> list[str]:
     """Every collective by every algorithm, over everything that carries messages, on 1 to 8 ranks, in every dtype."""
     found = [(f"{op} by {algorithm}", op) for op, algorithm in CALLS]
-    carried = [f"{call} over {by}" for (call, _), by in product(found, CARRIERS) if not refuses(call, by)]
+    carried = [
+        f"{call} over {by}" for (call, _), by in product(found, CARRIERS) if not refuses(call, by)
+    ]
     sizes = [f"{call} on {size} ranks" for (call, _), size in product(found, range(1, 9))]
-    dtypes = [f"{call} in {name}" for (call, op), name in product(found, DTYPES) if name != "bool" or op not in SUMS]
+    dtypes = [
+        f"{call} in {name}"
+        for (call, op), name in product(found, DTYPES)
+        if name != "bool" or op not in SUMS
+    ]
     return [*carried, *sizes, *dtypes]

@@ -12,7 +12,18 @@ from torch import Tensor
 import sp_core as sp
 from oracle.fake_device import DelayedMemory
 from oracle.schedule_cases import pieces
-from sp_core.schedules import HALF, OWN, SLOTS, Buffer, Combine, Op, Operation, Program, Region, in_window
+from sp_core.schedules import (
+    HALF,
+    OWN,
+    SLOTS,
+    Buffer,
+    Combine,
+    Op,
+    Operation,
+    Program,
+    Region,
+    in_window,
+)
 from sp_core.transport import Window
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift")
@@ -75,7 +86,11 @@ class Problem:
 
 def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """The sum by a loop; half types in float32, rounded once."""
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) if parts[0].dtype in HALF else parts[0]
+    total = (
+        parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+        if parts[0].dtype in HALF
+        else parts[0]
+    )
     for part in parts[1:]:
         total = total + part
     return total.to(parts[0].dtype)
@@ -96,7 +111,9 @@ class Node:
         self._tmp = [torch.full((SLOTS * slot,), 77.0).to(dtype) for _ in range(size)]
         self._random = Random(seed)
 
-    def play(self, problems: Sequence[Problem], inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def play(
+        self, problems: Sequence[Problem], inputs: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
         """The results of several collectives, one after the other, by rank.
 
         Args:
@@ -107,16 +124,25 @@ class Node:
         self._buffers: list[list[dict[Buffer, Tensor]]] = []
         for number, problem in enumerate(problems):
             for rank in range(self.size):
-                task = problem.task(rank, self.size, self.slot)._replace(first=len(self._steps[rank]) % SLOTS)
+                task = problem.task(rank, self.size, self.slot)._replace(
+                    first=len(self._steps[rank]) % SLOTS
+                )
                 program = in_window(task)
-                self._steps[rank] += [(number, step == 0, program, step) for step in range(len(program.steps))]
-            self._buffers.append([self._of(problem, rank, x) for rank, x in enumerate(inputs[number])])
+                self._steps[rank] += [
+                    (number, step == 0, program, step) for step in range(len(program.steps))
+                ]
+            self._buffers.append(
+                [self._of(problem, rank, x) for rank, x in enumerate(inputs[number])]
+            )
         self._run()
         return [[buffers[Buffer.OUT] for buffers in of_ranks] for of_ranks in self._buffers]
 
     def _of(self, problem: Problem, rank: int, x: Tensor) -> dict[Buffer, Tensor]:
         task, mine = problem.task(rank, self.size, self.slot), x.clone()
-        return {Buffer.IN: mine, Buffer.OUT: mine if task.in_place else x.new_full((sum(task.recv),), 99)}
+        return {
+            Buffer.IN: mine,
+            Buffer.OUT: mine if task.in_place else x.new_full((sum(task.recv),), 99),
+        }
 
     def _run(self) -> None:
         made = [0] * self.size
@@ -135,22 +161,31 @@ class Node:
         first = self._steps[rank][made[rank]][1]
         return all(other >= made[rank] - first for other in made)
 
-    def _combine(self, buffers: Sequence[dict[Buffer, Tensor]], rank: int, combine: Combine) -> None:
+    def _combine(
+        self, buffers: Sequence[dict[Buffer, Tensor]], rank: int, combine: Combine
+    ) -> None:
         def memory(region: Region) -> Tensor:
             owner = rank if region.rank == OWN else region.rank
-            whole = self._tmp[owner] if region.buffer is Buffer.TMP else buffers[owner][region.buffer]
+            whole = (
+                self._tmp[owner] if region.buffer is Buffer.TMP else buffers[owner][region.buffer]
+            )
             return whole[region.start : region.stop]
 
         memory(combine.into).copy_(in_rank_order([memory(part) for part in combine.parts]))
 
 
-def inputs_of(problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+def inputs_of(
+    problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: int
+) -> list[Tensor]:
     """Numbers whose sums depend on their order."""
     random = torch.Generator().manual_seed(seed)
     lengths = [sum(problem.task(rank, size, slot).send) for rank in range(size)]
     if problem.op == "broadcast":
         lengths = [max(lengths)] * size
-    return [(torch.randn(length, generator=random) * 10.0 ** (rank % 4)).to(dtype) for rank, length in enumerate(lengths)]
+    return [
+        (torch.randn(length, generator=random) * 10.0 ** (rank % 4)).to(dtype)
+        for rank, length in enumerate(lengths)
+    ]
 
 
 def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:

@@ -19,7 +19,11 @@ def everything() -> dict[str, Callable[..., Any]]:
 
 def documented(words: str) -> set[str]:
     """Return the names, without their modules, of what has these words in its docstring."""
-    return {without_module(name) for name, x in everything().items() if words in (inspect.getdoc(x) or "")}
+    return {
+        without_module(name)
+        for name, x in everything().items()
+        if words in (inspect.getdoc(x) or "")
+    }
 
 
 def without_module(name: str) -> str:

@@ -1,6 +1,7 @@
 """`nox -s soak`: the suite in its short profile again and again, each time with another seed; then with busy cores beside it.
 
-What each run found is appended to soak.jsonl at once; the same command goes on after the last line. Exits with 1 where one failed.
+What each run found is appended to soak.jsonl at once; the same command goes on after the last line.
+Exits with 1 where one failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = _parsed(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that what was started is ended
     soak = Soak(options.out, options.seed)
     wanted = [*runs(soak.seed, "idle", options.runs), *runs(soak.seed, "loaded", options.loaded)]
     left = [run for run in wanted if run.key not in soak.ended]
@@ -46,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def runs(seed: int, kind: str, count: int) -> list[Run]:
     """The runs of one kind; each has a seed that depends on nothing but the soak's and its own number."""
-    return [Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31)) for number in range(count)]
+    return [
+        Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
+        for number in range(count)
+    ]
 
 
 def _in_order(one: Callable[[Run], Ended], left: Sequence[Run], jobs: int) -> Iterator[Ended]:
@@ -59,13 +65,28 @@ def _in_order(one: Callable[[Run], Ended], left: Sequence[Run], jobs: int) -> It
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s soak --", description=__doc__)
-    parser.add_argument("--runs", type=int, default=RUNS, help="without a load of its own (default: %(default)s)")
-    parser.add_argument("--loaded", type=int, default=LOADED, help="with a busy process on each core (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=RUNS, help="without a load of its own (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--loaded",
+        type=int,
+        default=LOADED,
+        help="with a busy process on each core (default: %(default)s)",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="that the runs' seeds are drawn from (default: that of the file, or any)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="that the runs' seeds are drawn from (default: that of the file, or any)",
+    )
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="default: all")
-    parser.add_argument("--tests", nargs="+", default=FILES, metavar="FILE", help="default: the laws")
-    parser.add_argument("--out", type=Path, default=ROOT / "reports" / "soak", help="folder (default: reports/soak)")
+    parser.add_argument(
+        "--tests", nargs="+", default=FILES, metavar="FILE", help="default: the laws"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "reports" / "soak", help="folder (default: reports/soak)"
+    )
     return parser.parse_args(arguments)
 
 

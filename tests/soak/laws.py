@@ -1,14 +1,28 @@
 """Which test files the short profile consists of: laws over drawn examples, and of the kit what draws or waits.
 
-About a minute for both stages together on two idle cores. What takes long for what it draws (decoding, pipelines, kernels of
-attention), or long and draws nothing, is left to `nox -s tests`.
+About a minute for both stages together on two idle cores. What takes long for what it draws
+(decoding, pipelines, kernels of attention), or long and draws nothing, is left to `nox -s tests`.
 """
 
 _MEETING = (
-    *("collectives", "algorithms", "plans", "window", "staged", "overlap", "mesh", "autograd", "tp_sp", "schemes", "scheme_laws"),
+    *(
+        "collectives",
+        "algorithms",
+        "plans",
+        "window",
+        "staged",
+        "overlap",
+        "mesh",
+        "autograd",
+        "tp_sp",
+        "schemes",
+        "scheme_laws",
+    ),
     *("loss", "link", "kit_comm", "kit_engine", "kit_requests"),
 )
-_ALONE = (*("sharding", "mask", "rope", "attention", "operation", "scheduling", "errors", "kit_threads"),)
+_ALONE = (
+    *("sharding", "mask", "rope", "attention", "operation", "scheduling", "errors", "kit_threads"),
+)
 FILES = tuple(f"tests/test_{name}.py" for name in (*_ALONE, *_MEETING))
 THREADS_ONLY = tuple(f"tests/test_{name}.py" for name in _ALONE)
 """What is the same under mpiexec, or takes most of its time there."""

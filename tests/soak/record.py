@@ -36,8 +36,12 @@ class Soak:
         lines = _whole_lines(folder / LINES)
         found = {line["soak"] for line in lines}
         if found - {seed if seed is not None else next(iter(found), None)}:
-            raise SystemExit(f"{folder / LINES} is a soak with seed {found}, {seed} was given. Give that seed or another --out.")
-        self.seed: int = seed if seed is not None else next(iter(found), random.SystemRandom().randrange(2**31))
+            raise SystemExit(
+                f"{folder / LINES} is a soak with seed {found}, {seed} was given. Give that seed or another --out."
+            )
+        self.seed: int = (
+            seed if seed is not None else next(iter(found), random.SystemRandom().randrange(2**31))
+        )
         self.ended = {ended.run.key: ended for ended in map(Ended.from_dict, lines)}
         self._commits = {json.dumps(line["commit"]) for line in lines}
 
@@ -46,7 +50,9 @@ class Soak:
         self.ended[ended.run.key] = ended
         self._commits.add(json.dumps(self.commit))
         with (self.folder / LINES).open("a") as file:
-            file.write(json.dumps({"soak": self.seed, **ended.as_dict(), "commit": self.commit}) + "\n")
+            file.write(
+                json.dumps({"soak": self.seed, **ended.as_dict(), "commit": self.commit}) + "\n"
+            )
             file.flush()
             os.fsync(file.fileno())
 
@@ -54,7 +60,12 @@ class Soak:
         """Write the report about these runs."""
         chosen = [self.ended[key] for key in keys]
         commits = sorted(map(json.loads, self._commits), key=str)
-        plain = {"seed": self.seed, "commits": commits, "cores": os.cpu_count(), "tests": list(tests)}
+        plain = {
+            "seed": self.seed,
+            "commits": commits,
+            "cores": os.cpu_count(),
+            "tests": list(tests),
+        }
         write_json(self.folder / PLAIN, {**plain, "runs": [ended.as_dict() for ended in chosen]})
         (self.folder / REPORT).write_text(markdown(chosen, plain))
 
@@ -72,7 +83,9 @@ def told(ended: Ended) -> str:
     """A run in a line, and one for each failure."""
     seconds = " + ".join(f"{seconds:.0f} s {stage}" for stage, seconds in ended.seconds.items())
     line = f"{ended.run.kind:6} {ended.run.number:3} seed {ended.run.seed:10} {ended.as_dict()['verdict']:6} {seconds}"
-    failures = [f"  {one.stage}: {one.test}: {one.words}\n  {one.command}" for one in ended.failures]
+    failures = [
+        f"  {one.stage}: {one.test}: {one.words}\n  {one.command}" for one in ended.failures
+    ]
     return "\n".join([line, *failures])
 
 
@@ -90,24 +103,36 @@ def markdown(runs: Sequence[Ended], plain: dict[str, Any]) -> str:
     failures = [(ended, one) for ended in runs for one in ended.failures]
     if failures:
         lines += ["", "## What failed", ""]
-        lines += [f"- {_name(e.run)}, seed {e.run.seed}, {f.test}: {f.words}\n\n      {f.command}" for e, f in failures]
+        lines += [
+            f"- {_name(e.run)}, seed {e.run.seed}, {f.test}: {f.words}\n\n      {f.command}"
+            for e, f in failures
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _kinds(runs: Sequence[Ended]) -> dict[str, list[Ended]]:
-    return {kind: [ended for ended in runs if ended.run.kind == kind] for kind in dict.fromkeys(e.run.kind for e in runs)}
+    return {
+        kind: [ended for ended in runs if ended.run.kind == kind]
+        for kind in dict.fromkeys(e.run.kind for e in runs)
+    }
 
 
 def _summary(kind: tuple[str, list[Ended]]) -> str:
     name, runs = kind
     took = [sum(ended.seconds.values()) for ended in runs]
-    where = "with a busy process on each core" if name == "loaded" else "with nothing of their own beside them"
+    where = (
+        "with a busy process on each core"
+        if name == "loaded"
+        else "with nothing of their own beside them"
+    )
     passed = sum(ended.passed for ended in runs)
     return f"- {passed} of {len(runs)} runs passed {where}; median {statistics.median(took):.0f} s, longest {max(took):.0f} s"
 
 
 def _row(ended: Ended) -> str:
-    seconds, tests = (" + ".join(f"{value:g}" for value in part.values()) for part in (ended.seconds, ended.tests))
+    seconds, tests = (
+        " + ".join(f"{value:g}" for value in part.values()) for part in (ended.seconds, ended.tests)
+    )
     return f"| {_name(ended.run)} | {ended.run.seed} | {ended.as_dict()['verdict']} | {seconds} | {tests} | {ended.load:g} |"
 
 

@@ -81,7 +81,13 @@ class Ended:
     def from_dict(cls, plain: dict[str, Any]) -> Ended:
         """What `as_dict` has told."""
         run = Run(plain["kind"], plain["number"], plain["seed"])
-        return cls(run, plain["seconds"], plain["tests"], tuple(Failure(**told) for told in plain["failures"]), plain["load"])
+        return cls(
+            run,
+            plain["seconds"],
+            plain["tests"],
+            tuple(Failure(**told) for told in plain["failures"]),
+            plain["load"],
+        )
 
 
 def carried_out(run: Run, files: Sequence[str], stages: Sequence[str], folder: Path) -> Ended:
@@ -97,12 +103,17 @@ def carried_out(run: Run, files: Sequence[str], stages: Sequence[str], folder: P
     with load((os.cpu_count() or 1) if run.kind == "loaded" else 0):
         for stage in stages:
             seconds, tests, failures = run_stage(stage, run, files, folder)
-            more = {"seconds": {**ended.seconds, stage: seconds}, "tests": {**ended.tests, stage: tests}}
+            more = {
+                "seconds": {**ended.seconds, stage: seconds},
+                "tests": {**ended.tests, stage: tests},
+            }
             ended = replace(ended, **more, failures=(*ended.failures, *failures))
     return ended
 
 
-def run_stage(stage: str, run: Run, files: Sequence[str], folder: Path) -> tuple[float, int, list[Failure]]:
+def run_stage(
+    stage: str, run: Run, files: Sequence[str], folder: Path
+) -> tuple[float, int, list[Failure]]:
     """Run one stage.
 
     Returns:
@@ -119,9 +130,13 @@ def run_stage(stage: str, run: Run, files: Sequence[str], folder: Path) -> tuple
         code = run_command([sys.executable, *arguments], ROOT, output.fileno(), variables, SECONDS)
     seconds = round(time.monotonic() - begin, 1)
     tests, failed = read_junit(xml)
-    failures = [Failure(stage, test, words, repeated(stage, run.seed, [test])) for test, words in failed]
+    failures = [
+        Failure(stage, test, words, repeated(stage, run.seed, [test])) for test, words in failed
+    ]
     if not failures and (code != 0 or not tests):
-        failures = [Failure(stage, f"the {stage}", _end_of(log, code), repeated(stage, run.seed, files))]
+        failures = [
+            Failure(stage, f"the {stage}", _end_of(log, code), repeated(stage, run.seed, files))
+        ]
     if not failures:
         log.unlink()
         xml.unlink()
@@ -133,8 +148,26 @@ def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
     suite = ["-m", "pytest", "-q", *wanted(), "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
     suite += [word for test in LEFT_OUT for word in ("--deselect", test)]
     if stage == "threads":
-        return [*suite, "-n", str(os.cpu_count() or 1), "--dist", "loadfile", "-m", "not starts_mpi", *files]
-    launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{SECONDS - 60:g}", "--", "python"]
+        return [
+            *suite,
+            "-n",
+            str(os.cpu_count() or 1),
+            "--dist",
+            "loadfile",
+            "-m",
+            "not starts_mpi",
+            *files,
+        ]
+    launch = [
+        "-m",
+        "sp_core.testing.launch",
+        "-n",
+        str(RANKS),
+        "--timeout",
+        f"{SECONDS - 60:g}",
+        "--",
+        "python",
+    ]
     return [*launch, *suite, "--only-mpi", "--sp-expect-ranks", str(RANKS), *files]
 
 
@@ -151,7 +184,12 @@ def read_junit(xml: Path) -> tuple[int, list[tuple[str, str]]]:
     if not xml.exists():
         return 0, []
     cases = [*ET.parse(xml).getroot().iter("testcase")]
-    failed = [(_node_id(case), _words(bad)) for case in cases for bad in case if bad.tag in ("failure", "error")]
+    failed = [
+        (_node_id(case), _words(bad))
+        for case in cases
+        for bad in case
+        if bad.tag in ("failure", "error")
+    ]
     return len(cases), failed
 
 

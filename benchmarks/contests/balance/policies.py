@@ -31,7 +31,9 @@ WHOLE = "round_robin"
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attention_operations(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **options: Any) -> int:
+def attention_operations(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **options: Any
+) -> int:
     """Operations of the two products of the fused kernel, which torch's counter does not know; half of a causal square."""
     batch, heads, queries, dim = q
     causal = options.get("is_causal", rest[1] if len(rest) > 1 else False)
@@ -57,7 +59,9 @@ class Field:
 
     def count(self, plan: Plan) -> tuple[int, Tensor]:
         """Operations of this rank, and the logits of all sequences."""
-        with FlopCounterMode(display=False, custom_mapping={ATTENTION: attention_operations}) as counter:
+        with FlopCounterMode(
+            display=False, custom_mapping={ATTENTION: attention_operations}
+        ) as counter:
             rows = compute(self.model, self.sequences, plan)
         return counter.get_total_flops(), collect(self.model, rows, len(self.sequences))
 
@@ -72,9 +76,19 @@ class Field:
         """Operations by rank of each policy, and how far its logits are from those of whole sequences."""
         found = {name: self.count(plan) for name, plan in self.plans.items()}
         whole = found[WHOLE][1]
-        limit = 2 * max(map(len, self.sequences)) ** 0.5 * torch.finfo(whole.dtype).eps / 2 * float(whole.abs().max())
+        limit = (
+            2
+            * max(map(len, self.sequences)) ** 0.5
+            * torch.finfo(whole.dtype).eps
+            / 2
+            * float(whole.abs().max())
+        )
         return {
-            name: {"counted": self.world.allgather(count), "error": float((logits - whole).abs().max()), "limit": limit}
+            name: {
+                "counted": self.world.allgather(count),
+                "error": float((logits - whole).abs().max()),
+                "limit": limit,
+            }
             for name, (count, logits) in found.items()
         }
 
@@ -86,7 +100,11 @@ def measure(values: Any, rank: Rank) -> Record:
         said = facts(world, mesh.device, mesh["ring"].transport.name)
         field = Field(setting, mesh, world)
         policies = field.check()
-        runners = {name: partial(field.sample, field.plans[name]) for name in sorted(field.plans)} if setting.rounds else {}
+        runners = (
+            {name: partial(field.sample, field.plans[name]) for name in sorted(field.plans)}
+            if setting.rounds
+            else {}
+        )
         for name, spans in race(world, runners, setting.rounds, setting.seed).items():
             policies[name]["spans_s"] = spans
     with Mesh(world, check="off", pp=world.size) as mesh:
@@ -103,7 +121,8 @@ SAMPLES = 5
 def bubbles(setting: Setting, mesh: Mesh, world: Intracomm) -> list[dict[str, Any]]:
     """For each number of micro-batches the share of waiting by the clock, by counting slots, and by formula.
 
-    The waiting of a stage is what its counters say: of hidden states, and in the end of the logits, which the last stage hands out.
+    The waiting of a stage is what its counters say: of hidden states, and in the end of the logits,
+    which the last stage hands out.
     """
     model = msgspec.structs.replace(setting, layers=2 * mesh.size).model(mesh)
     found = []
@@ -123,7 +142,10 @@ def bubbles(setting: Setting, mesh: Mesh, world: Intracomm) -> list[dict[str, An
 def _sample(model: Llama, count: int, world: Intracomm) -> float:
     """The share of all stages' time that they wait for each other, from the first start to the last end."""
     decoder = Decoder(model, [TOKENS] * count, micro_batches=count)
-    tokens = [[(7 * t + number) % model.config.vocab_size for t in range(TOKENS)] for number in range(count)]
+    tokens = [
+        [(7 * t + number) % model.config.vocab_size for t in range(TOKENS)]
+        for number in range(count)
+    ]
     stages = model.grid.stages
     waited = _waited(stages)
     world.Barrier()
@@ -198,7 +220,9 @@ class Setting(msgspec.Struct, frozen=True):
             random = torch.Generator().manual_seed(self.seed + sum(name.encode()) * 131 + len(name))
             shape = placement.shape
             width = GAIN * shape[-1] ** -0.5 if len(shape) == 2 else 0.0
-            return placement.take(torch.randn(shape, generator=random) * width + (len(shape) == 1), grid.tensor.rank)
+            return placement.take(
+                torch.randn(shape, generator=random) * width + (len(shape) == 1), grid.tensor.rank
+            )
 
         model.fill(draw)
         return model
@@ -206,7 +230,10 @@ class Setting(msgspec.Struct, frozen=True):
 
 def plans(lengths: list[int], setting: Setting) -> dict[str, Plan]:
     """What each policy makes of the workload."""
-    return {name: policy(lengths, setting.ranks, work_of(setting.config)) for name, policy in POLICIES.items()}
+    return {
+        name: policy(lengths, setting.ranks, work_of(setting.config))
+        for name, policy in POLICIES.items()
+    }
 
 
 def predicted(plan: Plan, work: Work) -> dict[str, Any]:

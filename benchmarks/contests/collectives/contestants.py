@@ -1,7 +1,7 @@
 """Who takes part: ways to carry out a collective of two ranks over a float32 vector, each made once and run many times.
 
-A contestant is one line in `CONTESTANTS`: a name, and what makes a call and shows its result. It gives None where it has no way to
-do a collective, or where something that it needs is not there.
+A contestant is one line in `CONTESTANTS`: a name, and what makes a call and shows its result. It
+gives None where it has no way to do a collective, or where something that it needs is not there.
 """
 
 from __future__ import annotations
@@ -97,11 +97,17 @@ def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = F
         x = field.x.to(dtype)
         x = in_shared_memory(x, field) if shared else x
         x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
-        named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if field.op == "all_to_all" else {}
+        named: dict[str, Any] = (
+            {"split_dim": 0, "concat_dim": 1} if field.op == "all_to_all" else {}
+        )
         made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **named)
         if algorithm not in ("auto", made.algorithm):
             return None  # not on this communicator
-        return Runner(made.run, lambda: made.run().reshape(-1).float(), lambda: comm.counters[field.op].scratch)
+        return Runner(
+            made.run,
+            lambda: made.run().reshape(-1).float(),
+            lambda: comm.counters[field.op].scratch,
+        )
 
     return make
 
@@ -156,7 +162,8 @@ def barrier(field: Field) -> Runner:
 def memory_floor(field: Field) -> Runner | None:
     """What a collective of two ranks in shared memory does with memory, while nobody waits for anybody.
 
-    A sum in place adds up one half and copies the other, a reduce-scatter adds up one, a ring exchange copies everything.
+    A sum in place adds up one half and copies the other, a reduce-scatter adds up one, a ring
+    exchange copies everything.
     """
     if field.op not in ("all_reduce", "reduce_scatter", "shift") or field.world.size != 2:
         return None
@@ -191,8 +198,14 @@ def exchange(field: Field) -> Runner | None:
     comm = field.mesh["all"]
     out = torch.zeros_like(field.x)
     transport, size = comm.transport, comm.size
-    sends, recvs = transport.bind([((comm.rank + 1) % size, field.x)]), transport.bind([((comm.rank - 1) % size, out)])
-    return Runner(lambda: sp.transport.wait(transport.post(sends, recvs, comm.next_tag()), comm.poll), lambda: out)
+    sends, recvs = (
+        transport.bind([((comm.rank + 1) % size, field.x)]),
+        transport.bind([((comm.rank - 1) % size, out)]),
+    )
+    return Runner(
+        lambda: sp.transport.wait(transport.post(sends, recvs, comm.next_tag()), comm.poll),
+        lambda: out,
+    )
 
 
 def gloo(field: Field) -> Runner | None:
@@ -245,7 +258,9 @@ CONTESTANTS: dict[str, Maker] = {
 
 def expected(field: Field) -> Tensor:
     """The result in float64, from everybody's contribution; empty where this rank gets none."""
-    everybody = [torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))]
+    everybody = [
+        torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))
+    ]
     rank, total = field.world.rank, torch.stack(everybody).sum(0)
     match field.op:
         case "all_gather":
@@ -273,17 +288,23 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
 
 SHARE = 0.3  # seconds for each heat, beside the least number of rounds
 LEAST_ROUNDS = 7
-EXACT = 2**-16  # of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own
+EXACT = (
+    2**-16
+)  # of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own
 
 
 class WrongResult(RuntimeError):
     """A contestant whose result is not the right one."""
 
 
-def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: Iterable[str]) -> dict[str, Any]:
+def heat(
+    world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: Iterable[str]
+) -> dict[str, Any]:
     """Check and time contestants."""
     count = nbytes // 4 // (world.size if op == "all_gather" else 1)
-    x = torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).bfloat16().float()  # bf16 is given the same
+    x = (
+        torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).bfloat16().float()
+    )  # bf16 is given the same
     field = Field(world, mesh, op, x)
     runners: dict[str, Runner] = {}
     for name in names:
@@ -298,22 +319,36 @@ def heat(world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: Iterable[
         errors[name] = max(world.allgather(error_of(runner.result(), wanted)))
         scratch[name] = max(world.allgather(runner.scratch()))
         if errors[name] > (1.0 if name.startswith("bf16") else EXACT):
-            raise WrongResult(f"{name}: {op} of {nbytes} bytes is off by {errors[name]:g} roundings to bfloat16")
+            raise WrongResult(
+                f"{name}: {op} of {nbytes} bytes is off by {errors[name]:g} roundings to bfloat16"
+            )
     gc.collect()
-    samples = interleaved(world, {name: runner.call for name, runner in runners.items()}, SHARE, LEAST_ROUNDS)
+    samples = interleaved(
+        world, {name: runner.call for name, runner in runners.items()}, SHARE, LEAST_ROUNDS
+    )
     return {"samples": samples, "errors": errors, "scratch": scratch}
 
 
 def measure(kind: str, rank: Rank) -> dict[str, Any]:
     """Carry out one launch: the heats of a kind of row, or "regret"."""
     world = rank.world
-    with sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh, contextlib.ExitStack() as stack:
+    with (
+        sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh,
+        contextlib.ExitStack() as stack,
+    ):
         record = facts(world, mesh.device, mesh["all"].transport.name)
         if kind == "regret":
             measured = regret.measure(world, mesh["all"])
             cases = regret.judged(measured["bare"], measured["samples"])
-            return {**record, "cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
+            return {
+                **record,
+                "cases": [asdict(case) for case in cases],
+                "summary": regret.summary(cases),
+            }
         if kind == "default":
             start_gloo(rank.folder, world.rank, world.size)
             stack.callback(dist.destroy_process_group)
-        return {**record, "heats": {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}}
+        return {
+            **record,
+            "heats": {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()},
+        }

@@ -16,10 +16,19 @@ from sp_core.measuring import Samples
 from sp_core.tuning import Tuning, decide, modelled, predict
 
 FITTED = (*measuring.SIZES, 4**14)  # 64 bytes to 256 MiB, each four times the one before
-JUDGED = (*(2**place for place in range(6, 25)), 4**13, 4**14)  # and those between up to 16 MiB, at which nothing was fitted
-SHARE = 0.08  # seconds for each size and collective, where the least number of rounds does not take longer
+JUDGED = (
+    *(2**place for place in range(6, 25)),
+    4**13,
+    4**14,
+)  # and those between up to 16 MiB, at which nothing was fitted
+# seconds for each size and collective, where the least number of rounds does not take longer
+SHARE = 0.08
 LEAST_ROUNDS = 6
-MEDIAN, WORST, MICROSECONDS = 0.05, 0.15, 2.0  # requirements: median and 95th percentile, the latter or that little
+MEDIAN, WORST, MICROSECONDS = (
+    0.05,
+    0.15,
+    2.0,
+)  # requirements: median and 95th percentile, the latter or that little
 SHOWN = 12  # cases of regret, the worst ones
 
 
@@ -31,7 +40,8 @@ class Regret:
         op, nbytes: what.
         chosen, best: by the constants, and in truth.
         seconds, least: of these two, medians.
-        predicted, plain: seconds of the chosen by the constants, and by the model without corrections.
+        predicted, plain: seconds of the chosen by the constants, and by the model without
+            corrections.
     """
 
     op: str
@@ -49,7 +59,9 @@ class Regret:
         return self.seconds / self.least - 1
 
 
-def measure(world: Intracomm, group: Communicator, sizes: Sequence[int] = JUDGED, share: float = SHARE) -> dict[str, Any]:
+def measure(
+    world: Intracomm, group: Communicator, sizes: Sequence[int] = JUDGED, share: float = SHARE
+) -> dict[str, Any]:
     """Samples of every algorithm at every size, with the constants of the machine that are not fitted on them."""
     bare = measuring.primitives(world, group, share / 4, [size for size in sizes if size in FITTED])
     samples = measuring.collectives(world, group, share, sizes, LEAST_ROUNDS)
@@ -59,7 +71,10 @@ def measure(world: Intracomm, group: Communicator, sizes: Sequence[int] = JUDGED
 def judged(bare: Tuning, samples: Samples) -> list[Regret]:
     """The regret of every collective and size."""
     fit = {
-        op: {name: {size: x[::2] for size, x in by_size.items() if size in FITTED} for name, by_size in by_name.items()}
+        op: {
+            name: {size: x[::2] for size, x in by_size.items() if size in FITTED}
+            for name, by_size in by_name.items()
+        }
         for op, by_name in samples.items()
     }
     return list(_judged(measuring.fitted(bare, fit), samples))
@@ -68,7 +83,9 @@ def judged(bare: Tuning, samples: Samples) -> list[Regret]:
 def _judged(tuning: Tuning, samples: Samples) -> Iterator[Regret]:
     for op, by_name in samples.items():
         for nbytes in next(iter(by_name.values())):
-            seconds = measuring.typical({name: by_size[nbytes][1::2] for name, by_size in by_name.items()})
+            seconds = measuring.typical(
+                {name: by_size[nbytes][1::2] for name, by_size in by_name.items()}
+            )
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
             told = predict(tuning, op, name, tuning.nodes, nbytes).seconds
@@ -79,9 +96,18 @@ def _judged(tuning: Tuning, samples: Samples) -> Iterator[Regret]:
 def summary(found: Sequence[Regret]) -> dict[str, Any]:
     """The figures that are asked for, and how far the predictions are off."""
     shares = sorted(regret.share for regret in found)
-    worst = [max(0.0, regret.share) for regret in found if (regret.seconds - regret.least) * 1e6 > MICROSECONDS]
-    many = sorted([*worst, *[0.0] * (len(found) - len(worst))])  # those within the microseconds have lost nothing that counts
-    errors, plain = (sorted(abs(getattr(regret, kind) / regret.seconds - 1) for regret in found) for kind in ("predicted", "plain"))
+    worst = [
+        max(0.0, regret.share)
+        for regret in found
+        if (regret.seconds - regret.least) * 1e6 > MICROSECONDS
+    ]
+    many = sorted(
+        [*worst, *[0.0] * (len(found) - len(worst))]
+    )  # those within the microseconds have lost nothing that counts
+    errors, plain = (
+        sorted(abs(getattr(regret, kind) / regret.seconds - 1) for regret in found)
+        for kind in ("predicted", "plain")
+    )
     return {
         "cases": len(found),
         "median": statistics.median(shares),
@@ -111,7 +137,22 @@ def table(launch: dict[str, Any]) -> Table:
         f"the model without corrections by {told['model_error']['median']:.0%}, {told['model_error']['p95']:.0%}"
     )
     worst = sorted(launch["cases"], key=lambda case: case["least"] / case["seconds"])[:SHOWN]
-    times = [[f"{case[kind] * 1e6:,.1f}" for kind in ("seconds", "least", "predicted", "plain")] for case in worst]
-    rows = [(c["op"], size(c["nbytes"]), c["chosen"], c["best"], *shown) for c, shown in zip(worst, times, strict=True)]
-    columns = ("collective", "vector", "chosen", "best", "us", "of the best", "predicted us", "model us")
+    times = [
+        [f"{case[kind] * 1e6:,.1f}" for kind in ("seconds", "least", "predicted", "plain")]
+        for case in worst
+    ]
+    rows = [
+        (c["op"], size(c["nbytes"]), c["chosen"], c["best"], *shown)
+        for c, shown in zip(worst, times, strict=True)
+    ]
+    columns = (
+        "collective",
+        "vector",
+        "chosen",
+        "best",
+        "us",
+        "of the best",
+        "predicted us",
+        "model us",
+    )
     return make(title, columns, rows, note)

@@ -11,7 +11,16 @@ from benchmarks.reporting.tables import size
 from benchmarks.statistics import Requirement, exact_interval
 
 KIB, MIB = 1 << 10, 1 << 20
-OURS = ("segmented_ring", "rabenseifner", "pairwise", "ring", "recursive_doubling", "bruck", "binomial", "exchange")
+OURS = (
+    "segmented_ring",
+    "rabenseifner",
+    "pairwise",
+    "ring",
+    "recursive_doubling",
+    "bruck",
+    "binomial",
+    "exchange",
+)
 """Contestants by messages, among which the quickest stands for us where a row names none."""
 WINDOW = (*OURS, "window, staged", "window")
 """And those in shared memory, on an ordinary tensor and on one that lives there."""
@@ -26,11 +35,12 @@ class Row:
 
     Args:
         what: what it says.
-        op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange) at each of which it must hold.
+        op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange)
+            at each of which it must hold.
         ours, other: contestants; the quickest of `ours` counts.
         target: the other's time over ours, at least; None is told and not judged.
-        kind: of the launches in which it is judged: "default"; "tuned", in which the C library keeps what it is given back;
-            "huge", in which torch asks for huge pages.
+        kind: of the launches in which it is judged: "default"; "tuned", in which the C library
+            keeps what it is given back; "huge", in which torch asks for huge pages.
         scratch: bytes that ours may use.
         only: the MPI that it is about; both where it is empty.
         microseconds: instead of a ratio, how much longer ours may take.
@@ -50,34 +60,100 @@ class Row:
     error: float | None = None
 
 
-LARGE, SHARED, SCATTERED = (64 * MIB, 256 * MIB), (64 * KIB, MIB, 4 * MIB, 16 * MIB), (256 * KIB, 4 * MIB, 64 * MIB)
+LARGE, SHARED, SCATTERED = (
+    (64 * MIB, 256 * MIB),
+    (64 * KIB, MIB, 4 * MIB, 16 * MIB),
+    (256 * KIB, 4 * MIB, 64 * MIB),
+)
 SMALL_SCRATCH = ("segmented_ring", "pairwise", "window, staged")
 HALVED = ("bf16 segmented_ring", "bf16 ring", "bf16 window, staged")
 MOVES = ("all_gather", "all_to_all", "broadcast", "reduce")
 ROWS = (
-    Row("all_reduce, large, scratch of 4 MiB", "all_reduce", LARGE, SMALL_SCRATCH, target=2.5, scratch=4 * MIB),
-    Row("the same, malloc tuned", "all_reduce", LARGE, SMALL_SCRATCH, target=0.95, kind="tuned", scratch=4 * MIB),
-    Row("the same, tensors on huge pages", "all_reduce", LARGE, SMALL_SCRATCH, target=2.5, kind="huge", scratch=4 * MIB),
+    Row(
+        "all_reduce, large, scratch of 4 MiB",
+        "all_reduce",
+        LARGE,
+        SMALL_SCRATCH,
+        target=2.5,
+        scratch=4 * MIB,
+    ),
+    Row(
+        "the same, malloc tuned",
+        "all_reduce",
+        LARGE,
+        SMALL_SCRATCH,
+        target=0.95,
+        kind="tuned",
+        scratch=4 * MIB,
+    ),
+    Row(
+        "the same, tensors on huge pages",
+        "all_reduce",
+        LARGE,
+        SMALL_SCRATCH,
+        target=2.5,
+        kind="huge",
+        scratch=4 * MIB,
+    ),
     Row("all_reduce in a window", "all_reduce", SHARED, ("window", "window, in place"), target=2.0),
     Row("the same, of an ordinary tensor", "all_reduce", SHARED, ("window, staged",)),
-    Row("the memory floor over all_reduce", "all_reduce", (4 * MIB,), ("window, in place",), other="memory floor", target=0.9),
+    Row(
+        "the memory floor over all_reduce",
+        "all_reduce",
+        (4 * MIB,),
+        ("window, in place",),
+        other="memory floor",
+        target=0.9,
+    ),
     Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, target=2.5, only="Open MPI"),
     Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, only="MPICH"),
     Row("reduce_scatter in a window", "reduce_scatter", SCATTERED, ("window",), target=4.0),
     Row("the same, of an ordinary tensor", "reduce_scatter", SCATTERED, ("window, staged",)),
-    Row("the memory floor over reduce_scatter", "reduce_scatter", SCATTERED, ("window",), other="memory floor"),
+    Row(
+        "the memory floor over reduce_scatter",
+        "reduce_scatter",
+        SCATTERED,
+        ("window",),
+        other="memory floor",
+    ),
     Row("ring exchange by messages", "shift", (MIB, 4 * MIB), ("exchange",)),
     Row("ring exchange in a window", "shift", (MIB, 4 * MIB), ("window",), target=3.0),
     Row("the same, of an ordinary tensor", "shift", (MIB, 4 * MIB), ("window, staged",)),
-    Row("the memory floor over ring exchange", "shift", (MIB, 4 * MIB), ("window",), other="memory floor"),
-    Row("read in place, over a barrier", "shift", (KIB, MIB, 64 * MIB), ("read in place",), other="barrier", microseconds=2.0),
-    Row("bf16 all_reduce against float32", "all_reduce", (16 * MIB, 64 * MIB), HALVED, target=2.0, error=1.0),
+    Row(
+        "the memory floor over ring exchange",
+        "shift",
+        (MIB, 4 * MIB),
+        ("window",),
+        other="memory floor",
+    ),
+    Row(
+        "read in place, over a barrier",
+        "shift",
+        (KIB, MIB, 64 * MIB),
+        ("read in place",),
+        other="barrier",
+        microseconds=2.0,
+    ),
+    Row(
+        "bf16 all_reduce against float32",
+        "all_reduce",
+        (16 * MIB, 64 * MIB),
+        HALVED,
+        target=2.0,
+        error=1.0,
+    ),
     *(
         Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=3.0)
         for op in ("all_reduce", "reduce_scatter")
     ),
-    *(Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=2.0) for op in MOVES),
-    *(Row(f"Plan.run, {op}", op, (64,), ("plan of the library",), microseconds=2.0) for op in ("all_reduce", "all_gather")),
+    *(
+        Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=2.0)
+        for op in MOVES
+    ),
+    *(
+        Row(f"Plan.run, {op}", op, (64,), ("plan of the library",), microseconds=2.0)
+        for op in ("all_reduce", "all_gather")
+    ),
 )
 
 
@@ -105,8 +181,8 @@ COLUMNS = ("what", "vector", "ours", "must be", "median, interval", "scratch", "
 def heat_of(row: Row, nbytes: int) -> str:
     """The name of the heat of a row at one size.
 
-    Rows do not share heats: contestants push each other's tensors out of the caches, and gloo's threads take processor time from
-    whoever comes after them.
+    Rows do not share heats: contestants push each other's tensors out of the caches, and gloo's
+    threads take processor time from whoever comes after them.
     """
     return f"{row.what}, {row.op} {nbytes}"
 
@@ -114,7 +190,11 @@ def heat_of(row: Row, nbytes: int) -> str:
 def heats(kind: str) -> dict[str, tuple[str, int, tuple[str, ...]]]:
     """Collective, bytes and contestants of each heat of a launch."""
     rows = [row for row in ROWS if row.kind == kind]
-    return {heat_of(row, nbytes): (row.op, nbytes, (row.other, *row.ours)) for row in rows for nbytes in row.nbytes}
+    return {
+        heat_of(row, nbytes): (row.op, nbytes, (row.other, *row.ours))
+        for row in rows
+        for nbytes in row.nbytes
+    }
 
 
 def lines(launches: Sequence[dict[str, Any]], mpi: str) -> Iterator[Line]:
@@ -135,10 +215,26 @@ def _line(row: Row, nbytes: int, launches: Sequence[Heats]) -> Line:
     there = [name for name in row.ours if heats and all(name in heat["samples"] for heat in heats)]
     if not there or any(row.other not in heat["samples"] for heat in heats):
         return Line(row, nbytes, "", 0, required)
-    best = min(there, key=lambda name: statistics.median(x for heat in heats for x in heat["samples"][name]))
-    pairs = [pair for heat in heats for pair in zip(heat["samples"][row.other], heat["samples"][best], strict=True)]
-    values = [(ours - other) * 1e6 if row.microseconds is not None else other / ours for other, ours in pairs]
+    best = min(
+        there,
+        key=lambda name: statistics.median(x for heat in heats for x in heat["samples"][name]),
+    )
+    pairs = [
+        pair
+        for heat in heats
+        for pair in zip(heat["samples"][row.other], heat["samples"][best], strict=True)
+    ]
+    values = [
+        (ours - other) * 1e6 if row.microseconds is not None else other / ours
+        for other, ours in pairs
+    ]
     scratch, error = (max(heat[kind][best] for heat in heats) for kind in ("scratch", "errors"))
     too_much = row.scratch is not None and scratch > row.scratch
     wrong = row.error is not None and error > row.error
-    return Line(row, nbytes, best, scratch, replace(required, found=exact_interval(values), fails=too_much or wrong))
+    return Line(
+        row,
+        nbytes,
+        best,
+        scratch,
+        replace(required, found=exact_interval(values), fails=too_much or wrong),
+    )

@@ -1,8 +1,9 @@
 """Collectives and ring attention over an emulated network: hosts are network namespaces, their links are shaped.
 
-Every algorithm is checked across hosts, then the requirements on slow links are measured. As root it needs `ip` and `tc`; without
-root it uses a model of the link inside the transport, and says so. Exit code: 0 if all results were right, whatever the times;
-1 if one was wrong or a launch failed; 2 for options that cannot be run.
+Every algorithm is checked across hosts, then the requirements on slow links are measured. As root
+it needs `ip` and `tc`; without root it uses a model of the link inside the transport, and says so.
+Exit code: 0 if all results were right, whatever the times; 1 if one was wrong or a launch failed; 2
+for options that cannot be run.
 """
 
 from __future__ import annotations
@@ -40,8 +41,15 @@ OPTIONS: Options = {
 
 def chosen(options: argparse.Namespace, *, modelled: bool) -> list[Setting]:
     """Return the launches that are asked for; the model has one rank per host."""
-    found = [setting for setting in SETTINGS if options.only in setting.name and (setting.per_host == 1 or not modelled)]
-    return [msgspec.structs.replace(one, modelled=modelled, rounds=options.rounds or one.rounds) for one in found]
+    found = [
+        setting
+        for setting in SETTINGS
+        if options.only in setting.name and (setting.per_host == 1 or not modelled)
+    ]
+    return [
+        msgspec.structs.replace(one, modelled=modelled, rounds=options.rounds or one.rounds)
+        for one in found
+    ]
 
 
 def netlab(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +70,15 @@ def netlab(arguments: Sequence[str] | None = None) -> int:
         print(f"netlab: {mpi} over {net}")
         measure, launch = f"{__package__}.measure:measure", Launch(timeout=starting.TIMEOUT)
         entries = [
-            starting.Hosted(one.name, one.ranks, measure, one, launch, {"setting": msgspec.structs.asdict(one)}, mpi)
+            starting.Hosted(
+                one.name,
+                one.ranks,
+                measure,
+                one,
+                launch,
+                {"setting": msgspec.structs.asdict(one)},
+                mpi,
+            )
             for one in settings
         ]
         code = compete("netlab", entries, document, out, show)
@@ -82,7 +98,9 @@ def show(screen: Console, document: Record) -> Iterator[str]:
         if "checked" in launch:
             text = f"{launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
         else:
-            text = "ms: " + ", ".join(f"{who} {median(times) * 1e3:.2f}" for who, times in launch["seconds"].items())
+            text = "ms: " + ", ".join(
+                f"{who} {median(times) * 1e3:.2f}" for who, times in launch["seconds"].items()
+            )
         terminal.say(screen, f"{name}: {text}")
     title = "over the link" if document["mpi"] == "mpich" else "over the link (required of MPICH)"
     shown = [(row.text, *row.cells()) for row in rows(launches)]

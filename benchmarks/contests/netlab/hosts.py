@@ -1,15 +1,18 @@
 """Brings emulated hosts up, and takes them down whatever happens.
 
-A cluster has a folder that is locked as long as its maker lives. The next start takes a folder that nobody holds any more for what
-a killed run has left, and removes its namespaces; those of others it does not touch, because it does not know them.
+A cluster has a folder that is locked as long as its maker lives. The next start takes a folder that
+nobody holds any more for what a killed run has left, and removes its namespaces; those of others it
+does not touch, because it does not know them.
 
-Every host is a network namespace. Without delay all hosts hang on one bridge, by pairs of virtual interfaces shaped on both ends:
+Every host is a network namespace. Without delay all hosts hang on one bridge, by pairs of virtual
+interfaces shaped on both ends:
 
     host h0  eth0 ==shaped== p0  |
     host h1  eth0 ==shaped== p1  |  bridge br0, in a namespace of its own
     host h2  eth0 ==shaped== p2  |
 
-With a delay each eth0 is a TUN device, and a process outside (`switch`) carries the packets from one to the other.
+With a delay each eth0 is a TUN device, and a process outside (`switch`) carries the packets from
+one to the other.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ from pathlib import Path
 
 FOLDER = Path("/run/sp_core-netlab")
 AGENT = Path(__file__).with_name("agent.sh")
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount": "mount", "hostname": "hostname"}
+PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+}
 TIMEOUT = 20.0
 
 
@@ -81,13 +90,19 @@ def cluster(hosts: int, link: Link, folder: Path = FOLDER) -> Iterator[Cluster]:
 def check_system() -> None:
     """Raise `NetlabError` where namespaces cannot be made."""
     if os.geteuid() != 0:
-        raise NetlabError("network namespaces need root. Run it as root, or pass --link-model for a model of the link.")
+        raise NetlabError(
+            "network namespaces need root. Run it as root, or pass --link-model for a model of the link."
+        )
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         packages = sorted({PROGRAMS[name] for name in missing})
-        raise NetlabError(f"{', '.join(missing)} not found on the PATH. Install {' and '.join(packages)} with apt-get or alike.")
+        raise NetlabError(
+            f"{', '.join(missing)} not found on the PATH. Install {' and '.join(packages)} with apt-get or alike."
+        )
     if not Path("/dev/net/tun").exists():
-        raise NetlabError("there is no /dev/net/tun, which links with a delay need. Load the kernel's module tun.")
+        raise NetlabError(
+            "there is no /dev/net/tun, which links with a delay need. Load the kernel's module tun."
+        )
 
 
 def remove_stale(folder: Path) -> list[str]:
@@ -124,7 +139,9 @@ def _locked(path: Path) -> Iterator[Path]:
     try:
         with _held(path) as free:
             if not free:
-                raise NetlabError(f"{path} belongs to somebody else. Is the same program running twice in one process?")
+                raise NetlabError(
+                    f"{path} belongs to somebody else. Is the same program running twice in one process?"
+                )
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -146,9 +163,21 @@ def _held(path: Path) -> Iterator[bool]:
 def _switch(plan: Plan) -> Iterator[None]:
     """The process that carries packets with a delay. It ends with its standard input."""
     hosts = [f"{plan.tun(host)}={plan.address(host)}" for host in plan.names]
-    command = [sys.executable, "-m", "benchmarks.contests.netlab.switch", f"{plan.link.rate:.0f}", repr(plan.link.delay), *hosts]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.contests.netlab.switch",
+        f"{plan.link.rate:.0f}",
+        repr(plan.link.delay),
+        *hosts,
+    ]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -175,14 +204,22 @@ def _said(*command: str) -> str:
 def _ran(command: Command) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, also if the terminal asks us to stop: what it has made must be known."""
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        start_new_session=True,
     )
 
 
 Command = tuple[str, ...]
 
 MAX_HOSTS = 64
-BURST = "128kb"  # of the token bucket: at 1 Gbit/s a millisecond, less than 1 % of a message of 16 MiB
+BURST = (
+    "128kb"  # of the token bucket: at 1 Gbit/s a millisecond, less than 1 % of a message of 16 MiB
+)
 QUEUE = "20ms"  # of packets before the bucket drops one, as a switch with small buffers would
 MTU = 16000  # of TUN devices: few packets, because a Python program carries each of them
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -207,7 +244,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.rate > 0 or self.delay < 0:
-            raise ValueError(f"a link of {self.rate} bit/s and {self.delay} s was given; pass a rate > 0 and a delay >= 0.")
+            raise ValueError(
+                f"a link of {self.rate} bit/s and {self.delay} s was given; pass a rate > 0 and a delay >= 0."
+            )
 
     @classmethod
     def parse(cls, text: str) -> Link:
@@ -218,7 +257,9 @@ class Link:
         """
         found = _LINK.fullmatch(text)
         if found is None:
-            raise ValueError(f"link {text!r} was given; pass a rate and perhaps a delay, such as '1gbit' or '100mbit,1ms'.")
+            raise ValueError(
+                f"link {text!r} was given; pass a rate and perhaps a delay, such as '1gbit' or '100mbit,1ms'."
+            )
         return cls(_value(found["rate"]), _value(found["delay"]) if found["delay"] else 0.0)
 
     def __str__(self) -> str:
@@ -228,7 +269,9 @@ class Link:
 def _value(text: str) -> float:
     found = _NUMBER.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} was given; pass a number and its unit, one of {', '.join(_UNITS)}.")
+        raise ValueError(
+            f"{text!r} was given; pass a number and its unit, one of {', '.join(_UNITS)}."
+        )
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -282,7 +325,10 @@ class Plan:
 
     def hosts_file(self) -> str:
         """/etc/hosts of every host."""
-        return "".join(f"{address} {name}\n" for address, name in [("127.0.0.1", "localhost"), *self._addresses()])
+        return "".join(
+            f"{address} {name}\n"
+            for address, name in [("127.0.0.1", "localhost"), *self._addresses()]
+        )
 
     def commands(self) -> Iterator[Command]:
         """What brings the network up; with a delay, after the switch has made its devices."""
@@ -304,13 +350,47 @@ class Plan:
     def _wired(self, host: str) -> Iterator[Command]:
         """A pair of interfaces between host and bridge, shaped on both ends: each end holds back what it sends."""
         inside, port = self.namespace(host), "p" + host[1:]
-        yield ("ip", "-n", inside, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self.bridge)
+        yield (
+            "ip",
+            "-n",
+            inside,
+            "link",
+            "add",
+            "eth0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            self.bridge,
+        )
         yield ("ip", "-n", self.bridge, "link", "set", port, "master", "br0", "up")
-        shape = ("root", "tbf", "rate", f"{self.link.rate:.0f}bit", "burst", BURST, "latency", QUEUE)
+        shape = (
+            "root",
+            "tbf",
+            "rate",
+            f"{self.link.rate:.0f}bit",
+            "burst",
+            BURST,
+            "latency",
+            QUEUE,
+        )
         yield ("tc", "-n", inside, "qdisc", "add", "dev", "eth0", *shape)
         yield ("tc", "-n", self.bridge, "qdisc", "add", "dev", port, *shape)
 
     def _plugged(self, host: str) -> Iterator[Command]:
         """The switch's device, moved to the host."""
         yield ("ip", "link", "set", self.tun(host), "netns", self.namespace(host), "name", "eth0")
-        yield ("ip", "-n", self.namespace(host), "link", "set", "eth0", "mtu", str(MTU), "txqueuelen", "2000")
+        yield (
+            "ip",
+            "-n",
+            self.namespace(host),
+            "link",
+            "set",
+            "eth0",
+            "mtu",
+            str(MTU),
+            "txqueuelen",
+            "2000",
+        )

@@ -32,7 +32,11 @@ LEAD_SECONDS = 0.02  # until the last rank has heard of it, over links of a few 
 LATE_SECONDS = 3e-4  # a rank that begins later than this makes the sample be taken again
 NAP_SECONDS = 2e-4
 TRIES = 5
-TOKENS, HEADS, HEAD_DIM = 2048, 8, 64  # of each rank; attention to a block takes longer than the block's way at 1 Gbit/s
+TOKENS, HEADS, HEAD_DIM = (
+    2048,
+    8,
+    64,
+)  # of each rank; attention to a block takes longer than the block's way at 1 Gbit/s
 
 
 def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
@@ -42,9 +46,14 @@ def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
         RuntimeError: one is wrong.
     """
     x = torch.arange(setting.nbytes // 4).remainder(97).float() + mesh.rank
-    expected = torch.arange(setting.nbytes // 4).remainder(97).float() * mesh.size + mesh.size * (mesh.size - 1) // 2
+    expected = (
+        torch.arange(setting.nbytes // 4).remainder(97).float() * mesh.size
+        + mesh.size * (mesh.size - 1) // 2
+    )
     found: dict[str, Step] = {}
-    for name in [name for name in setting.contestants if not (setting.modelled and name == LIBRARY)]:
+    for name in [
+        name for name in setting.contestants if not (setting.modelled and name == LIBRARY)
+    ]:
         step = _all_reduce(name, x, mesh)
         if step is not None:
             check(f"all_reduce by {name}", step(), expected)
@@ -57,7 +66,11 @@ def _all_reduce(name: str, x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor] | N
     if name == BY_AXES:
         return _by_axes(x, mesh)
     algorithm = "mpi" if name == LIBRARY else name
-    return plan("all_reduce", x, comm=everyone, algorithm=algorithm).run if algorithm in ALGORITHMS["all_reduce"] else None
+    return (
+        plan("all_reduce", x, comm=everyone, algorithm=algorithm).run
+        if algorithm in ALGORITHMS["all_reduce"]
+        else None
+    )
 
 
 def _by_axes(x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor]:
@@ -139,8 +152,9 @@ def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
 def begin(world: Intracomm) -> tuple[float, float]:
     """Wait for the time that rank 0 has chosen, mostly asleep. Return that time, and by how much this rank missed it.
 
-    A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core from it; and in sleep alone a
-    library that sends only when it is called would keep the news to itself.
+    A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core
+    from it; and in sleep alone a library that sends only when it is called would keep the news to
+    itself.
     """
     start: float = world.bcast(time.perf_counter() + LEAD_SECONDS)
     while (left := start - time.perf_counter()) > 0:
@@ -165,18 +179,27 @@ def sample(world: Intracomm, step: Step) -> float:
 def rounds(setting: Setting, world: Intracomm, steps: dict[str, Step]) -> dict[str, list[float]]:
     """Return samples of all contestants, who take turns; the first round only warms up."""
     with undisturbed():
-        found = [{name: sample(world, step) for name, step in steps.items()} for _ in range(setting.rounds + 1)][1:]
+        found = [
+            {name: sample(world, step) for name, step in steps.items()}
+            for _ in range(setting.rounds + 1)
+        ][1:]
     return {name: [one[name] for one in found] for name in steps}
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
     """Compare every collective by every algorithm with its definition; return how many there were."""
     absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
-    chosen = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent]
+    chosen = [
+        (op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent
+    ]
     for number, (op, algorithm) in enumerate(chosen):
         case = Case(op, 0, 1, "float32", "plain", 1, True, False, number, algorithm)
         inputs = case.inputs(comm.size)
-        check(f"{op} by {algorithm}", case.call(inputs[comm.rank], comm), case.expected(inputs, comm.rank, comm.size))
+        check(
+            f"{op} by {algorithm}",
+            case.call(inputs[comm.rank], comm),
+            case.expected(inputs, comm.rank, comm.size),
+        )
     return len(chosen)
 
 
@@ -193,7 +216,9 @@ def measure(values: Any, rank: Rank) -> Record:
 def found_by(setting: Setting, world: Intracomm) -> Record:
     """Return the results or the samples that a setting asks for; the same on every rank."""
     make = partial(sp.Mesh, world, hosts=setting.hosts, ranks=setting.per_host)
-    carrier: Any = LinkModel(setting.wire.delay, setting.wire.rate / 8) if setting.modelled else "auto"
+    carrier: Any = (
+        LinkModel(setting.wire.delay, setting.wire.rate / 8) if setting.modelled else "auto"
+    )
     usual = "ring" if setting.modelled else "auto"  # the model carries no collective of the library
     with (
         make(transport=carrier) as mesh,
@@ -202,7 +227,11 @@ def found_by(setting: Setting, world: Intracomm) -> Record:
     ):
         if setting.kind == "check":
             return {"checked": check_all(mesh["hosts", "ranks"], library=not setting.modelled)}
-        steps = all_reduces(setting, quick) if setting.kind == "all_reduce" else overlaps(world, quick, idle)
+        steps = (
+            all_reduces(setting, quick)
+            if setting.kind == "all_reduce"
+            else overlaps(world, quick, idle)
+        )
         if setting.modelled:
             stream = [STREAM_BYTES * 8 / setting.wire.rate] * setting.rounds
             return {"seconds": {STREAM: stream, **rounds(setting, world, steps)}}

@@ -36,12 +36,16 @@ def installed() -> str:
         UsageError: it is another one, or there is none.
     """
     try:
-        said = subprocess.run([find_mpiexec(), "--version"], capture_output=True, text=True, timeout=60, check=False)
+        said = subprocess.run(
+            [find_mpiexec(), "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
     found = [name for word, name in NAMES.items() if word in said.stdout + said.stderr]
     if not found:
-        raise UsageError(f"{find_mpiexec()} is of no MPI that is known here ({', '.join(sorted(set(NAMES.values())))}).")
+        raise UsageError(
+            f"{find_mpiexec()} is of no MPI that is known here ({', '.join(sorted(set(NAMES.values())))})."
+        )
     return found[0]
 
 
@@ -79,7 +83,10 @@ class Hosted(Entry):
         if self.setting.modelled:
             return launching.run(self.ranks, self.measure, self.setting, self.launch)
         with cluster(self.setting.hosts, self.setting.wire) as up:
-            how = Launch(timeout=TIMEOUT, mpi_args=across(self.mpi, AGENT, up.plan.names, self.setting.per_host))
+            how = Launch(
+                timeout=TIMEOUT,
+                mpi_args=across(self.mpi, AGENT, up.plan.names, self.setting.per_host),
+            )
             variables = [f"{name}={value}" for name, value in TCP[self.mpi].items()]
 
             def on_first_host(command: list[str]) -> list[str]:

@@ -1,9 +1,11 @@
 """Carries packets between the hosts of an emulated cluster, late: `python -m ....switch RATE DELAY NAME=ADDRESS...`.
 
-It makes one TUN device for each NAME, says "ready", and forwards what is sent to an ADDRESS. A packet of n bits leaves its host
-when the packets before it have left and n / RATE seconds have passed, is under way for DELAY seconds, and keeps the receiver's
-link busy from its first bit to its last. The kernel's netem would do this, and is not in every kernel. It ends when its standard
-input does, which is when whoever started it has ended, however that came about. Nothing but the standard library is imported.
+It makes one TUN device for each NAME, says "ready", and forwards what is sent to an ADDRESS. A
+packet of n bits leaves its host when the packets before it have left and n / RATE seconds have
+passed, is under way for DELAY seconds, and keeps the receiver's link busy from its first bit to its
+last. The kernel's netem would do this, and is not in every kernel. It ends when its standard input
+does, which is when whoever started it has ended, however that came about. Nothing but the standard
+library is imported.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ class Switch:
             _, _, dest, packet = heapq.heappop(self._under_way)
             try:
                 os.write(self._ports[dest], packet)
-            except OSError:  # the device is down or its queue full: a packet lost, as on a real wire
+            except (
+                OSError
+            ):  # the device is down or its queue full: a packet lost, as on a real wire
                 continue
 
 
@@ -119,8 +123,14 @@ def main(arguments: Sequence[str]) -> None:
     ports = [open_tun(name) for name, _ in named]
     ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # nanoseconds that the kernel may be late
     with contextlib.suppress(PermissionError):  # root of a container may lack it
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a wire does not wait for a core
-    switch = Switch(Wires(float(rate) / 8, float(delay)), ports, [socket.inet_aton(address) for _, address in named])
+        os.sched_setscheduler(
+            0, os.SCHED_FIFO, os.sched_param(1)
+        )  # a wire does not wait for a core
+    switch = Switch(
+        Wires(float(rate) / 8, float(delay)),
+        ports,
+        [socket.inet_aton(address) for _, address in named],
+    )
     print("ready", flush=True)
     switch.run(until=sys.stdin.fileno())
 

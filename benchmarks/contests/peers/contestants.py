@@ -86,14 +86,21 @@ class Field:
         """Yield all contestants at one length; with `extras` unmasked attention and single ranks too."""
         for check, mesh in self.meshes.items():
             for scheme, layouts in LAYOUTS.items():
-                yield from (_ours(f"{scheme}/{layout}/{check}", mesh, scheme, layout, seq) for layout in layouts)
+                yield from (
+                    _ours(f"{scheme}/{layout}/{check}", mesh, scheme, layout, seq)
+                    for layout in layouts
+                )
         for name, (attend, missing) in self._peers.items():
             ring = name.startswith("torch")
             layout = "zigzag" if ring else "contiguous"
-            yield Contestant(name, attend, layout, self.world.size, heads_first=ring, missing=missing)
+            yield Contestant(
+                name, attend, layout, self.world.size, heads_first=ring, missing=missing
+            )
         yield from _processes()
         for scheme, layout in BALANCED.items() if extras else ():
-            yield _ours(f"{scheme}/{layout}/off/full", self.meshes["off"], scheme, layout, seq, causal=False)
+            yield _ours(
+                f"{scheme}/{layout}/off/full", self.meshes["off"], scheme, layout, seq, causal=False
+            )
             yield _ours(f"{scheme}/one rank", self.single, scheme, "contiguous", seq)
 
     def free(self) -> None:
@@ -106,7 +113,10 @@ class Field:
 
     def _find_peers(self) -> Iterator[tuple[str, tuple[Attend | None, str]]]:
         for rotation in ROTATIONS:
-            yield f"torch ring/{rotation}", self._find(functools.partial(torch_ring, self._gloo, rotation))
+            yield (
+                f"torch ring/{rotation}",
+                self._find(functools.partial(torch_ring, self._gloo, rotation)),
+            )
         yield "deepspeed ulysses", self._find(functools.partial(deepspeed_ulysses, self._gloo))
 
     def _find(self, make: Callable[[], Attend]) -> tuple[Attend | None, str]:
@@ -116,15 +126,21 @@ class Field:
             attend = make()
         except MISSING as error:
             missing = f"{type(error).__name__}: {error}"
-        meet_asleep(self.world)  # imports take seconds, and a rank that spins takes them from the other
+        meet_asleep(
+            self.world
+        )  # imports take seconds, and a rank that spins takes them from the other
         reasons: list[str] = self.world.allgather(missing)
         return (None, next(filter(None, reasons))) if any(reasons) else (attend, "")
 
 
-def _ours(name: str, mesh: Mesh, scheme: str, layout: str, seq: int, *, causal: bool = True) -> Contestant:
+def _ours(
+    name: str, mesh: Mesh, scheme: str, layout: str, seq: int, *, causal: bool = True
+) -> Contestant:
     function: Callable[..., Any] = SCHEMES[scheme]
     sharding: Sharding = getattr(Sharding, layout)(seq, mesh.size)
-    attend = functools.partial(function, comm=mesh["sp"], sharding=sharding, mask=Mask(causal=causal))
+    attend = functools.partial(
+        function, comm=mesh["sp"], sharding=sharding, mask=Mask(causal=causal)
+    )
     return Contestant(name, attend, layout, mesh.size, causal=causal)
 
 
@@ -163,14 +179,18 @@ class Part:
 def draw(setting: Setting, seq: int) -> tuple[Tensor, ...]:
     """q, k, v and the upstream gradient of the whole sequence, float32 (1, S, H, D) each, normally distributed."""
     generator = torch.Generator().manual_seed(setting.seed * 1_000_003 + seq)
-    return tuple(torch.randn(1, seq, setting.heads, setting.head_dim, generator=generator) for _ in NAMES)
+    return tuple(
+        torch.randn(1, seq, setting.heads, setting.head_dim, generator=generator) for _ in NAMES
+    )
 
 
 def part(whole: Sequence[Tensor], positions: Tensor, *, heads_first: bool) -> Part:
     """Some tokens of the whole, contiguous as (1, S, H, D) or, `heads_first`, as (1, H, S, D)."""
     mine = [x[:, positions] for x in whole]
     q, k, v, grad = ((x.transpose(1, 2) if heads_first else x).contiguous() for x in mine)
-    return Part(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad, positions, heads_first)
+    return Part(
+        q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad, positions, heads_first
+    )
 
 
 def alone(whole: Sequence[Tensor], *, causal: bool) -> tuple[Tensor, ...]:
@@ -201,8 +221,12 @@ ROTATIONS = {"all-gather": "ALL_GATHER", "all-to-all": "ALL_TO_ALL"}
 def start_gloo(folder: Path, rank: int, size: int) -> Any:
     """A process group over the loopback device; ranks find each other through a file."""
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which containers may not know
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'gloo'}", rank=rank, world_size=size)
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # else gloo looks the host name up, which containers may not know
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'gloo'}", rank=rank, world_size=size
+    )
     return dist.group.WORLD
 
 
@@ -213,7 +237,8 @@ def torch_ring(group: Any, rotation: str) -> Attend:
         group: a process group.
         rotation: "all-gather", torch's default, or "all-to-all".
 
-    Source: torch 2.13, `_scaled_dot_product_ring_flash_attention` and its backward, with the CPU's kernel for CUDA's.
+    Source: torch 2.13, `_scaled_dot_product_ring_flash_attention` and its backward, with the CPU's
+    kernel for CUDA's.
     """
     ring: Any = importlib.import_module(TORCH_RING)
     method = getattr(ring._RotateMethod, ROTATIONS[rotation])
@@ -226,7 +251,9 @@ def torch_ring(group: Any, rotation: str) -> Attend:
             ring._cp_options.enable_load_balance = True
             ring._cp_options.rotate_method = method
             op = aten._scaled_dot_product_flash_attention_for_cpu
-            results: tuple[Tensor, ...] = ring._templated_ring_attention(group, SEQ_DIM, op, q, k, v, **options)
+            results: tuple[Tensor, ...] = ring._templated_ring_attention(
+                group, SEQ_DIM, op, q, k, v, **options
+            )
             ctx.save_for_backward(q, k, v, *results)
             return results[0]
 
@@ -252,9 +279,12 @@ def deepspeed_ulysses(group: Any) -> Attend:
     comm: Any = importlib.import_module("deepspeed.comm")
     layer: Any = importlib.import_module("deepspeed.sequence.layer")
     kernels: Any = importlib.import_module("deepspeed.ops")
-    # Else its all-reduce through shared memory, not used here, is compiled now, which never ends after an interrupted build.
+    # Else its all-reduce through shared memory, not used here, is compiled now, which never ends
+    # after an interrupted build.
     kernels.__compatible_ops__["deepspeed_shm_comm"] = False
-    comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    comm.init_distributed(
+        dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False
+    )
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -50,7 +50,9 @@ class Heat:
         with taking_part(contestant, self.world) as takes_part:
             if takes_part:
                 try:
-                    found = problem.errors(contestant.run(self.part(contestant)), self.part(contestant), expected)
+                    found = problem.errors(
+                        contestant.run(self.part(contestant)), self.part(contestant), expected
+                    )
                 except BROKEN as error:
                     broken = f"{type(error).__name__}: {error}"
         return verdict(self.world.allgather((broken, found)))
@@ -73,14 +75,18 @@ class Heat:
         if key not in self._parts:
             rank = self.world.rank if contestant.ranks > 1 else 0
             positions = contestant.sharding(self._seq).positions(rank)
-            self._parts[key] = problem.part(self._whole, torch.as_tensor(list(positions)), heads_first=contestant.heads_first)
+            self._parts[key] = problem.part(
+                self._whole, torch.as_tensor(list(positions)), heads_first=contestant.heads_first
+            )
         return self._parts[key]
 
     def _expect(self, causal: bool) -> list[Tensor]:
         """The results of one process, on every rank."""
         if causal not in self._expected:
             empty = [torch.empty_like(x) for x in self._whole]
-            results = list(problem.alone(self._whole, causal=causal)) if self.world.rank == 0 else empty
+            results = (
+                list(problem.alone(self._whole, causal=causal)) if self.world.rank == 0 else empty
+            )
             meet_asleep(self.world)
             self._expected[causal] = [x.contiguous() for x in results]
             for x in self._expected[causal]:
@@ -93,9 +99,15 @@ def verdict(answers: list[tuple[str, list[float]]]) -> Record:
     broken = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if broken:
         return {"status": "failed", "reason": broken[0]}
-    worst = dict(zip(problem.NAMES, map(max, zip(*(found for _, found in answers), strict=True)), strict=True))
+    worst = dict(
+        zip(
+            problem.NAMES, map(max, zip(*(found for _, found in answers), strict=True)), strict=True
+        )
+    )
     right = max(worst.values()) <= LIMIT
-    shown = {name: error if error < float("inf") else None for name, error in worst.items()}  # JSON knows no infinity
+    shown = {
+        name: error if error < float("inf") else None for name, error in worst.items()
+    }  # JSON knows no infinity
     return {"status": "ok" if right else "wrong", "errors": shown, "limit": LIMIT}
 
 
@@ -116,9 +128,18 @@ def run_heat(field: Field, setting: Setting, seq: int) -> Record:
     heat = Heat(field, setting, seq)
     record = {contestant.name: heat.check(contestant) for contestant in heat.contestants}
     if not setting.check_only:
-        right = {c.name: partial(heat.sample, c) for c in heat.contestants if record[c.name]["status"] == "ok"}
-        for name, spans in race(field.world, right, setting.samples(seq), setting.seed + seq).items():
-            record[name] |= {"samples_s": makespans(spans), "median_s": statistics.median(makespans(spans))}
+        right = {
+            c.name: partial(heat.sample, c)
+            for c in heat.contestants
+            if record[c.name]["status"] == "ok"
+        }
+        for name, spans in race(
+            field.world, right, setting.samples(seq), setting.seed + seq
+        ).items():
+            record[name] |= {
+                "samples_s": makespans(spans),
+                "median_s": statistics.median(makespans(spans)),
+            }
     return record
 
 

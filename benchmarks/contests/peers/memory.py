@@ -1,6 +1,7 @@
 """What a ring holds at once on each of four ranks, by the length of the sequence: live tensors and the transport's buffers.
 
-The ranks are threads; bytes are counted, not timed, so this needs no quiet machine and says the same on any.
+The ranks are threads; bytes are counted, not timed, so this needs no quiet machine and says the
+same on any.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def live_bytes(seq: int) -> int:
             q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
             grad = torch.ones(shape)
             with LiveBytes((q, k, v, grad)) as live:
-                out = ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding, mask=Mask(causal=True))
+                out = ring_attention(
+                    q, k, v, comm=mesh["sp"], sharding=sharding, mask=Mask(causal=True)
+                )
                 torch.autograd.grad(out, (q, k, v), grad)
             peaks[comm.rank] = live.peak
 
@@ -53,9 +56,14 @@ def growth(peaks: dict[int, int]) -> float:
 def table(peaks: dict[int, int]) -> Table:
     """Return a table of the bytes by length, with a title that says whether they are proportional."""
     verdict = Requirement("", "<=", BOUND, exact_interval([growth(peaks)]))
-    title = f"live bytes of the ring on each of {RANKS} ranks, {HEADS} heads of {HEAD_DIM}, float32: "
+    title = (
+        f"live bytes of the ring on each of {RANKS} ranks, {HEADS} heads of {HEAD_DIM}, float32: "
+    )
     title += f"{growth(peaks):.3f} times proportional to S/P, must be <= {BOUND}: {verdict.mark}"
-    rows = [(str(seq), f"{peak / 2**20:.2f}", f"{peak / (seq / RANKS):.0f}") for seq, peak in peaks.items()]
+    rows = [
+        (str(seq), f"{peak / 2**20:.2f}", f"{peak / (seq / RANKS):.0f}")
+        for seq, peak in peaks.items()
+    ]
     return make(title, ("sequence", "MiB", "bytes per token of a rank"), rows)
 
 

@@ -12,7 +12,11 @@ from benchmarks.launching import Record, UsageError
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
 RANKS = 2
-LAYOUTS = {"allgather_kv": ("contiguous", "zigzag"), "ring": ("contiguous", "zigzag"), "ulysses": ("contiguous",)}
+LAYOUTS = {
+    "allgather_kv": ("contiguous", "zigzag"),
+    "ring": ("contiguous", "zigzag"),
+    "ulysses": ("contiguous",),
+}
 BALANCED = {"allgather_kv": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
 REFERENCE_SEQ = 4096  # `rounds` counts samples at this length
 MAX_ROUNDS = 4  # times `rounds`, for shorter sequences
@@ -26,8 +30,10 @@ class Setting(msgspec.Struct, frozen=True):
         seqs: sequence lengths.
         heads: H, a multiple of the number of ranks.
         head_dim: D.
-        rounds: samples of each contestant in one launch at length 4096; shorter sequences get more, longer ones fewer.
-        extras_up_to: longest sequence at which unmasked attention and single ranks are measured too.
+        rounds: samples of each contestant in one launch at length 4096; shorter sequences get more,
+            longer ones fewer.
+        extras_up_to: longest sequence at which unmasked attention and single ranks are measured
+            too.
         seed: of inputs and order.
         check_only: compare results and time nothing.
 
@@ -48,11 +54,17 @@ class Setting(msgspec.Struct, frozen=True):
             raise UsageError(f"--seq {self.seqs}: name each length once, and one at least.")
         bad = [seq for seq in self.seqs if seq < 2 * RANKS or seq % (2 * RANKS)]
         if bad:
-            raise UsageError(f"--seq {bad[0]} is no multiple of {2 * RANKS}; the peers cannot split it over {RANKS} ranks.")
+            raise UsageError(
+                f"--seq {bad[0]} is no multiple of {2 * RANKS}; the peers cannot split it over {RANKS} ranks."
+            )
         if min(self.rounds, self.head_dim) < 1:
-            raise UsageError(f"--rounds {self.rounds} and --head-dim {self.head_dim}; pass 1 or more.")
+            raise UsageError(
+                f"--rounds {self.rounds} and --head-dim {self.head_dim}; pass 1 or more."
+            )
         if self.heads < RANKS or self.heads % RANKS:
-            raise UsageError(f"--heads {self.heads} is no multiple of {RANKS}, the number of ranks.")
+            raise UsageError(
+                f"--heads {self.heads} is no multiple of {RANKS}, the number of ranks."
+            )
 
     def samples(self, seq: int) -> int:
         """Return how often each contestant is timed at a length, in one launch."""
@@ -81,9 +93,13 @@ def typical(launches: Sequence[Record], seq: int, name: str) -> float | None:
     return statistics.median(times) if times else None
 
 
-def ratio(launches: Sequence[Record], seq: int, above: str | None, below: str | None) -> Interval | None:
+def ratio(
+    launches: Sequence[Record], seq: int, above: str | None, below: str | None
+) -> Interval | None:
     """Return the time of one contestant over that of another, over all launches that timed both."""
-    pairs = zip(medians(launches, seq, above or ""), medians(launches, seq, below or ""), strict=True)
+    pairs = zip(
+        medians(launches, seq, above or ""), medians(launches, seq, below or ""), strict=True
+    )
     values = [a / b for a, b in pairs if a is not None and b is not None]
     return exact_interval(values) if values else None
 
@@ -95,11 +111,17 @@ def best(launches: Sequence[Record], seq: int) -> str | None:
     return min(found, key=lambda name: found[name], default=None)
 
 
-def lines(launches: Sequence[Record], seqs: Sequence[int], extras: Sequence[int]) -> Iterator[Requirement]:
+def lines(
+    launches: Sequence[Record], seqs: Sequence[int], extras: Sequence[int]
+) -> Iterator[Requirement]:
     """Yield all requirements; those for no particular length are judged at 4096, else at the longest that was measured."""
 
-    def line(text: str, seq: int, relation: str, bound: float, above: str | None, below: str | None) -> Requirement:
-        return Requirement(f"{text}, {seq} tokens", relation, bound, ratio(launches, seq, above, below), LAUNCHES)
+    def line(
+        text: str, seq: int, relation: str, bound: float, above: str | None, below: str | None
+    ) -> Requirement:
+        return Requirement(
+            f"{text}, {seq} tokens", relation, bound, ratio(launches, seq, above, below), LAUNCHES
+        )
 
     place = REFERENCE_SEQ if REFERENCE_SEQ in extras else max(extras)
     winner = best(launches, place)
@@ -108,9 +130,13 @@ def lines(launches: Sequence[Record], seqs: Sequence[int], extras: Sequence[int]
     for seq in seqs:
         for peer in PEERS:
             yield line(f"{peer} / {best(launches, seq)}", seq, ">", 1.0, peer, best(launches, seq))
-    yield line("ring, contiguous / zigzag", place, ">=", 1.3, "ring/contiguous/off", "ring/zigzag/off")
+    yield line(
+        "ring, contiguous / zigzag", place, ">=", 1.3, "ring/contiguous/off", "ring/zigzag/off"
+    )
     for scheme, layout in BALANCED.items():
         name = f"{scheme}/{layout}/off"
         yield line(f"{scheme}, causal / full mask", place, "<=", 0.6, name, f"{name}/full")
     for scheme in BALANCED:
-        yield line(f"{scheme}, one rank / one thread", place, "<=", 1.03, f"{scheme}/one rank", SOLO)
+        yield line(
+            f"{scheme}, one rank / one thread", place, "<=", 1.03, f"{scheme}/one rank", SOLO
+        )

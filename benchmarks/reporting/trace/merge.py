@@ -74,7 +74,9 @@ def _spans(profile: Profile) -> Iterator[Event]:
             span |= _named(call)
             begun[number] = span["ts"]
             if call["transfer"] in begun:
-                yield from _under_way(profile.rank, call, begun[call["transfer"]], span["ts"] + span["dur"])
+                yield from _under_way(
+                    profile.rank, call, begun[call["transfer"]], span["ts"] + span["dur"]
+                )
         yield span
 
 
@@ -101,15 +103,27 @@ def _named(call: dict[str, Any]) -> Event:
 def _under_way(rank: int, call: dict[str, Any], start: float, end: float) -> Iterator[Event]:
     """An asynchronous span, which the viewers show in a row of its own: from the start of a transfer to the end of its wait."""
     name = f"{call['operation']} under way, {size(call['bytes_sent'])} sent"
-    identity = {"cat": "under way", "name": name, "pid": rank, "tid": 0, "id": f"{rank}.{call['transfer']}"}
+    identity = {
+        "cat": "under way",
+        "name": name,
+        "pid": rank,
+        "tid": 0,
+        "id": f"{rank}.{call['transfer']}",
+    }
     yield {**identity, "ph": "b", "ts": start}
     yield {**identity, "ph": "e", "ts": end}
 
 
 def _shift(profile: Profile) -> float:
     """Microseconds to add to a time of the profiler, by the mark that was made fastest."""
-    marks = {event["name"]: event for event in profile.events if event.get("ph") == "X" and event["name"].startswith(ANCHOR)}
-    number = min(range(len(profile.anchors)), key=lambda n: profile.anchors[n][1] - profile.anchors[n][0])
+    marks = {
+        event["name"]: event
+        for event in profile.events
+        if event.get("ph") == "X" and event["name"].startswith(ANCHOR)
+    }
+    number = min(
+        range(len(profile.anchors)), key=lambda n: profile.anchors[n][1] - profile.anchors[n][0]
+    )
     mark, (start, end) = marks[f"{ANCHOR} {number}"], profile.anchors[number]
     return float(((start + end) / 2 - profile.offset) * 1e6 - (mark["ts"] + mark["dur"] / 2))
 
@@ -117,10 +131,30 @@ def _shift(profile: Profile) -> float:
 def _rows(profile: Profile, spans: list[Event]) -> Iterator[Event]:
     """Names of the rows: the rank, and in it the threads of the program and the streams of a GPU."""
     rank = profile.rank
-    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}, {profile.where}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": rank,
+        "tid": 0,
+        "args": {"name": f"rank {rank}, {profile.where}"},
+    }
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": rank,
+        "tid": 0,
+        "args": {"sort_index": rank},
+    }
     mine = [span for span in spans if span["pid"] == rank and span["ph"] == "X"]
-    on_device = {span["tid"] for span in mine if span.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")}
+    on_device = {
+        span["tid"] for span in mine if span.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    }
     for tid in sorted({span["tid"] for span in mine}, key=str):
         kind = "stream" if tid in on_device else "thread"
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": f"{kind} {tid}"}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": rank,
+            "tid": tid,
+            "args": {"name": f"{kind} {tid}"},
+        }

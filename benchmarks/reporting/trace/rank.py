@@ -34,7 +34,8 @@ def offset(world: Intracomm) -> float:
     """Seconds that this rank's `perf_counter` is ahead of rank 0's.
 
     Returns:
-        0 where the difference is less than its own uncertainty, as for ranks of one node, which share one clock.
+        0 where the difference is less than its own uncertainty, as for ranks of one node, which
+        share one clock.
 
     Communication:
         20 short messages to and from every rank, one rank after another.
@@ -85,8 +86,10 @@ class Call:
 
     Args:
         operation: as in its counters.
-        kind: "run" until it is done, "start" without waiting, "wait" for what was started, "agree" on arguments.
-        bytes_sent: by this rank since its last call of the operation, from the counters; of a wait, those of its start too.
+        kind: "run" until it is done, "start" without waiting, "wait" for what was started, "agree"
+            on arguments.
+        bytes_sent: by this rank since its last call of the operation, from the counters; of a wait,
+            those of its start too.
         transfer: number of the call that started what is waited for.
     """
 
@@ -103,14 +106,24 @@ class Log:
         self.calls: list[Call] = []
         self._comm = comm
         self._started: dict[int, tuple[Handle, int]] = {}
-        self._told = Counter({name: comm.counters[name].bytes_sent for name in comm.counters.snapshot()})
-        run, start, exchange, wait, agree = comm.run, comm.start, comm.exchange, comm.wait, comm._agree
+        self._told = Counter(
+            {name: comm.counters[name].bytes_sent for name in comm.counters.snapshot()}
+        )
+        run, start, exchange, wait, agree = (
+            comm.run,
+            comm.start,
+            comm.exchange,
+            comm.wait,
+            comm._agree,
+        )
 
         def named_run(operation: Operation, *buffers: Any) -> None:
             self._span(Call(operation.op.value, "run"), lambda: run(operation, *buffers))
 
         def named_start(operation: Operation, *buffers: Any) -> Handle:
-            return self._begin(Call(operation.op.value, "start"), lambda: start(operation, *buffers))
+            return self._begin(
+                Call(operation.op.value, "start"), lambda: start(operation, *buffers)
+            )
 
         def named_exchange(sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
             return self._begin(Call(name, "start"), lambda: exchange(sends, recvs, name))
@@ -118,15 +131,26 @@ class Log:
         def named_wait(handle: Handle, name: str) -> None:
             if isinstance(handle, Done):
                 return wait(handle, name)  # nothing was sent
-            if id(handle) not in self._started:  # an algorithm of this library, which posts its messages as it goes
+            if (
+                id(handle) not in self._started
+            ):  # an algorithm of this library, which posts its messages as it goes
                 return self._span(Call(name, "run"), lambda: wait(handle, name))
             number = self._started.pop(id(handle))[1]
-            return self._span(Call(name, "wait", self.calls[number].bytes_sent, number), lambda: wait(handle, name))
+            return self._span(
+                Call(name, "wait", self.calls[number].bytes_sent, number),
+                lambda: wait(handle, name),
+            )
 
         def named_agree(*arguments: Any) -> tuple[int, ...]:
             return self._span(Call("control", "agree"), lambda: agree(*arguments))
 
-        named = {"run": named_run, "start": named_start, "exchange": named_exchange, "wait": named_wait, "_agree": named_agree}
+        named = {
+            "run": named_run,
+            "start": named_start,
+            "exchange": named_exchange,
+            "wait": named_wait,
+            "_agree": named_agree,
+        }
         for name, method in named.items():
             setattr(comm, name, method)
 
@@ -137,7 +161,10 @@ class Log:
     def _begin(self, call: Call, act: Callable[[], Handle]) -> Handle:
         number = len(self.calls)
         handle = self._span(call, act)
-        self._started[id(handle)] = (handle, number)  # the handle is held, or its id would be given to another
+        self._started[id(handle)] = (
+            handle,
+            number,
+        )  # the handle is held, or its id would be given to another
         return handle
 
     def _span(self, call: Call, act: Callable[[], T]) -> T:
@@ -163,7 +190,9 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         return record_function(f"{name}, {case.scheme}" if name == "attention" else name)
 
     where = device(setting.device, world, share_gpu=setting.share_gpu)
-    with Mesh(world, device=where, transport=case.transport, check="off", **{AXIS: case.ranks}) as mesh:  # type: ignore[arg-type]
+    with Mesh(
+        world, device=where, transport=case.transport, check="off", **{AXIS: case.ranks}
+    ) as mesh:  # type: ignore[arg-type]
         (layer, forward, _), x = block(setting, mesh, named)
 
         def step() -> None:
@@ -188,7 +217,9 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     path = rank.folder / f"profile-{world.rank}.json"
     profiler.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
-    mine = Profile(world.rank, f"{where} of {MPI.Get_processor_name()}", events, log.as_dicts(), marks, ahead)
+    mine = Profile(
+        world.rank, f"{where} of {MPI.Get_processor_name()}", events, log.as_dicts(), marks, ahead
+    )
     profiles = world.gather(mine)
     return {} if profiles is None else {"trace": merge(profiles, about(setting))}
 
@@ -198,4 +229,9 @@ def about(setting: BlockSetting) -> dict[str, Any]:
     case = setting.case
     direction = "forward and backward" if case.direction == "both" else "forward"
     names = ("scheme", "layout", "dtype", "ranks", "transport")
-    return {**{name: getattr(case, name) for name in names}, **case.shape, "direction": direction, "device": setting.device}
+    return {
+        **{name: getattr(case, name) for name in names},
+        **case.shape,
+        "direction": direction,
+        "device": setting.device,
+    }

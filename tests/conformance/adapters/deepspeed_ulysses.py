@@ -1,9 +1,10 @@
 """DeepSpeed's DistributedAttention around torch's attention.
 
-Called as its class says (deepspeed/sequence/layer.py): a local attention over the whole sequence and some heads, between two
-exchanges; here (B, S, H, D), so `scatter_idx=2, gather_idx=1` and the batch in dim 0. Masks are the local attention's, which is
-written here, so window and documents say that nothing is lost on the way. The mesh is what `deepspeed.initialize(mesh_param=...)`
-makes, without a model.
+Called as its class says (deepspeed/sequence/layer.py): a local attention over the whole sequence
+and some heads, between two exchanges; here (B, S, H, D), so `scatter_idx=2, gather_idx=1` and the
+batch in dim 0. Masks are the local attention's, which is written here, so window and documents say
+that nothing is lost on the way. The mesh is what `deepspeed.initialize(mesh_param=...)` makes,
+without a model.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ def prepare(comm: Any, variant: str) -> None:
     wrapper = importlib.import_module("deepspeed.comm")
     # Else its all-reduce through shared memory, not used here, is compiled now.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    wrapper.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    wrapper.init_distributed(
+        dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False
+    )
     groups = importlib.import_module("deepspeed.utils").groups
-    groups.mesh_device = wrapper.initialize_mesh_device((1, dist.get_world_size()), ("data_parallel", "sequence_parallel"))
+    groups.mesh_device = wrapper.initialize_mesh_device(
+        (1, dist.get_world_size()), ("data_parallel", "sequence_parallel")
+    )
 
 
 def attend(
@@ -47,13 +52,19 @@ def attend(
         seen = _visible(q.shape[1], k.shape[1], causal, window, documents)
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         grouped = q.shape[2] != k.shape[2]
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=softmax_scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            *heads_first, attn_mask=seen, scale=softmax_scale, enable_gqa=grouped
+        )
         return out.transpose(1, 2)
 
-    return layer.DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)(q, k, v, 0)
+    return layer.DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)(
+        q, k, v, 0
+    )
 
 
-def _visible(queries: int, keys: int, causal: bool, window: int | None, documents: Any) -> Tensor | None:
+def _visible(
+    queries: int, keys: int, causal: bool, window: int | None, documents: Any
+) -> Tensor | None:
     """Who sees whom in the whole sequence; None where everybody sees everybody."""
     if not causal:
         return None
@@ -62,6 +73,8 @@ def _visible(queries: int, keys: int, causal: bool, window: int | None, document
     if window is not None:
         seen = seen & (distance < window)
     if documents is not None:
-        number = torch.bucketize(torch.arange(max(queries, keys)), torch.tensor(documents), right=True)
+        number = torch.bucketize(
+            torch.arange(max(queries, keys)), torch.tensor(documents), right=True
+        )
         seen = seen & (number[:queries, None] == number[None, :keys])
     return seen

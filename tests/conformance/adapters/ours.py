@@ -15,11 +15,30 @@ def prepare(comm: Any, variant: str) -> None:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, comm: Any, causal: bool, window: int | None, documents: Any, shards: Any, **rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Any,
+    causal: bool,
+    window: int | None,
+    documents: Any,
+    shards: Any,
+    **rest: Any,
 ) -> Tensor:
     """Any of the schemes: which one, the shape decides. The mesh has to outlive backward, and ends with the example."""
     names = sorted(SCHEMES)
-    scheme = SCHEMES[names[(q.shape[0] + q.shape[2] + q.shape[3] // 8 + len(shards[0])) % len(names)]]
+    scheme = SCHEMES[
+        names[(q.shape[0] + q.shape[2] + q.shape[3] // 8 + len(shards[0])) % len(names)]
+    ]
     mask = Mask(causal=causal, window=window, documents=documents)
     sharding = Sharding.from_positions(shards)
-    return scheme(q, k, v, comm=Mesh(comm, sp=comm.size)["sp"], sharding=sharding, mask=mask, softmax_scale=rest["softmax_scale"])
+    return scheme(
+        q,
+        k,
+        v,
+        comm=Mesh(comm, sp=comm.size)["sp"],
+        sharding=sharding,
+        mask=mask,
+        softmax_scale=rest["softmax_scale"],
+    )

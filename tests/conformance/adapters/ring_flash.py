@@ -1,8 +1,9 @@
 """ring-flash-attn: its batch and its varlen functions, on a stand-in for the kernels of flash-attn.
 
-Called as its tests do (test/test_ring_flash_attn_func.py and the like): `ring` takes contiguous pieces, `zigzag` pieces r and
-2P-1-r, `stripe` every P-th token. The varlen functions take packed documents without a batch: `ring_varlen` and `zigzag_varlen`
-every rank's piece of each document, with `cu_seqlens // P`; `llama3` contiguous pieces of the packed sequence.
+Called as its tests do (test/test_ring_flash_attn_func.py and the like): `ring` takes contiguous
+pieces, `zigzag` pieces r and 2P-1-r, `stripe` every P-th token. The varlen functions take packed
+documents without a batch: `ring_varlen` and `zigzag_varlen` every rank's piece of each document,
+with `cu_seqlens // P`; `llama3` contiguous pieces of the packed sequence.
 """
 
 from __future__ import annotations
@@ -61,9 +62,13 @@ def attend(
     return function(*packed, local, longest, **options).unsqueeze(0)
 
 
-def _llama3(library: Any, function: Any, boundaries: Tensor, packed: Any, options: dict[str, Any]) -> Tensor:
+def _llama3(
+    library: Any, function: Any, boundaries: Tensor, packed: Any, options: dict[str, Any]
+) -> Tensor:
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    found = library.llama3_flash_attn_prepare_cu_seqlens(boundaries, causal=options["causal"], **place)
+    found = library.llama3_flash_attn_prepare_cu_seqlens(
+        boundaries, causal=options["causal"], **place
+    )
     seqlens_q, seqlens_k, longest_q, longest_k, keys = found
     lengths = (seqlens_q, seqlens_k, longest_q, longest_k)
     return function(*packed, *lengths, heads_k_stride=1, local_k_slice=keys, **options).unsqueeze(0)

@@ -1,7 +1,8 @@
 """torch's public `context_parallel`, which replaces `scaled_dot_product_attention` inside a `with`.
 
-Called as its docstring says: a buffer that depends on the sequence (here the positions) is sharded on entry, and attention inside
-is computed over all ranks. Backward has to run inside too, so the context stays open until the next call.
+Called as its docstring says: a buffer that depends on the sequence (here the positions) is sharded
+on entry, and attention inside is computed over all ranks. Backward has to run inside too, so the
+context stays open until the next call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ def prepare(comm: Any, variant: str) -> None:
     _mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None, shards: Any, **rest: Any) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    shards: Any,
+    **rest: Any,
+) -> Tensor:
     """Attention of tokens whose positions the context has chosen; they must be those that this rank was given."""
     _open.close()
     positions = torch.arange(sum(map(len, shards)))
@@ -35,5 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: floa
         raise RuntimeError(f"context_parallel gives this rank the positions {positions.tolist()}")
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=softmax_scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        *heads_first, is_causal=causal, scale=softmax_scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2)

@@ -1,8 +1,9 @@
 """yunchang's LongContextAttention: Ulysses within pairs of ranks where P is even and above 2, a ring across.
 
 Called as its README says: `set_seq_parallel_pg`, tokens taken with its `EXTRACT_FUNC_DICT`, then
-`LongContextAttention(ring_impl_type=..., attn_type=...)`. A variant names both, such as "zigzag FA"; with FA the kernels are a
-stand-in for those of flash-attn. Of its torch kernels, its README names TORCH_EFFICIENT; TORCH_MATH is the one that a CPU can run.
+`LongContextAttention(ring_impl_type=..., attn_type=...)`. A variant names both, such as "zigzag
+FA"; with FA the kernels are a stand-in for those of flash-attn. Of its torch kernels, its README
+names TORCH_EFFICIENT; TORCH_MATH is the one that a CPU can run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def attend(
     ring, kernel = variant.split()
     _check_tokens(ring, shards)
     kernels = importlib.import_module("yunchang.kernels").AttnType
-    module = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=ring, attn_type=kernels[kernel])
+    module = importlib.import_module("yunchang").LongContextAttention(
+        ring_impl_type=ring, attn_type=kernels[kernel]
+    )
     window_size = (-1, -1) if window is None else (window - 1, 0)
     return module(q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size)
 
@@ -55,6 +58,10 @@ def _check_tokens(ring: str, shards: Any) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     ulysses, rings = degrees(size)
     tokens = torch.arange(sum(map(len, shards))).view(1, -1, 1)
-    taken = importlib.import_module("yunchang").EXTRACT_FUNC_DICT[ring](tokens, rank, world_size=size, rd=rings, ud=ulysses)
+    taken = importlib.import_module("yunchang").EXTRACT_FUNC_DICT[ring](
+        tokens, rank, world_size=size, rd=rings, ud=ulysses
+    )
     if taken.flatten().tolist() != list(shards[rank]):
-        raise RuntimeError(f"EXTRACT_FUNC_DICT gives this rank the tokens {taken.flatten().tolist()}")
+        raise RuntimeError(
+            f"EXTRACT_FUNC_DICT gives this rank the tokens {taken.flatten().tolist()}"
+        )

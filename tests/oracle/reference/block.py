@@ -1,6 +1,7 @@
 """A dense float64 transformer block from a dict of weights, and how sensitive its results are to rounding.
 
-Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head dim.
+Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D
+head dim.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch.nn.functional import silu
 
 from .dense import visible
 
-EPSILON = 1e-7  # of the perturbations: its square is far below, float64's round-off over it far below what is measured
+# of the perturbations: its square is far below, float64's round-off over it far below what is
+# measured
+EPSILON = 1e-7
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -27,13 +30,19 @@ class BlockReference(NamedTuple):
     scales: dict[str, Tensor]
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t
+) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
-    centred = rounding(x - rounding(x.mean(-1, keepdim=True)))  # a mean far from 0 leaves its rounding in what is left
+    centred = rounding(
+        x - rounding(x.mean(-1, keepdim=True))
+    )  # a mean far from 0 leaves its rounding in what is left
     return _normalized(centred, eps, rounding) * weight + bias
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = lambda t: t) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = lambda t: t
+) -> Tensor:
     """x / sqrt(mean square + eps) * weight over the last dim, (..., E)."""
     return _normalized(x, eps, rounding) * weight
 
@@ -48,19 +57,25 @@ def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[
     half = x.shape[-1] // 2
     p = torch.as_tensor(positions, dtype=torch.float64, device=x.device)
     pairs = torch.complex(x[..., :half], x[..., half:])
-    frequencies = [base ** (-i / half) for i in range(half)] if isinstance(base, int | float) else base
+    frequencies = (
+        [base ** (-i / half) for i in range(half)] if isinstance(base, int | float) else base
+    )
     angles = torch.stack([p * frequency for frequency in frequencies], dim=-1)[:, None, :]
     turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def feed_forward(x: Tensor, weights: Mapping[str, Tensor], rounding: Rounding = lambda t: t) -> Tensor:
+def feed_forward(
+    x: Tensor, weights: Mapping[str, Tensor], rounding: Rounding = lambda t: t
+) -> Tensor:
     """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) where the weights have a gate; (..., E)."""
     up = rounding(_linear(x, weights, "up"))
     if "gate.weight" in weights:
         inner = rounding(silu(rounding(_linear(x, weights, "gate")))) * up
     else:
-        inner = up * (0.5 * (1 + rounding(torch.erf(up / math.sqrt(2)))))  # 1 + erf cancels for negative up
+        inner = up * (
+            0.5 * (1 + rounding(torch.erf(up / math.sqrt(2))))
+        )  # 1 + erf cancels for negative up
     return _linear(rounding(inner), weights, "down")
 
 
@@ -83,13 +98,19 @@ def self_attention(
         seen: bool (S, S), as `visible` gives it.
     """
     head_dim = weights["q_proj.weight"].shape[0] // num_heads
-    q, k, v = (rounding(_linear(x, weights, name)).unflatten(-1, (-1, head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (
+        rounding(_linear(x, weights, name)).unflatten(-1, (-1, head_dim))
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
     if rope_base is not None:
         q, k = (rounding(rotate(t, positions, rope_base)) for t in (q, k))
     k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2) for t in (k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (
+        head_dim**-0.5 if softmax_scale is None else softmax_scale
+    )
     e, total = _exponentials(rounding(logits), seen, rounding)
-    # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over D of these in the backward.
+    # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over
+    # D of these in the backward.
     out = rounding(torch.einsum("bhqk,bkhd->bqhd", e, v)) / total.transpose(1, 2)
     return _linear(rounding(out.flatten(2)), weights, "o_proj")
 
@@ -114,8 +135,9 @@ def transformer_block(
 
     Args:
         x: (B, S, E), all tokens.
-        weights: norm1, norm2: weight (E,) and for layer norm bias (E,); attention.q_proj (H D, E), k_proj and v_proj (K D, E),
-            o_proj (E, H D); feed_forward.up and, gated, gate (F, E), down (E, F): each .weight and, if any, .bias.
+        weights: norm1, norm2: weight (E,) and for layer norm bias (E,); attention.q_proj (H D, E),
+            k_proj and v_proj (K D, E), o_proj (E, H D); feed_forward.up and, gated, gate (F, E),
+            down (E, F): each .weight and, if any, .bias.
         num_heads: H; K and D follow from the weights.
         norm: "layer" or "rms".
         eps: of the norms; 1e-5 for layer and 1e-6 for rms when None.
@@ -127,16 +149,30 @@ def transformer_block(
         rounding: applied to every intermediate result; `sensitivity` perturbs there.
 
     Returns:
-        (B, S, E) in the dtype that x and the weights are promoted to: float64 for the reference proper.
+        (B, S, E) in the dtype that x and the weights are promoted to: float64 for the reference
+        proper.
     """
     positions = range(x.shape[1]) if positions is None else positions
     positions = torch.as_tensor(positions, dtype=torch.int64)
-    seen = visible(positions, positions, causal=causal, window=window, documents=documents).to(x.device)
+    seen = visible(positions, positions, causal=causal, window=window, documents=documents).to(
+        x.device
+    )
     normed = rounding(_norm(rounding(x), weights, "norm1", norm, eps, rounding))
-    attended = self_attention(normed, _under(weights, "attention"), num_heads, positions, rope_base, seen, softmax_scale, rounding)
+    attended = self_attention(
+        normed,
+        _under(weights, "attention"),
+        num_heads,
+        positions,
+        rope_base,
+        seen,
+        softmax_scale,
+        rounding,
+    )
     x = rounding(x + rounding(attended) * kept[0])
     normed = rounding(_norm(x, weights, "norm2", norm, eps, rounding))
-    return rounding(x + rounding(feed_forward(normed, _under(weights, "feed_forward"), rounding)) * kept[1])
+    return rounding(
+        x + rounding(feed_forward(normed, _under(weights, "feed_forward"), rounding)) * kept[1]
+    )
 
 
 def transformer_block_grads(
@@ -159,8 +195,12 @@ def transformer_block_grads(
         out = transformer_block(leaves[0], named, rounding=rounding, **options)
         return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
-    values, scales = sensitivity(run, [t.detach().double() for t in (x, grad_out, *weights.values())], samples)
-    return BlockReference(dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True)))
+    values, scales = sensitivity(
+        run, [t.detach().double() for t in (x, grad_out, *weights.values())], samples
+    )
+    return BlockReference(
+        dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
+    )
 
 
 def sensitivity(
@@ -168,9 +208,10 @@ def sensitivity(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Measure how far each element of each output moves when inputs and intermediate results are perturbed as rounding does.
 
-    Every element of every input, and of what the function passes through `rounding` (and its gradient on the way back), is
-    multiplied by 1 + EPSILON times a normal random number. The scale is the root mean square of the movement over EPSILON, plus its
-    mean along the last dim, because few samples may all miss an element.
+    Every element of every input, and of what the function passes through `rounding` (and its
+    gradient on the way back), is multiplied by 1 + EPSILON times a normal random number. The scale
+    is the root mean square of the movement over EPSILON, plus its mean along the last dim, because
+    few samples may all miss an element.
 
     Args:
         function: of (rounding, *inputs), returning a tuple of tensors.
@@ -186,10 +227,15 @@ def sensitivity(
     values = function(lambda t: t, *inputs)
     squares = [torch.zeros_like(value) for value in values]
     for _ in range(samples):
-        moved = function(lambda t: _perturb(t, generator), *(_perturb(t, generator) for t in inputs))
+        moved = function(
+            lambda t: _perturb(t, generator), *(_perturb(t, generator) for t in inputs)
+        )
         for square, value, other in zip(squares, values, moved, strict=True):
             square += ((other - value) / EPSILON) ** 2
-    sizes = [(square / samples).sqrt() + value.abs() for square, value in zip(squares, values, strict=True)]
+    sizes = [
+        (square / samples).sqrt() + value.abs()
+        for square, value in zip(squares, values, strict=True)
+    ]
     return values, tuple(size + size.mean(-1, keepdim=True) for size in sizes)
 
 
@@ -213,23 +259,41 @@ _multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = _Perturbation.apply
 
 def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
     """x with independent relative perturbations of its elements, and of the elements of its gradient."""
-    factors = (1 + EPSILON * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for _ in range(2))
+    factors = (
+        1 + EPSILON * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        for _ in range(2)
+    )
     return _multiply(x, *factors)
 
 
 def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Softmax as numerators and sums: the rounding of its sum is what the gradient of a saturated one consists of."""
-    hidden = ~seen & seen.any(-1, keepdim=True)  # a row that sees nothing keeps finite logits and is zeroed at the end
+    hidden = ~seen & seen.any(
+        -1, keepdim=True
+    )  # a row that sees nothing keeps finite logits and is zeroed at the end
     logits = logits.masked_fill(hidden, -math.inf)
     e = rounding(torch.exp(logits - logits.detach().amax(-1, keepdim=True)))
     return e * seen, rounding(e.sum(-1, keepdim=True))
 
 
-def _norm(x: Tensor, weights: Mapping[str, Tensor], name: str, kind: str, eps: float | None, rounding: Rounding) -> Tensor:
+def _norm(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    name: str,
+    kind: str,
+    eps: float | None,
+    rounding: Rounding,
+) -> Tensor:
     """The norm of that name and kind."""
     if kind == "rms":
         return rms_norm(x, weights[f"{name}.weight"], 1e-6 if eps is None else eps, rounding)
-    return layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5 if eps is None else eps, rounding)
+    return layer_norm(
+        x,
+        weights[f"{name}.weight"],
+        weights[f"{name}.bias"],
+        1e-5 if eps is None else eps,
+        rounding,
+    )
 
 
 def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
@@ -240,4 +304,8 @@ def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _under(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The weights whose names begin with `name.`, without it."""
-    return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+    return {
+        key.removeprefix(f"{name}."): value
+        for key, value in weights.items()
+        if key.startswith(f"{name}.")
+    }

@@ -46,7 +46,9 @@ class _Dense(NamedTuple):
     logits: Tensor
     lse: Tensor
     p: Tensor
-    p_scale: Tensor  # p and the size below which a kernel's p has no relative precision, where visible
+    p_scale: (
+        Tensor  # p and the size below which a kernel's p has no relative precision, where visible
+    )
     floor: float  # error of numbers that are too small for the dtype, over one round-off
     scale: float
     growth: float
@@ -68,7 +70,8 @@ def visible(
         kv_positions: Sk global positions.
         causal: a key is visible when it is not after the query.
         window: a key is visible when fewer than this many positions away.
-        documents: boundaries 0 = b0 <= ... <= bn; a key is visible when its document has the number of the query's.
+        documents: boundaries 0 = b0 <= ... <= bn; a key is visible when its document has the number
+            of the query's.
         kv_documents: boundaries for the keys, where they differ.
     """
     q, k = (torch.as_tensor(p, dtype=torch.int64) for p in (q_positions, kv_positions))
@@ -139,13 +142,16 @@ def attention_grads(
 ) -> GradientReference:
     """Gradients of `attention` by their formulas, not by autograd.
 
-    With t = softmax_scale and delta = sum_d do out - grad_lse: dv = p^T do, ds = p (do v^T - delta), dq = t ds k, dk = t ds^T q.
+    With t = softmax_scale and delta = sum_d do out - grad_lse: dv = p^T do, ds = p (do v^T -
+    delta), dq = t ds k, dk = t ds^T q.
 
     Args:
         q, k, v: as in `attention`.
         grad_out: (B, Sq, H, D), gradient of out.
-        grad_lse: (B, H, Sq), gradient of lse; zero when None. Must be finite, also where lse is -inf (it is not read there).
-        q_positions, kv_positions, causal, window, documents, kv_documents, softmax_scale: as in `attention`.
+        grad_lse: (B, H, Sq), gradient of lse; zero when None. Must be finite, also where lse is
+            -inf (it is not read there).
+        q_positions, kv_positions, causal, window, documents, kv_documents, softmax_scale: as in
+            `attention`.
 
     Returns:
         dq, dk, dv and their scales in float64.
@@ -153,7 +159,11 @@ def attention_grads(
     seen = _seen(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
     d = _dense(q, k, v, seen, softmax_scale)
     do = grad_out.detach().double().transpose(1, 2)
-    gl = torch.zeros_like(d.lse).unsqueeze(-1) if grad_lse is None else grad_lse.detach().double().unsqueeze(-1)
+    gl = (
+        torch.zeros_like(d.lse).unsqueeze(-1)
+        if grad_lse is None
+        else grad_lse.detach().double().unsqueeze(-1)
+    )
     delta = (do * (d.p @ d.v)).sum(-1, keepdim=True) - gl
     # Not |delta|: where out or delta cancel, their errors do not.
     delta_scale = (do.abs() * (d.p @ d.v.abs())).sum(-1, keepdim=True) + gl.abs()
@@ -184,14 +194,22 @@ def _seen(
     """`visible` with positions that default to 0, 1, ..."""
     q_positions = torch.arange(q.shape[1]) if q_positions is None else q_positions
     kv_positions = torch.arange(k.shape[1]) if kv_positions is None else kv_positions
-    return visible(q_positions, kv_positions, causal=causal, window=window, documents=documents, kv_documents=kv_documents)
+    return visible(
+        q_positions,
+        kv_positions,
+        causal=causal,
+        window=window,
+        documents=documents,
+        kv_documents=kv_documents,
+    )
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None) -> _Dense:
     """Logits, lse, probabilities, and what errors of them are proportional to."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     group = q.shape[2] // max(k.shape[2], 1)
-    # Kernels flush below the smallest normal number to 0, an error of 1 and not of u; but float16 underflows gradually.
+    # Kernels flush below the smallest normal number to 0, an error of 1 and not of u; but float16
+    # underflows gradually.
     limits = torch.finfo(q.dtype)
     floor = limits.tiny if q.dtype == torch.float16 else limits.tiny / limits.eps
     seen = seen.to(q.device)

@@ -1,6 +1,7 @@
 """A dense float64 LLaMA from a dict of weights with the names of a Hugging Face checkpoint.
 
-Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head dim, V vocabulary.
+Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D
+head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,31 +38,46 @@ def llama(
 
     Args:
         tokens: int64 (B, S).
-        weights: model.embed_tokens (V, E), model.norm (E,), lm_head (V, E), without which the head is the embedding, and for
-            layer i model.layers.i.*, each .weight.
+        weights: model.embed_tokens (V, E), model.norm (E,), lm_head (V, E), without which the head
+            is the embedding, and for layer i model.layers.i.*, each .weight.
         num_heads: H; K and D follow from the weights.
         rope_theta, rope_scaling: as `llama_frequencies`.
         eps: of the norms.
         rounding: as in `transformer_block`.
-        seen: positions, causal, window and documents as in `transformer_block`; causal if not given.
+        seen: positions, causal, window and documents as in `transformer_block`; causal if not
+            given.
 
     Returns:
         (B, S, V) in the dtype of the weights: float64 for the reference proper.
     """
     embedding = weights["model.embed_tokens.weight"]
     x = embedding[tokens]
-    numbers = sorted({int(name.split(".")[2]) for name in weights if name.startswith("model.layers.")})
+    numbers = sorted(
+        {int(name.split(".")[2]) for name in weights if name.startswith("model.layers.")}
+    )
     head_dim = weights[f"model.layers.{numbers[0]}.self_attn.q_proj.weight"].shape[0] // num_heads
     frequencies = llama_frequencies(head_dim, rope_theta, rope_scaling)
-    options = {"num_heads": num_heads, "norm": "rms", "eps": eps, "rope_base": frequencies, "causal": True, **seen}
+    options = {
+        "num_heads": num_heads,
+        "norm": "rms",
+        "eps": eps,
+        "rope_base": frequencies,
+        "causal": True,
+        **seen,
+    }
     for number in numbers:
-        layer = {f"{ours}.weight": weights[f"model.layers.{number}.{theirs}.weight"] for ours, theirs in _PARTS.items()}
+        layer = {
+            f"{ours}.weight": weights[f"model.layers.{number}.{theirs}.weight"]
+            for ours, theirs in _PARTS.items()
+        }
         x = transformer_block(x, layer, rounding=rounding, **options)
     x = rounding(rms_norm(x, weights["model.norm.weight"], eps))
     return rounding(x @ weights.get("lm_head.weight", embedding).T)
 
 
-def llama_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> list[float]:
+def llama_frequencies(
+    head_dim: int, theta: float, scaling: Mapping[str, Any] | None
+) -> list[float]:
     """Radians per token of each pair of dims, scaled by wavelength.
 
     Args:
@@ -69,13 +85,18 @@ def llama_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | 
         theta: base of the frequencies.
         scaling: None, or a mapping with "rope_type" "linear" or "llama3" and its fields.
 
-    Source: Grattafiori et al. 2024, The Llama 3 Herd of Models, and Meta's `apply_scaling` in llama-models, llama3/model.py.
+    Source: Grattafiori et al. 2024, The Llama 3 Herd of Models, and Meta's `apply_scaling` in
+    llama-models, llama3/model.py.
     """
     plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if scaling is None:
         return plain
     factor = float(scaling["factor"])
-    return [f / factor for f in plain] if scaling["rope_type"] == "linear" else [_llama3(f, factor, scaling) for f in plain]
+    return (
+        [f / factor for f in plain]
+        if scaling["rope_type"] == "linear"
+        else [_llama3(f, factor, scaling) for f in plain]
+    )
 
 
 def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> float:
@@ -90,9 +111,13 @@ def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> floa
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def next_token_loss(logits: Tensor, tokens: Tensor, ignored: Sequence[tuple[int, int]] = ()) -> Tensor:
+def next_token_loss(
+    logits: Tensor, tokens: Tensor, ignored: Sequence[tuple[int, int]] = ()
+) -> Tensor:
     """Mean over all tokens with a next one of log sum exp(logits) - logit of the next token; without those at `ignored` (b, t)."""
-    losses = torch.logsumexp(logits[:, :-1], -1) - logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    losses = torch.logsumexp(logits[:, :-1], -1) - logits[:, :-1].gather(
+        -1, tokens[:, 1:, None]
+    ).squeeze(-1)
     counted = torch.ones_like(losses)
     for place in ignored:
         counted[place] = 0
