@@ -165,9 +165,8 @@ def legend(axes: Axes, columns: int = 2) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         fitting = 1 if max(map(len, labels)) > HALF else columns
-        axes.get_figure(root=False).legend(
-            handles, labels, loc="outside lower center", ncols=fitting
-        )  # type: ignore[union-attr]
+        place = {"loc": "outside lower center", "ncols": fitting}
+        axes.get_figure(root=False).legend(handles, labels, **place)  # type: ignore[union-attr]
 
 
 def ranks_axis(axes: Axes, ranks: Sequence[int]) -> None:

@@ -190,9 +190,8 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         return record_function(f"{name}, {case.scheme}" if name == "attention" else name)
 
     where = device(setting.device, world, share_gpu=setting.share_gpu)
-    with Mesh(
-        world, device=where, transport=case.transport, check="off", **{AXIS: case.ranks}
-    ) as mesh:  # type: ignore[arg-type]
+    axes: dict[str, Any] = {AXIS: case.ranks}
+    with Mesh(world, device=where, transport=case.transport, check="off", **axes) as mesh:
         (layer, forward, _), x = block(setting, mesh, named)
 
         def step() -> None:
