@@ -165,8 +165,9 @@ def legend(axes: Axes, columns: int = 2) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         fitting = 1 if max(map(len, labels)) > HALF else columns
-        place = {"loc": "outside lower center", "ncols": fitting}
-        axes.get_figure(root=False).legend(handles, labels, **place)  # type: ignore[union-attr]
+        figure = axes.get_figure(root=False)
+        assert figure is not None
+        figure.legend(handles, labels, loc="outside lower center", ncols=fitting)
 
 
 def ranks_axis(axes: Axes, ranks: Sequence[int]) -> None:
