@@ -30,10 +30,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
     """
     dtype = accumulation_dtype(torch.promote_types(out_a.dtype, out_b.dtype))
-    out, lse = (
-        out_a.to(dtype, copy=True),
-        lse_a.to(torch.promote_types(dtype, lse_a.dtype), copy=True),
-    )
+    wide = torch.promote_types(dtype, lse_a.dtype)
+    out = out_a.to(dtype, copy=True)
+    lse = lse_a.to(wide, copy=True, memory_format=torch.contiguous_format)
     merge_into(out, lse, out_b, lse_b)
     return out, lse
 
@@ -61,4 +60,5 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     # Not addcmul_: it rounds one product and not the other, and merging would depend on the order
     # of its arguments.
     out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))
-    torch.logaddexp(lse, part_lse.to(lse.dtype), out=lse)
+    # So may logaddexp, and then merging b into a would differ from merging a into b.
+    torch.logaddexp(lse, part_lse.to(lse.dtype).contiguous(), out=lse)

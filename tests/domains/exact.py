@@ -17,15 +17,17 @@ from domains.declared import Call, Parts, Subject, Values, spans, values
 
 
 def pure(
-    name: str, factors: dict[str, Parts], make: Callable[[Values], Call], *covers: str
+    name: str, factors: dict[str, Parts], make: Callable[[Values], Call], *covers: str, **more: Any
 ) -> Subject:
     """Return the subject of a function that knows no communicator."""
-    return Subject(name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers)
+    return Subject(
+        name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers, **more
+    )
 
 
 def same(found: Any, wanted: Any) -> None:
     """Compare two results bit for bit."""
-    if isinstance(wanted, Tensor):
+    if isinstance(wanted, Tensor | tuple) and isinstance(found, Tensor | tuple):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     else:
         assert found == wanted
