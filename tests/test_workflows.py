@@ -26,17 +26,15 @@ each_workflow = pytest.mark.parametrize("name", WORKFLOWS)
 
 
 def sessions() -> set[str]:
-    """The names of the functions in the noxfile that nox runs."""
-    functions = [
-        node
-        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    ]
-    return {
-        one.name
-        for one in functions
-        if any("nox.session" in ast.unparse(mark) for mark in one.decorator_list)
-    }
+    """Return the sessions of the noxfile: functions that nox runs, and the table of programs."""
+    found = set()
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            found.add(node.name)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PROGRAMS":
+            assert isinstance(node.value, ast.Dict)
+            found |= {ast.literal_eval(key) for key in node.value.keys if key}
+    return found
 
 
 def values(key: str, text: str) -> list[str]:
