@@ -1,6 +1,5 @@
 """Collectives as plain data: who sends what to whom in which step. Computed, costed and proven without MPI."""
 
-from sp_core.schedules.operation import Op, Operation, operation
 from sp_core.schedules.program import (
     HALF,
     OWN,
@@ -10,10 +9,13 @@ from sp_core.schedules.program import (
     Combine,
     Cost,
     Message,
+    Op,
+    Operation,
     Program,
     Region,
     Step,
     cost,
+    operation,
     wide_length,
 )
 from sp_core.schedules.table import (

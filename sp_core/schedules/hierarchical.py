@@ -1,4 +1,4 @@
-"""Hierarchical all-reduce: sum inside each node, send between nodes only what is summed there, and give it out inside each node.
+"""Hierarchical all-reduce: sum inside each node, send sums between nodes, copy inside each node.
 
 Two nodes of two ranks, the vector in two lanes `a` and `b`; what each rank has summed of which
 lane, and over how many ranks:
@@ -25,12 +25,12 @@ IEEE Cluster 2020: the full-lane all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sp_core.schedules.program import (
     Combine,
     Message,
+    Operation,
     Program,
     Region,
     Step,
@@ -68,18 +68,18 @@ class _Place:
         return range(self.mates.index(rank), len(self.lanes), len(self.mates))
 
 
-def all_reduce(rank: int, size: int, count: int, nodes: Sequence[int] = ()) -> Program:
+def all_reduce(t: Operation) -> Program:
     """Sum inside the node, pass each lane round a ring of nodes, copy inside the node."""
-    nodes = nodes or (0,) * size
+    nodes = t.nodes or (0,) * t.size
     groups = tuple(
-        tuple(r for r in range(size) if nodes[r] == node) for node in dict.fromkeys(nodes)
+        tuple(r for r in range(t.size) if nodes[r] == node) for node in dict.fromkeys(nodes)
     )
-    home = next(number for number, group in enumerate(groups) if rank in group)
-    place = _Place(rank, groups, home, spans(split_sizes(count, max(map(len, groups)))))
-    widths = [len(place.lanes[lane]) for lane in place.carried_by(rank)]
+    home = next(number for number, group in enumerate(groups) if t.rank in group)
+    place = _Place(t.rank, groups, home, spans(split_sizes(t.elements, max(map(len, groups)))))
+    widths = [len(place.lanes[lane]) for lane in place.carried_by(t.rank)]
     if len(place.mates) == 1:
         widths = [-(-width // len(groups)) for width in widths]
-    slots = dict(zip(place.carried_by(rank), (span.start for span in spans(widths)), strict=True))
+    slots = dict(zip(place.carried_by(t.rank), (span.start for span in spans(widths)), strict=True))
     steps = [*_sums(place, slots), *_rings(place, slots), _copies(place, slots)]
     return program(steps, sum(widths))
 

@@ -1,13 +1,19 @@
-"""What each rank does in a collective: which regions of which buffers are sent, received and combined, in which order. Plain data.
+"""A collective as plain integers (`Operation`), and what each rank does in it (`Program`).
 
-A rank has three flat buffers: IN holds what it contributes and is only read, OUT what it gets, TMP
+An operation says how many elements of which piece go where. A buffer is a flat vector cut into
+pieces, one per rank (or a single one). A transport that moves a vector in chunks takes elements
+[k*c, (k+1)*c) of EVERY piece in step k, so that each step is again an operation of the same kind,
+and ranks whose pieces are short take part with empty pieces.
+
+A program says which regions of which buffers are sent, received and combined, in which order. A
+rank has three flat buffers: IN holds what it contributes and is only read, OUT what it gets, TMP
 is scratch. OUT may be the same memory as IN (an operation in place). A program is a list of steps;
 a step sends and receives messages, all at once, and once they are complete it combines what is
 there:
 
     post step t   when step t - depth is complete and its combinations are made
-    complete      all messages of the step have been sent and received; then its combinations are
-    made, in order
+    complete      all messages of the step have been sent and received; then its combinations
+                  are made, in order
 
 So with depth 1 one step follows another, and with depth 2 the messages of the next step travel
 while this one's are added. Whoever carries it out may combine before a step's own messages have
@@ -20,10 +26,12 @@ written in their steps before t.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +55,144 @@ AHEAD = 8
 """Steps after which sends are waited for in any case, so that few of them are under way."""
 
 
+class Op(StrEnum):
+    """Name the collectives."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    SHIFT = "shift"
+
+
+class Operation(NamedTuple):
+    """One collective as seen by one rank, with sizes in elements.
+
+    Args:
+        op: which collective.
+        rank, size: the rank, and the number of ranks.
+        send: sizes of the pieces that this rank sends (empty where it sends nothing, as off the
+            root of a broadcast).
+        recv: sizes of the pieces that it receives.
+        longest: size of the largest piece on ANY rank, so that all ranks make the same number of
+            chunks.
+        root: rank of the root, for broadcast and reduce; by how many ranks a shift goes.
+        reduction: "sum", "max" or "min".
+        itemsize: bytes per element.
+        segment: elements per segment, for algorithms that cut pieces.
+        nodes: by rank, the node that it is on; all on one where it is empty.
+        slot: elements of a slot of shared memory.
+        first: number of the step that a program in shared memory begins with, modulo the number of
+            slots.
+        resident: the input lives in shared memory on every rank, at the same place.
+        in_place: the result takes the place of the input.
+    """
+
+    op: Op
+    rank: int
+    size: int
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+    longest: int
+    root: int = 0
+    reduction: str = "sum"
+    itemsize: int = 1
+    segment: int | None = None
+    nodes: tuple[int, ...] = ()
+    slot: int = 0
+    first: int = 0
+    resident: bool = False
+    in_place: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole vector, the same on every rank; an all-to-all counts as if all pieces were the longest."""
+        match self.op:
+            case Op.ALL_GATHER:
+                return sum(self.recv)
+            case Op.REDUCE_SCATTER:
+                return sum(self.send)
+        return self.longest * (self.size if self.op is Op.ALL_TO_ALL else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole vector, the same on every rank."""
+        return self.elements * self.itemsize
+
+    @property
+    def reduces(self) -> bool:
+        """Whether elements are combined, not only moved."""
+        return self.op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of this rank's input that other ranks need."""
+        needed = sum(self.send)
+        if self.op in (Op.ALL_GATHER, Op.BROADCAST):
+            needed *= self.size - 1
+        elif self.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
+            needed -= self.send[self.rank]
+        elif self.size == 1 or (self.op is Op.REDUCE and self.rank == self.root):
+            needed = 0
+        return needed * self.itemsize
+
+    def chunks(self, length: int) -> Iterator[tuple[int, Operation]]:
+        """Cut into operations of at most `length` elements of each piece, with the offset of each in its pieces."""
+        for offset in range(0, max(self.longest, 1), length):
+            send, recv = (
+                tuple(min(max(n - offset, 0), length) for n in sizes)
+                for sizes in (self.send, self.recv)
+            )
+            yield (
+                offset,
+                self._replace(send=send, recv=recv, longest=min(self.longest - offset, length)),
+            )
+
+
+def operation(
+    op: str, rank: int, size: int, counts: tuple[int, ...], root: int = 0, **more: Any
+) -> Operation:
+    """Return one rank's view of a collective.
+
+    Args:
+        op, rank, size, root: as in `Operation`.
+        counts: of an all-gather and a shift the elements that each rank contributes, of a
+            reduce-scatter and an all-to-all those that each gets from each rank; of the others
+            pieces of the vector that is summed or sent.
+        more: other fields of the operation.
+    """
+    send, recv, longest = _PIECES[op](counts, rank, root)
+    return Operation(Op(op), rank, size, send, recv, longest, root % size, **more)
+
+
+_PIECES: dict[
+    str, Callable[[tuple[int, ...], int, int], tuple[tuple[int, ...], tuple[int, ...], int]]
+] = {
+    "all_gather": lambda counts, rank, _: ((counts[rank],), counts, max(counts)),
+    "reduce_scatter": lambda counts, rank, _: (counts, (counts[rank],), max(counts)),
+    "shift": lambda counts, rank, offset: (
+        (counts[rank],),
+        (counts[(rank - offset) % len(counts)],),
+        max(counts),
+    ),
+    "all_to_all": lambda counts, rank, _: (counts, (counts[rank],) * len(counts), max(counts)),
+    "all_reduce": lambda counts, _, __: ((sum(counts),), (sum(counts),), sum(counts)),
+    "broadcast": lambda counts, rank, root: (
+        (sum(counts),) if rank == root else (),
+        () if rank == root else (sum(counts),),
+        sum(counts),
+    ),
+    "reduce": lambda counts, rank, root: (
+        (sum(counts),),
+        (sum(counts),) if rank == root else (),
+        sum(counts),
+    ),
+}
+"""By collective, what a rank sends and receives and the longest piece, from the arguments of `operation`."""
+
+
 class Buffer(StrEnum):
     """A rank's buffers."""
 
@@ -66,11 +212,6 @@ class Region:
 
     def __len__(self) -> int:
         return self.stop - self.start
-
-    def __str__(self) -> str:
-        return f"{self.buffer}[{self.start}:{self.stop}]" + (
-            f" of rank {self.rank}" if self.rank != OWN else ""
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +359,11 @@ def overlap(one: Region, other: Region, in_place: bool) -> bool:
 def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
     """Make a program without empty messages, empty combinations, and steps in which nothing happens."""
     kept = [
-        Step(_full(step.sends), _full(step.receives), tuple(c for c in step.then if len(c.into)))
+        Step(
+            tuple(message for message in step.sends if len(message.region)),
+            tuple(message for message in step.receives if len(message.region)),
+            tuple(combine for combine in step.then if len(combine.into)),
+        )
         for step in steps
     ]
     if depth == 1:  # with more, how far two steps are apart says which of them may overlap
@@ -226,8 +371,9 @@ def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
     return Program(tuple(kept), scratch, depth)
 
 
-def _full(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    return tuple(message for message in messages if len(message.region))
+def exchange(dest: int, sent: Region, source: int, received: Region, *then: Combine) -> Step:
+    """Return a step with one message each way."""
+    return Step((Message(dest, sent),), (Message(source, received),), then)
 
 
 def inp(span: range) -> Region:
@@ -252,11 +398,8 @@ def copy(source: Region, into: Region) -> Combine:
 
 def spans(counts: Iterable[int], start: int = 0) -> tuple[range, ...]:
     """Return consecutive ranges of these lengths."""
-    found = []
-    for count in counts:
-        found.append(range(start, start + count))
-        start += count
-    return tuple(found)
+    edges = accumulate(counts, initial=start)
+    return tuple(range(first, stop) for first, stop in pairwise(edges))
 
 
 def joined(first: range, last: range) -> range:

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
+from pkgutil import resolve_name
 
-from sp_core.schedules.operation import Operation
-from sp_core.schedules.program import Program, Step, copy, inp, out, program
+from sp_core.schedules.program import Operation, Program, Step, copy, inp, out, program
 from sp_core.schedules.window import in_window
 
-
-def _module(name: str) -> Any:
-    """Import the algorithms of a file when one of them is used."""
-    return import_module(f"sp_core.schedules.{name}")
-
-
-_BUILDERS: dict[str, dict[str, Callable[[Operation], Program]]] = {
+_BUILDERS: dict[str, dict[str, str]] = {
     "all_gather": {
-        "ring": lambda t: _module("ring").all_gather(t.rank, t.recv),
-        "bruck": lambda t: _module("bruck").all_gather(t.rank, t.recv),
-        "recursive_doubling": lambda t: _module("recursive").all_gather(t.rank, t.recv),
+        "ring": "ring:all_gather",
+        "bruck": "doubling:bruck",
+        "recursive_doubling": "doubling:all_gather",
     },
     "reduce_scatter": {
-        "ring": lambda t: _module("ring").reduce_scatter(t.rank, t.send, None),
-        "segmented_ring": lambda t: _module("ring").reduce_scatter(t.rank, t.send, t.segment),
-        "pairwise": lambda t: _module("pairwise").reduce_scatter(t.rank, t.send, t.segment),
+        "ring": "ring:reduce_scatter",
+        "segmented_ring": "ring:reduce_scatter",
+        "pairwise": "ring:pairwise_reduce_scatter",
     },
     "all_reduce": {
-        "ring": lambda t: _module("ring").all_reduce(t.rank, t.size, t.elements, None),
-        "segmented_ring": lambda t: _module("ring").all_reduce(
-            t.rank, t.size, t.elements, t.segment
-        ),
-        "recursive_doubling": lambda t: _module("recursive").all_reduce(t.rank, t.size, t.elements),
-        "rabenseifner": lambda t: _module("recursive").rabenseifner(t.rank, t.size, t.elements),
-        "pairwise": lambda t: _module("pairwise").all_reduce(t.rank, t.size, t.elements, t.segment),
-        "hierarchical": lambda t: _module("hierarchical").all_reduce(
-            t.rank, t.size, t.elements, t.nodes
-        ),
+        "ring": "ring:all_reduce",
+        "segmented_ring": "ring:all_reduce",
+        "recursive_doubling": "doubling:all_reduce",
+        "rabenseifner": "doubling:rabenseifner",
+        "pairwise": "ring:pairwise_all_reduce",
+        "hierarchical": "hierarchical:all_reduce",
     },
-    "all_to_all": {"pairwise": lambda t: _module("pairwise").all_to_all(t.rank, t.send, t.recv)},
-    "broadcast": {
-        "binomial": lambda t: _module("binomial").broadcast(t.rank, t.size, t.elements, t.root)
-    },
-    "reduce": {
-        "binomial": lambda t: _module("binomial").reduce(t.rank, t.size, t.elements, t.root)
-    },
+    "all_to_all": {"pairwise": "ring:pairwise_all_to_all"},
+    "broadcast": {"binomial": "doubling:broadcast"},
+    "reduce": {"binomial": "doubling:reduce"},
     "shift": {},
 }
+"""By collective and algorithm, the module and the function that makes a rank's program."""
 
 LIBRARY = ("auto", "mpi", "window")
-"""What every collective offers beside its schedules: "mpi" is the MPI library's own choice, "window" the memory that the ranks
-share, where they do; "auto" takes what constants say is best, without them the window of a
-communicator that has one, else the library."""
+"""What every collective offers beside its schedules.
+
+"mpi" is the MPI library's own choice, "window" the memory that the ranks share, where they do;
+"auto" takes what constants say is best, without them the window of a communicator that has one,
+else the library."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """The algorithms that have a schedule, by collective."""
@@ -82,12 +69,17 @@ def _of_messages(operation: Operation, algorithm: str) -> Program:
         return program(
             [Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))]
         )
-    return _BUILDERS[operation.op][algorithm](operation)
+    if algorithm == "ring":
+        operation = operation._replace(segment=None)
+    made: Program = resolve_name(f"{__package__}.{_BUILDERS[operation.op][algorithm]}")(operation)
+    return made
 
 
 @lru_cache(maxsize=256)
 def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
-    """Return what "auto" may take: a hierarchy only if there are several nodes, one of them with several ranks.
+    """Return what "auto" may take.
+
+    A hierarchy is there only if there are several nodes, one of them with several ranks.
 
     Args:
         nodes: by rank, the node that it is on.
@@ -110,7 +102,8 @@ def check_algorithm(op: str, algorithm: str) -> None:
     """Raise `ValueError` if a collective does not have that algorithm."""
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(
-            f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. Pass one of them."
+            f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. "
+            "Pass one of them."
         )
 
 
@@ -124,26 +117,24 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: an unknown collective or algorithm; TypeError: neither a name nor names.
     """
-    if not isinstance(choice, str | Mapping):
-        raise TypeError(f"algorithm={choice!r} was given; pass a name, or names by collective.")
-    if isinstance(choice, str) and "=" not in choice:
+    if isinstance(choice, str) and "=" in choice:
+        pairs = (part.partition("=") for part in choice.split(","))
+        choice = {op.strip(): algorithm.strip() for op, _, algorithm in pairs}
+    if isinstance(choice, str):
         if not any(choice in names for names in ALGORITHMS.values()):
             known = sorted({name for names in ALGORITHMS.values() for name in names})
             raise ValueError(
-                f"algorithm={choice!r} was given; there are {known}. Pass one of them, or names by collective."
+                f"algorithm={choice!r} was given; there are {known}. "
+                "Pass one of them, or names by collective."
             )
         return {op: choice if choice in names else "auto" for op, names in ALGORITHMS.items()}
-    if isinstance(choice, str):
-        choice = dict(_pair(part) for part in choice.split(","))
+    if not isinstance(choice, Mapping):
+        raise TypeError(f"algorithm={choice!r} was given; pass a name, or names by collective.")
     for op, algorithm in choice.items():
         if op not in ALGORITHMS:
             raise ValueError(
-                f"an algorithm was given for {op!r}; there are {tuple(ALGORITHMS)}. Name one of them."
+                f"an algorithm was given for {op!r}; there are {tuple(ALGORITHMS)}. "
+                "Name one of them."
             )
         check_algorithm(op, algorithm)
     return dict.fromkeys(ALGORITHMS, "auto") | dict(choice)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    op, _, algorithm = text.partition("=")
-    return op.strip(), algorithm.strip()

@@ -38,10 +38,10 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from sp_core.schedules.operation import Operation
 from sp_core.schedules.program import (
     Buffer,
     Combine,
+    Operation,
     Program,
     Region,
     Step,

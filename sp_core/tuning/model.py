@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from sp_core.schedules import (
     SCHEDULED,
-    Op,
     Operation,
     Program,
     Step,
@@ -60,13 +58,8 @@ class Prediction:
 def even_operation(op: str, rank: int, nodes: Nodes, count: int) -> Operation:
     """Make the operation over a vector of `count` elements that is cut evenly. The root is rank 0."""
     size = len(nodes)
-    pieces = split_sizes(count, size)
-    more: dict[str, Any] = {"segment": segment_length(count, size, DTYPE.itemsize), "nodes": nodes}
-    if op == "all_to_all":
-        return Operation(
-            Op.ALL_TO_ALL, rank, size, pieces, (pieces[rank],) * size, max(pieces), **more
-        )
-    return operation(op, rank, size, pieces, **more)
+    segment = segment_length(count, size, DTYPE.itemsize)
+    return operation(op, rank, size, split_sizes(count, size), segment=segment, nodes=nodes)
 
 
 def witnesses(size: int) -> list[int]:
