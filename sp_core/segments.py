@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -19,21 +20,11 @@ def split_sizes(length: int, parts: int) -> tuple[int, ...]:
 
 def split_ranges(length: int, parts: int) -> tuple[range, ...]:
     """Return the consecutive ranges whose lengths are `split_sizes`."""
-    ranges, start = [], 0
-    for size in split_sizes(length, parts):
-        ranges.append(range(start, start + size))
-        start += size
-    return tuple(ranges)
+    return tuple(starmap(range, pairwise(accumulate(split_sizes(length, parts), initial=0))))
 
 
-def first(segment: Segment) -> int:
-    """Return the first position of a segment, or its start if it is empty."""
-    return segment.start
-
-
-@torch.inference_mode(
-    False
-)  # positions are kept: made under inference mode they could never take part in training
+# Positions are kept. Made under inference mode they could never take part in training.
+@torch.inference_mode(False)
 def concatenated(segments: Sequence[Segment]) -> Tensor:
     """Return all positions of some segments, int64."""
     pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
@@ -43,19 +34,3 @@ def concatenated(segments: Sequence[Segment]) -> Tensor:
 def moved(piece: range, start: int) -> range:
     """Return a range moved by `start` positions."""
     return range(piece.start + start, piece.stop + start)
-
-
-def arithmetic_segments(positions: list[int]) -> list[range]:
-    """Cut a list of positions into maximal ascending arithmetic ranges."""
-    segments: list[range] = []
-    begin = 0
-    while begin < len(positions):
-        end = begin + 1
-        step = positions[end] - positions[begin] if end < len(positions) else 1
-        if step < 1:
-            step = 1
-        while end < len(positions) and positions[end] - positions[end - 1] == step:
-            end += 1
-        segments.append(range(positions[begin], positions[end - 1] + 1, step))
-        begin = end
-    return segments

@@ -8,7 +8,7 @@ positions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,15 +18,8 @@ from torch import Tensor
 
 from sp_core.arguments import check
 from sp_core.errors import ShapeError
-from sp_core.segments import (
-    Segment,
-    arithmetic_segments,
-    concatenated,
-    first,
-    moved,
-    split_ranges,
-    split_sizes,
-)
+from sp_core.mask.runs import runs
+from sp_core.segments import Segment, concatenated, split_ranges, split_sizes
 
 __all__ = ["Sharding", "split_ranges", "split_sizes"]
 
@@ -60,8 +53,8 @@ class Sharding:
         Raises:
             ShapeError: negative `seq_len` or `start`, or `size` < 1.
         """
-        _check(seq_len, size, start)
-        return cls(tuple((moved(piece, start),) for piece in split_ranges(seq_len, size)))
+        tokens = _tokens(seq_len, size, start)
+        return cls(tuple((tokens[p.start : p.stop],) for p in split_ranges(seq_len, size)))
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
@@ -72,8 +65,8 @@ class Sharding:
         Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention,
             `zigzag_ring_flash_attn`.
         """
-        _check(seq_len, size, start)
-        chunks = [moved(piece, start) for piece in split_ranges(seq_len, 2 * size)]
+        tokens = _tokens(seq_len, size, start)
+        chunks = [tokens[p.start : p.stop] for p in split_ranges(seq_len, 2 * size)]
         return cls(tuple((chunks[rank], chunks[2 * size - 1 - rank]) for rank in range(size)))
 
     @classmethod
@@ -84,8 +77,8 @@ class Sharding:
 
         Source: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, section 3.
         """
-        _check(seq_len, size, start)
-        return cls(tuple((range(start + rank, start + seq_len, size),) for rank in range(size)))
+        tokens = _tokens(seq_len, size, start)
+        return cls(tuple((tokens[rank::size],) for rank in range(size)))
 
     @classmethod
     def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:
@@ -94,7 +87,7 @@ class Sharding:
         Raises:
             ShapeError: a position that is owned twice, or is negative.
         """
-        segments = tuple(tuple(arithmetic_segments(list(owned))) for owned in positions)
+        segments = tuple(tuple(runs(owned)) for owned in positions)
         flat = sorted(position for owned in positions for position in owned)
         twice = [a for a, b in pairwise(flat) if a == b]
         if twice or (flat and flat[0] < 0):
@@ -148,7 +141,7 @@ class Sharding:
     @cached_property
     def sorted_positions(self) -> Tensor:
         """The global positions in the order of `sort_segments`, int64 `(seq_len,)`."""
-        return concatenated(sorted(self.gathered_segments, key=first))
+        return concatenated([self.gathered_segments[place] for place in self._segment_order])
 
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder whole segments from the order of an all-gather to ascending order of their first positions.
@@ -156,20 +149,13 @@ class Sharding:
         Unlike `restore` this keeps strided segments together, so that the positions stay a few
         arithmetic runs.
         """
-        order = self._segment_order
-        if order == sorted(order):
-            return gathered
-        parts = gathered.split([len(s) for s in self.gathered_segments], dim)
-        return torch.cat([parts[place] for place in order], dim)
+        return _permuted(gathered, dim, map(len, self.gathered_segments), self._segment_order)
 
     def unsort_segments(self, x: Tensor, dim: int) -> Tensor:
         """Reverse `sort_segments`."""
         order = self._segment_order
-        if order == sorted(order):
-            return x
-        parts = x.split([len(self.gathered_segments[place]) for place in order], dim)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat([parts[place] for place in back], dim)
+        lengths = (len(self.gathered_segments[place]) for place in order)
+        return _permuted(x, dim, lengths, sorted(range(len(order)), key=order.__getitem__))
 
     def sorted_ranges(self, rank: int) -> list[range]:
         """Return the range to which `sort_segments` moves each segment of `rank`."""
@@ -269,7 +255,7 @@ class Sharding:
     @cached_property
     def _segment_order(self) -> list[int]:
         segments = self.gathered_segments
-        return sorted(range(len(segments)), key=lambda place: first(segments[place]))
+        return sorted(range(len(segments)), key=lambda place: segments[place].start)
 
     @cached_property
     @torch.inference_mode(False)
@@ -304,9 +290,20 @@ class Sharding:
         )
 
 
-def _check(seq_len: int, size: int, start: int) -> None:
+def _tokens(seq_len: int, size: int, start: int) -> range:
+    """Check the arguments of a layout, and return the positions of all tokens."""
     check(seq_len=seq_len, size=size, start=start)
     if seq_len < 0 or size < 1 or start < 0:
         raise ShapeError(
-            f"a sharding needs seq_len >= 0, size >= 1 and start >= 0; given were {seq_len}, {size} and {start}."
+            "a sharding needs seq_len >= 0, size >= 1 and start >= 0; "
+            f"given were {seq_len}, {size} and {start}."
         )
+    return range(start, start + seq_len)
+
+
+def _permuted(x: Tensor, dim: int, lengths: Iterable[int], order: Sequence[int]) -> Tensor:
+    """Cut a tensor into parts of these lengths, and put them together in another order."""
+    if order == sorted(order):
+        return x
+    parts = x.split(list(lengths), dim)
+    return torch.cat([parts[place] for place in order], dim)

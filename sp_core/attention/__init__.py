@@ -7,12 +7,11 @@ of K; query head h reads key/value head h // (H / K)), D head dim. Inside, tenso
 
 from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.function import check_qkv, local_attention
-from sp_core.attention.kernels import BackendCall, backend_for, record_backends
+from sp_core.attention.kernels import backend_for
 from sp_core.attention.merge import accumulation_dtype, merge, merge_into
 from sp_core.attention.shards import attend, attend_backward
 
 __all__ = [
-    "BackendCall",
     "accumulation_dtype",
     "attend",
     "attend_backward",
@@ -23,5 +22,4 @@ __all__ = [
     "local_attention",
     "merge",
     "merge_into",
-    "record_backends",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sp_core.attention import kernels
 from sp_core.attention.merge import accumulation_dtype
-from sp_core.errors import ShapeError
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -41,21 +42,21 @@ def block_attention(
         out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider; 0 and -inf for
         queries that see nothing.
 
-    Raises:
-        ShapeError: a causal block that is not square, or a partial one without its mask.
-
     Source: Dao, "FlashAttention-2", 2023, algorithm 1, for out and lse from blocks.
     """
-    _check_kind(q, k, kind, allowed)
     if _empty(q, k):
         return torch.zeros_like(q), q.new_full(
             q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)
         )
     kind, allowed = _signed(kind, allowed, q.shape[2], scale)
-    backend = backend or _backend(q, kind, scale)
-    if allowed is not None and (seen := _seen(allowed)) is not None:
-        return _seen_attention(q, k, v, allowed, *seen, scale, backend)
-    return kernels.forward(backend, q, k, v, kind, allowed, scale)
+    backend = backend or kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind, scale)
+    if allowed is None or (seen := _seen(allowed)) is None:
+        return kernels.forward(backend, q, k, v, kind, allowed, scale)
+    i, j = (x.to(q.device) for x in seen)
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "scale": scale}
+    part, part_lse = block_attention(q[:, :, i], k[:, :, j], v[:, :, j], backend=backend, **inside)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
+    return out.index_copy_(2, i, part), lse.index_copy_(2, i, part_lse)
 
 
 def block_attention_backward(
@@ -89,36 +90,24 @@ def block_attention_backward(
         dq (B, H, Sq, D), dk and dv (B, K, Sk, D), this block's summands, as the kernel rounds them:
         in q's dtype or wider.
 
-    Raises:
-        ShapeError: a causal block that is not square, or a partial one without its mask.
-
     Source: Dao, "FlashAttention-2", 2023, algorithm 2.
     """
-    _check_kind(q, k, kind, allowed)
     if _empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kind, allowed = _signed(kind, allowed, q.shape[2], scale)
-    backend = backend or _backend(q, kind, scale)
+    backend = backend or kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind, scale)
     grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
-    if allowed is not None and (seen := _seen(allowed)) is not None:
-        return _seen_backward(grad_out, q, k, v, out, lse, allowed, *seen, scale, backend)
-    return kernels.backward(backend, grad_out, q, k, v, out, lse, kind, allowed, scale)
-
-
-def _check_kind(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> None:
-    """Refuse an unknown kind, and a mask that does not fit it. Kernels disagree on causal blocks with Sq != Sk."""
-    if kind not in ("full", "causal", "partial"):
-        raise ValueError(f"kind is {kind!r}, needed 'full', 'causal' or 'partial'")
-    if kind == "causal" and q.shape[2] != k.shape[2]:
-        raise ShapeError(
-            f"causal block of {q.shape[2]} queries and {k.shape[2]} keys, needed as many; cut off a full block"
-        )
-    given = None if allowed is None else tuple(allowed.shape)
-    needed = (q.shape[2], k.shape[2]) if kind == "partial" else None
-    if given != needed:
-        raise ShapeError(
-            f"allowed has shape {given} for a {kind} block, needed {needed} (queries, keys); only partial takes one"
-        )
+    if allowed is None or (seen := _seen(allowed)) is None:
+        return kernels.backward(backend, grad_out, q, k, v, out, lse, kind, allowed, scale)
+    i, j = (x.to(q.device) for x in seen)
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "scale": scale}
+    tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
+    parts = block_attention_backward(*tensors, backend=backend, **inside)
+    dq, dk, dv = (
+        torch.zeros_like(x, dtype=part.dtype).index_copy_(2, at, part)
+        for x, at, part in zip((q, k, v), (i, j, j), parts, strict=True)
+    )
+    return dq, dk, dv
 
 
 def _empty(q: Tensor, k: Tensor) -> bool:
@@ -135,13 +124,6 @@ def _signed(
     return "partial", torch.ones(size, size, dtype=torch.bool).tril_()
 
 
-def _backend(q: Tensor, kind: str, scale: float) -> str:
-    """Return the default kernel. The CUDA kernels take a row's maximum before they scale, so they need a positive scale."""
-    if q.device.type == "cuda" and scale <= 0:
-        return "plain"
-    return kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind)
-
-
 def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the indices of queries that see a key, and of keys that a query sees. Return None if these are all."""
     rows, columns = allowed.any(1), allowed.any(0)
@@ -150,58 +132,3 @@ def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
         if bool(rows.all()) and bool(columns.all())
         else (rows.nonzero()[:, 0], columns.nonzero()[:, 0])
     )
-
-
-def _seen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Compute a partial block without the queries that see nothing and the keys that no query sees."""
-    i, j = rows.to(q.device), columns.to(q.device)
-    inner = allowed[rows][:, columns]
-    part_out, part_lse = block_attention(
-        q[:, :, i],
-        k[:, :, j],
-        v[:, :, j],
-        kind="partial",
-        allowed=inner,
-        scale=scale,
-        backend=backend,
-    )
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
-    return out.index_copy_(2, i, part_out), lse.index_copy_(2, i, part_lse)
-
-
-def _seen_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    allowed: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    scale: float,
-    backend: str,
-) -> Triple:
-    """Compute the backward of `_seen_attention`. What was left out has zero gradient."""
-    i, j = rows.to(q.device), columns.to(q.device)
-    part = block_attention_backward(
-        *(grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i]),
-        kind="partial",
-        allowed=allowed[rows][:, columns],
-        scale=scale,
-        backend=backend,
-    )
-    whole = (torch.zeros_like(x, dtype=dx.dtype) for x, dx in zip((q, k, v), part, strict=True))
-    dq, dk, dv = (
-        x.index_copy_(2, at, dx) for x, at, dx in zip(whole, (i, j, j), part, strict=True)
-    )
-    return dq, dk, dv

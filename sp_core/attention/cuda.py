@@ -8,9 +8,8 @@ from torch.nn.functional import pad
 
 from sp_core.attention.merge import accumulation_dtype
 
-LSE_ALIGNMENT = (
-    32  # queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
-)
+# queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
+LSE_ALIGNMENT = 32
 # the kernels read and write tensors in pieces of this many bytes, at addresses that are multiples
 # of it
 LOAD_BYTES = 16
@@ -58,60 +57,26 @@ def backward(
     """Run a kernel's backward by name. Return dq, dk and dv in the dtype of q."""
     aten = torch.ops.aten
     grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
-    seed, offset = random_state(backend, q.device)
+    # The dropout state. Without dropout no kernel reads it.
+    seed, offset = (q.new_zeros((), dtype=torch.int64) for _ in range(2))
     lengths = (q.shape[2], k.shape[2])
     if backend == "flash_cuda":
+        seed, offset = seed.repeat(2).to(torch.uint64), offset.to(torch.uint64)
+        given: tuple[object, ...] = (grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            *lengths,
-            0.0,
-            causal,
-            seed,
-            offset,
-            scale=scale,
+            *given, 0.0, causal, seed, offset, scale=scale
         )
     elif backend == "efficient_cuda":
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
-        needed = [True, True, True, False]
+        given = (grad_out, q, k, v, None, tokens_first(out), padded_lse(lse), seed, offset)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            None,
-            tokens_first(out),
-            padded_lse(lse),
-            seed,
-            offset,
-            0.0,
-            needed,
-            causal,
-            scale=scale,
+            *given, 0.0, [True, True, True, False], causal, scale=scale
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     else:
-        given = (
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.unsqueeze(-1).contiguous(),
-            seed,
-            offset,
-            None,
-            None,
-            None,
-        )
+        given = (grad_out, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, offset)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            *given, *lengths, 0.0, causal, scale=scale
+            *given, None, None, None, *lengths, 0.0, causal, scale=scale
         )
     return dq, dk, dv
 
@@ -157,22 +122,10 @@ def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
 
 def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
     """Return (B, H, Sq) from a kernel's lse, which is (B, H, Sq or more) or (B, H, Sq, 1)."""
-    lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-    return lse[..., :queries]
+    return lse.flatten(2)[..., :queries]
 
 
 def padded_lse(lse: Tensor) -> Tensor:
     """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf. A row with lse = +inf has all weights 0."""
     missing = -lse.shape[-1] % LSE_ALIGNMENT
     return pad(lse, (0, missing), value=torch.inf).contiguous()
-
-
-def random_state(backend: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make the dropout state that a backward takes. Without dropout the kernel does not read it."""
-    if backend == "flash_cuda":
-        return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(
-            (), dtype=torch.uint64, device=device
-        )
-    return torch.zeros((), dtype=torch.int64, device=device), torch.zeros(
-        (), dtype=torch.int64, device=device
-    )

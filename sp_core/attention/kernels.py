@@ -16,10 +16,6 @@ natively.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -31,37 +27,12 @@ FLOATS = (torch.float64, torch.float32, *HALF)
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-class BackendCall(NamedTuple):
-    """One call of a kernel: its name, the kind of block, and "forward" or "backward"."""
-
-    backend: str
-    kind: str
-    direction: Literal["forward", "backward"]
-
-
-_recorders: list[list[BackendCall]] = []
-
-
-@contextmanager
-def record_backends() -> Iterator[list[BackendCall]]:
-    """Record the kernels that run inside the `with` block, in all threads. On CUDA the backward runs in a thread of torch."""
-    calls: list[BackendCall] = []
-    _recorders.append(calls)
-    try:
-        yield calls
-    finally:
-        # By identity: two recorders with equal contents are equal lists.
-        del _recorders[next(i for i, recorder in enumerate(_recorders) if recorder is calls)]
-
-
 def backend_for(
     device_type: str,
     dtype: torch.dtype,
     head_dim: int,
     kind: str,
-    *,
-    num_heads: int = 1,
-    num_kv_heads: int = 1,
+    scale: float = 1.0,
 ) -> str:
     """Name the kernel that a block of attention runs on.
 
@@ -70,6 +41,8 @@ def backend_for(
         dtype: of q, k and v.
         head_dim: of q, k and v.
         kind: "full", "causal" (square) or "partial".
+        scale: softmax_scale. The CUDA kernels take a row's maximum before they scale, so they need
+            a positive one.
 
     Returns:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by
@@ -77,7 +50,7 @@ def backend_for(
     """
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"
-    if device_type != "cuda" or kind == "partial":
+    if device_type != "cuda" or kind == "partial" or scale <= 0:
         return "plain"
     if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
         return "flash_cuda"
@@ -89,7 +62,6 @@ def forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel on a non-empty block in which every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
-    _record(BackendCall(backend, kind, "forward"))
     if backend == "plain":
         return plain.forward(q, k, v, _visible(q, k, kind, allowed), scale)
     if backend == "flash_cpu":
@@ -114,34 +86,18 @@ def backward(
     scale: float,
 ) -> Triple:
     """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
-    _record(BackendCall(backend, kind, "backward"))
-    lse = lse.masked_fill(
-        lse == -torch.inf, torch.inf
-    )  # a row that saw nothing: exp(s - lse) must be 0, not NaN
+    # a row that saw nothing: exp(s - lse) must be 0, not NaN
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if backend == "plain":
         return plain.backward(grad_out, q, k, v, out, lse, _visible(q, k, kind, allowed), scale)
     if backend == "flash_cpu":
         grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
+        added = _additive(allowed, q.dtype)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            0.0,
-            kind == "causal",
-            attn_mask=_additive(allowed, q.dtype),
-            scale=scale,
+            grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=added, scale=scale
         )
         return dq, dk, dv
     return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", scale)
-
-
-def _record(call: BackendCall) -> None:
-    """Tell every open recorder."""
-    for recorder in _recorders:
-        recorder.append(call)
 
 
 def _readable(x: Tensor) -> Tensor:

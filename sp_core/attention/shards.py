@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from sp_core.attention.merge import accumulation_dtype, merge_into
 from sp_core.attention.tiles import halves, rows, strips, tiled
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
-from sp_core.mask.blocks import band_mask, dense
+from sp_core.mask.blocks import band_mask
 
 # what a head is widened by to carry the gradient of lse; the CUDA kernels want multiples of 8
 LSE_COLUMNS = 8
@@ -66,22 +65,29 @@ def attend(
         blocks = tiled(blocks, rows, q)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
-    if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
-        out, lse = _attend_block(
-            blocks[0], q, k, v, allowed=allowed(blocks[0]), scale=scale, backend=backend
+    parts = (
+        block_attention(
+            *(q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]),
+            kind=block.kind,
+            allowed=allowed(block),
+            scale=scale,
+            backend=backend,
         )
+        for block in blocks
+    )
+    if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
+        out, lse = next(parts)
         return out.to(dtype), lse
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
     written = 0  # blocks come in order of their queries: from here on rows are fresh
-    for block in blocks:
-        part = _attend_block(block, q, k, v, allowed=allowed(block), scale=scale, backend=backend)
-        _add_part(
-            out[:, :, block.queries],
-            lse[:, :, block.queries],
-            *part,
-            fresh=block.q_start >= written,
-        )
+    for block, (part_out, part_lse) in zip(blocks, parts, strict=True):
+        rows_out, rows_lse = out[:, :, block.queries], lse[:, :, block.queries]
+        if block.q_start >= written:
+            rows_out.copy_(part_out)
+            rows_lse.copy_(part_lse)
+        else:
+            merge_into(rows_out, rows_lse, part_out, part_lse)
         written = max(written, block.q_stop)
         if between is not None:
             between()
@@ -128,41 +134,34 @@ def attend_backward(
         ShapeError: positions that do not number the tokens, or that lie outside the mask's
             documents.
     """
-    tensors = (grad_out, q, k, v, out)
+    head_dim, dtype = q.shape[-1], accumulation_dtype(q.dtype)
     if grad_lse is not None:
-        tensors = _with_lse_columns(*tensors, grad_lse)
+        grad_out, q, k, v, out = _with_lse_columns(grad_out, q, k, v, out, grad_lse)
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
     allowed = _dense_masks(q_positions, kv_positions, mask)
-    grads = _backward_blocks(blocks, allowed, tensors, lse, between, scale=scale, backend=backend)
-    dq, dk, dv = grads if grad_lse is None else (grad[..., : q.shape[-1]] for grad in grads)
-    return dq, dk, dv
-
-
-def _backward_blocks(
-    blocks: tuple[Block, ...],
-    allowed: Callable[[Block], Tensor | None],
-    tensors: Quintuple,
-    lse: Tensor,
-    between: Callable[[], object] | None,
-    **options: Any,
-) -> Triple:
-    """Sum the gradients of all blocks. A single block that covers everything needs no sum."""
-    _, q, k, v, _ = tensors
-    dtype = accumulation_dtype(q.dtype)
-    if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
-        dq, dk, dv = _backward_block(
-            blocks[0], *tensors, lse, allowed=allowed(blocks[0]), **options
+    parts = (
+        block_attention_backward(
+            *(x[:, :, block.queries] for x in (grad_out, q)),
+            *(x[:, :, block.keys] for x in (k, v)),
+            *(x[:, :, block.queries] for x in (out, lse)),
+            kind=block.kind,
+            allowed=allowed(block),
+            scale=scale,
+            backend=backend,
         )
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-    dq, dk, dv = _zeros(q, dtype), _zeros(k, dtype), _zeros(v, dtype)
-    for block in blocks:
-        parts = _backward_block(block, *tensors, lse, allowed=allowed(block), **options)
-        for total, where, part in zip(
-            (dq, dk, dv), (block.queries, block.keys, block.keys), parts, strict=True
-        ):
-            total[:, :, where] += part
-        if between is not None:
-            between()
+        for block in blocks
+    )
+    if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
+        grads = [grad.to(dtype) for grad in next(parts)]
+    else:
+        grads = [_zeros(x, dtype) for x in (q, k, v)]
+        for block, found in zip(blocks, parts, strict=True):
+            places = (block.queries, block.keys, block.keys)
+            for total, where, part in zip(grads, places, found, strict=True):
+                total[:, :, where] += part
+            if between is not None:
+                between()
+    dq, dk, dv = (grad[..., :head_dim] for grad in grads)
     return dq, dk, dv
 
 
@@ -184,59 +183,18 @@ def _blocks(
 def _dense_masks(
     q_positions: Positions, kv_positions: Positions, mask: Mask | None
 ) -> Callable[[Block], Tensor | None]:
-    """Return a function from a block to its dense mask on the CPU. It makes the equal masks of window tiles once."""
+    """Return a function that makes a block's dense mask on the CPU; equal window tiles share one."""
     band = cache(band_mask)
-
-    @cache
-    def positions() -> tuple[Tensor, Tensor]:
-        return position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
+    q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
 
     def allowed(block: Block) -> Tensor | None:
-        if block.kind != "partial":
+        if block.kind != "partial" or mask is None:
             return None
-        return (
-            dense(block, mask or Mask(), *positions())
-            if block.band is None
-            else band(*block.shape, *block.band)
-        )
+        if block.band is not None:
+            return band(*block.shape, *block.band)
+        return mask.allowed(q[block.queries], kv[block.keys])
 
     return allowed
-
-
-def _attend_block(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Run one block."""
-    i, j = block.queries, block.keys
-    return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], kind=block.kind, **options)
-
-
-def _backward_block(
-    block: Block,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    **options: Any,
-) -> Triple:
-    """Run the backward of one block."""
-    i, j = block.queries, block.keys
-    queries = (grad_out[:, :, i], q[:, :, i])
-    keys = (k[:, :, j], v[:, :, j])
-    return block_attention_backward(
-        *queries, *keys, out[:, :, i], lse[:, :, i], kind=block.kind, **options
-    )
-
-
-def _add_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fresh: bool) -> None:
-    """Copy a partial result into fresh rows, or merge it into rows that already hold one."""
-    if fresh:
-        out.copy_(part_out)
-        lse.copy_(part_lse)
-    else:
-        merge_into(out, lse, part_out, part_lse)
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

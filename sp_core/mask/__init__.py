@@ -5,8 +5,7 @@ library is a band in index space, lo <= i - j <= hi, so a pair of runs falls int
 triangles and thin diagonal tiles without looking at single tokens.
 """
 
-from sp_core.mask.blocks import Block, plan_blocks, work
+from sp_core.mask.blocks import Block, plan_blocks
 from sp_core.mask.definition import Mask, Positions, position_tensor
-from sp_core.mask.runs import Run, runs
 
-__all__ = ["Block", "Mask", "Positions", "Run", "plan_blocks", "position_tensor", "runs", "work"]
+__all__ = ["Block", "Mask", "Positions", "plan_blocks", "position_tensor"]

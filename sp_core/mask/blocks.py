@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_core.mask.definition import Mask, Positions, document_number
-from sp_core.mask.runs import Piece, Run, chunk, cut, runs
+from sp_core.mask.definition import Mask, Positions
+from sp_core.mask.runs import Piece, cut, runs
+from sp_core.segments import concatenated
 
 Kind = Literal["full", "causal", "partial"]
 
-FAR = 1 << 62  # an index difference that no shard reaches: "no limit" in integer arithmetic
-CHUNK = 128  # tokens per side of a block where positions have no usable structure
+FAR = 1 << 100  # a difference that no positions reach, whatever their step: no limit
+CHUNK = 128  # greatest side of a block whose pairs are counted one by one
 TILE = (
     64,
     256,
@@ -75,23 +76,6 @@ def plan_blocks(
     return _plan(tuple(runs(q_positions)), tuple(runs(kv_positions)), mask or Mask())
 
 
-def work(blocks: Iterable[Block]) -> int:
-    """Count the visible (query, key) pairs of a plan. A balanced sharding gives every rank as many."""
-    return sum(block.pairs for block in blocks)
-
-
-def dense(block: Block, mask: Mask, q_positions: Tensor, kv_positions: Tensor) -> Tensor:
-    """Return which pairs of a block are visible, as a bool tensor (queries, keys) on the CPU.
-
-    Args:
-        q_positions: int64 (Sq,), of the whole shard.
-        kv_positions: int64 (Sk,), likewise.
-    """
-    if block.band is None:
-        return mask.allowed(q_positions[block.queries], kv_positions[block.keys])
-    return band_mask(*block.shape, *block.band)
-
-
 def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
     """Make a bool tensor (rows, columns) that is True for lo <= i - j <= hi."""
     visible = torch.ones(rows, columns, dtype=torch.bool)
@@ -99,21 +83,24 @@ def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _plan(q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask) -> tuple[Block, ...]:
+def _plan(q_shard: tuple[range, ...], kv_shard: tuple[range, ...], mask: Mask) -> tuple[Block, ...]:
     """Plan blocks. The arguments are hashable, so that plans can be cached."""
     if _irregular(q_shard) or _irregular(kv_shard):
-        blocks = _chunk_blocks(q_shard, kv_shard, mask)
+        q, kv = concatenated(q_shard), concatenated(kv_shard)
+        blocks = _halved(range(len(q)), range(len(kv)), q, kv, mask)
     else:
         blocks = _run_blocks(cut(q_shard, mask.documents), cut(kv_shard, mask.key_documents), mask)
     return tuple(sorted(_joined(blocks)))
 
 
-def _irregular(shard: tuple[Run, ...]) -> bool:
-    """Return whether runs are so many and short that dense chunks are faster than a block for each pair of runs."""
-    return len(shard) > max(16, sum(run.length for run in shard) // 16)
+def _irregular(shard: tuple[range, ...]) -> bool:
+    """Return whether runs are so many and short that dense blocks are faster than pairs of runs."""
+    return len(shard) > max(16, sum(map(len, shard)) // 16)
 
 
-def _run_blocks(q_pieces: list[Piece], kv_pieces: list[Piece], mask: Mask) -> Iterator[Block]:
+def _run_blocks(
+    q_pieces: Iterable[Piece], kv_pieces: Iterable[Piece], mask: Mask
+) -> Iterator[Block]:
     """Yield the blocks of all pairs of pieces in the same document."""
     by_document: dict[int, list[Piece]] = defaultdict(list)
     for piece in kv_pieces:
@@ -124,32 +111,55 @@ def _run_blocks(q_pieces: list[Piece], kv_pieces: list[Piece], mask: Mask) -> It
 
 
 def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
-    """Yield the blocks of two pieces: a band if their steps are equal, else chunks that are compared by their bounds."""
-    step = q.run.step if q.run.length > 1 else kv.run.step
-    if kv.run.length == 1 or kv.run.step == step:
+    """Yield the blocks of two pieces: those of a band if their steps are equal."""
+    step = (q if len(q.run) > 1 else kv).run.step
+    if len(kv.run) == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))
-    elif (whole := _by_bounds(q.run.start, q.run.last, kv.run.start, kv.run.last, mask)) == "full":
-        yield _full(q.indices, kv.indices)
-    elif whole == "partial":
-        for a in range(0, q.run.length, CHUNK):
-            for b in range(0, kv.run.length, CHUNK):
-                yield from _stepped_block(
-                    q,
-                    kv,
-                    range(q.run.length)[a : a + CHUNK],
-                    range(kv.run.length)[b : b + CHUNK],
-                    mask,
-                )
+    else:
+        inside = Mask(mask.causal, mask.window)
+        positions = concatenated([q.run]), concatenated([kv.run])
+        yield from _halved(q.indices, kv.indices, *positions, inside)
+
+
+def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> Iterator[Block]:
+    """Yield the blocks of positions without a common step, by halving until bounds decide.
+
+    Args:
+        rows, columns: indices in the shards.
+        q, kv: the positions at these indices.
+    """
+    if not rows or not columns:
+        return
+    least, greatest = _limits(mask)
+    low, high = int(q.min() - kv.max()), int(q.max() - kv.min())
+    if least <= low and high <= greatest and mask.documents is None:
+        yield _full(rows, columns)
+    elif max(len(rows), len(columns)) <= CHUNK:
+        yield from _counted(rows, columns, mask.allowed(q, kv))
+    elif low <= greatest and high >= least:
+        for i in _halves(len(rows)):
+            for j in _halves(len(columns)):
+                yield from _halved(rows[i], columns[j], q[i], kv[j], mask)
+
+
+def _halves(length: int) -> tuple[slice, slice]:
+    """Return both halves of a length, or all and nothing if it is short enough for one block."""
+    middle = length // 2 if length > CHUNK else length
+    return slice(0, middle), slice(middle, length)
+
+
+def _limits(mask: Mask) -> tuple[int, int]:
+    """Return the least and greatest visible q - k, without regard to documents."""
+    least, greatest = mask.difference_range()
+    return -FAR if least is None else least, FAR if greatest is None else greatest
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
     """Convert the mask's limits on positions to limits lo <= i - j <= hi on local indices."""
-    least, greatest = mask.difference_range()
+    least, greatest = _limits(mask)
     offset = q.run.start - kv.run.start
     shift = q.offset - kv.offset
-    lo = -FAR if least is None else -((offset - least) // step) + shift
-    hi = FAR if greatest is None else (greatest - offset) // step + shift
-    return lo, hi
+    return -((offset - least) // step) + shift, (greatest - offset) // step + shift
 
 
 def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
@@ -225,28 +235,6 @@ def _full(rows: range, columns: range) -> Block:
     )
 
 
-def _by_bounds(q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask) -> str:
-    """Return "full", "partial" or "empty" from the least and greatest q - k alone. A "partial" may turn out to be either."""
-    least, greatest = mask.difference_range()
-    low, high = q_least - kv_greatest, q_greatest - kv_least
-    if (least is not None and high < least) or (greatest is not None and low > greatest):
-        return "empty"
-    inside = (least is None or low >= least) and (greatest is None or high <= greatest)
-    return "full" if inside else "partial"
-
-
-def _stepped_block(q: Piece, kv: Piece, rows: range, columns: range, mask: Mask) -> Iterator[Block]:
-    """Yield the block, if any, of one chunk of two pieces with different steps."""
-    q_run = range(q.run.start, q.run.last + 1, q.run.step)[rows.start : rows.stop]
-    kv_run = range(kv.run.start, kv.run.last + 1, kv.run.step)[columns.start : columns.stop]
-    indices = q.indices[rows.start : rows.stop], kv.indices[columns.start : columns.stop]
-    kind = _by_bounds(q_run[0], q_run[-1], kv_run[0], kv_run[-1], mask)
-    if kind == "full":
-        yield _full(*indices)
-    elif kind == "partial":
-        yield from _counted(*indices, Mask(mask.causal, mask.window).allowed(q_run, kv_run))
-
-
 def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
     """Yield the block of a dense chunk after counting its visible pairs. Yield nothing if there are none."""
     pairs = int(visible.sum())
@@ -256,55 +244,16 @@ def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
         yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs)
 
 
-def _chunk_blocks(
-    q_shard: tuple[Run, ...], kv_shard: tuple[Run, ...], mask: Mask
-) -> Iterator[Block]:
-    """Yield blocks for positions without structure: chunk by chunk, with a dense mask if bounds do not decide."""
-    q_all, kv_all = _positions(q_shard), _positions(kv_shard)
-    kv_chunks = chunk(kv_shard, CHUNK)
-    for rows, q_least, q_greatest in chunk(q_shard, CHUNK):
-        for columns, kv_least, kv_greatest in kv_chunks:
-            kind = _by_bounds(q_least, q_greatest, kv_least, kv_greatest, mask)
-            if kind == "full" and _one_document(q_least, q_greatest, kv_least, kv_greatest, mask):
-                yield _full(rows, columns)
-            elif kind != "empty":
-                visible = mask.allowed(
-                    q_all[rows.start : rows.stop], kv_all[columns.start : columns.stop]
-                )
-                yield from _counted(rows, columns, visible)
-
-
-def _positions(shard: tuple[Run, ...]) -> Tensor:
-    """Return all positions of a shard."""
-    parts = [torch.arange(run.start, run.last + 1, run.step) for run in shard]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
-
-def _one_document(
-    q_least: int, q_greatest: int, kv_least: int, kv_greatest: int, mask: Mask
-) -> bool:
-    """Return whether all queries and keys of two chunks lie in documents of one number."""
-    if mask.documents is None or mask.key_documents is None:
-        return True
-    numbers = {document_number(p, mask.documents) for p in (q_least, q_greatest)}
-    return (
-        len(numbers | {document_number(p, mask.key_documents) for p in (kv_least, kv_greatest)})
-        == 1
-    )
-
-
 def _joined(blocks: Iterable[Block]) -> list[Block]:
     """Join adjacent full blocks, first along the keys, then along the queries."""
-    full: list[Block] = []
-    rest: list[Block] = []
-    for block in blocks:
-        (full if block.kind == "full" else rest).append(block)
-    wide = _join(sorted(full), lambda a, b: a[:2] == b[:2] and a.kv_stop == b.kv_start)
+    found = list(blocks)
+    full = sorted(block for block in found if block.kind == "full")
+    wide = _join(full, lambda a, b: a[:2] == b[:2] and a.kv_stop == b.kv_start)
     tall = _join(
         sorted(wide, key=lambda b: (b[2:4], b[:2])),
         lambda a, b: a[2:4] == b[2:4] and a.q_stop == b.q_start,
     )
-    return rest + tall
+    return tall + [block for block in found if block.kind != "full"]
 
 
 def _join(blocks: list[Block], adjacent: Callable[[Block, Block], bool]) -> list[Block]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 
 import torch
 from torch import Tensor
@@ -54,7 +55,12 @@ class Mask:
         object.__setattr__(self, "window", _window(self.window))
         object.__setattr__(self, "documents", _boundaries("documents", self.documents))
         object.__setattr__(self, "kv_documents", _boundaries("kv_documents", self.kv_documents))
-        _check_pair(self.documents, self.kv_documents)
+        count, kv_count = (x and len(x) - 1 for x in (self.documents, self.key_documents))
+        if count != kv_count:
+            raise ShapeError(
+                f"{count} documents and {kv_count} kv_documents were given, needed the same number; "
+                "give documents for the queries too, and repeat a boundary for an empty document"
+            )
 
     @property
     def key_documents(self) -> tuple[int, ...] | None:
@@ -105,13 +111,20 @@ class Mask:
         Raises:
             ShapeError: documents end elsewhere.
         """
-        kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
-        if self.documents is not None and self.documents[-1] != seq_len:
-            raise ShapeError(_length_text("documents", self.documents[-1], "seq_len", seq_len))
-        if self.key_documents is not None and self.key_documents[-1] != kv_seq_len:
-            raise ShapeError(
-                _length_text("kv_documents", self.key_documents[-1], "kv_seq_len", kv_seq_len)
-            )
+        for name, bounds, needed_name, needed in (
+            ("documents", self.documents, "seq_len", seq_len),
+            (
+                "kv_documents",
+                self.key_documents,
+                "kv_seq_len",
+                seq_len if kv_seq_len is None else kv_seq_len,
+            ),
+        ):
+            if bounds is not None and bounds[-1] != needed:
+                raise ShapeError(
+                    f"the mask's {name} end at {bounds[-1]}, needed {needed_name} = {needed}; make the "
+                    f"last boundary {needed} (for cross attention give kv_documents for the keys)"
+                )
 
 
 def position_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
@@ -119,22 +132,19 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
     Raises:
         ShapeError: a tensor that is not one-dimensional.
-        TypeError: a tensor that is not of an integer dtype.
+        TypeError: positions that are not integers.
     """
     if isinstance(positions, range):
         tensor = torch.arange(positions.start, positions.stop, positions.step, device=device)
     elif isinstance(positions, Tensor):
-        if positions.dtype.is_floating_point or positions.dtype in (
-            torch.bool,
-            torch.complex64,
-            torch.complex128,
-        ):
+        kind = positions.dtype
+        if kind.is_floating_point or kind.is_complex or kind == torch.bool:
             raise TypeError(
                 f"positions have dtype {positions.dtype}, needed an integer dtype; pass global token positions"
             )
         tensor = positions.to(device=device or positions.device, dtype=torch.int64)
     else:
-        tensor = torch.tensor(list(positions), dtype=torch.int64, device=device)
+        tensor = torch.tensor([*map(index, positions)], dtype=torch.int64, device=device)
     if tensor.dim() != 1:
         raise ShapeError(
             f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves the whole batch"
@@ -199,36 +209,6 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
     bounds = tuple(b.__index__() for b in items)
     if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
         raise ShapeError(
-            f"{name} is {_short(bounds)}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (cu_seqlens)"
+            f"{name} is {bounds!s:.80}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (cu_seqlens)"
         )
     return bounds
-
-
-def _check_pair(documents: tuple[int, ...] | None, kv_documents: tuple[int, ...] | None) -> None:
-    """Refuse kv_documents alone or with another number of documents."""
-    if kv_documents is None:
-        return
-    if documents is None:
-        raise ShapeError("kv_documents given without documents; give documents for the queries too")
-    if len(documents) != len(kv_documents):
-        raise ShapeError(
-            f"documents has {len(documents) - 1} documents and kv_documents {len(kv_documents) - 1}, needed the same number; "
-            "repeat a boundary for an empty document"
-        )
-
-
-def _length_text(name: str, given: int, needed_name: str, needed: int) -> str:
-    """Make the text of a length error."""
-    return (
-        f"the mask's {name} end at {given}, needed {needed_name} = {needed}; make the last boundary {needed} "
-        "(for cross attention give kv_documents for the keys)"
-    )
-
-
-def _short(bounds: tuple[int, ...]) -> str:
-    """Show boundaries in an error text. Cut them if they are many."""
-    return (
-        str(bounds)
-        if len(bounds) <= 12
-        else f"({', '.join(map(str, bounds[:12]))}, ... {len(bounds)} boundaries)"
-    )
