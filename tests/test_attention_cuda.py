@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from sp_core.attention import (
     block_attention_backward,
     cuda,
 )
-from sp_core.attention.blocks import _backend
 from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -34,18 +32,14 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     head_dim: int, dtype: torch.dtype
 ) -> None:
     """Rows of 16 bytes are what the fused kernels read; flash up to 256 elements, and none of them float64."""
-    like: Any = SimpleNamespace(
-        device=torch.device("cuda:1"), dtype=dtype, shape=(2, 3, 40, head_dim)
-    )
     half = dtype.itemsize == 2
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
     fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
-    assert (
-        _backend(like, "causal", 0.3)
-        == backend_for("cuda", dtype, head_dim, "full")
-        == (fused if fits else "plain")
-    )
-    assert _backend(like, "causal", 0.0) == _backend(like, "partial", 0.3) == "plain"
+    given = ("cuda", dtype, head_dim)
+    assert {backend_for(*given, kind, 0.3) for kind in ("causal", "full")} == {
+        fused if fits else "plain"
+    }
+    assert backend_for(*given, "causal", 0.0) == backend_for(*given, "partial", 0.3) == "plain"
 
 
 class Passed(TorchDispatchMode):
