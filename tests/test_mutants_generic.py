@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mutants import generic, nursery, sample, tally
+from mutants import chosen, generic, nursery, sample, tally
 from mutants.attempt import blamed
 from mutants.edits import OPERATORS, Edit, edits
 from mutants.reach import NEAR_SECONDS, Reached
@@ -429,3 +429,30 @@ def test_a_child_ends_green_red_dead_or_shot(
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(code, bodies)) == [0, 1, -6, None, 0]
     assert "assert False" in (tmp_path / "red.txt").read_text()
+
+
+def test_tests_run_in_the_order_given_and_a_file_is_imported_when_it_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery, "READY", ["pytest"])
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n@pytest.fixture\ndef log(request):\n"
+        "    print('ran', request.node.name)\n    return request.node.name\n"
+    )
+    body = "def test_{0}1(log): assert log\ndef test_{0}2(log): assert log != 'test_b2'\n"
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(f"print('import {name}')\n{body.format(name)}")
+    wanted = [
+        "test_b.py::test_b1",
+        "test_a.py::test_a2",
+        "test_b.py::test_b2",
+        "test_c.py::test_c1",
+    ]
+    (tmp_path / "wanted").write_text("\n".join(wanted))
+    arguments = ["-s", "-p", "no:cacheprovider", "-x", *nursery.CHOSEN]
+    variables = {chosen.TESTS: str(tmp_path / "wanted"), "PYTHONPATH": str(sample.ROOT / "tests")}
+    output = tmp_path / "output"
+    assert nursery.run(arguments, tmp_path, output, variables, 60) == 1
+    told = re.findall(r"(ran test_\w+|import \w)", output.read_text())
+    assert told == ["import b", "ran test_b1", "import a", "ran test_a2", "ran test_b2"]

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from mutants import nursery, trial
@@ -42,6 +43,7 @@ def tried(edit: Edit, reached: Reached, until: str = STAGES[-1]) -> Outcome:
         copy_package(copy)
         target = copy / edit.file
         target.write_text(edit.planted(target.read_text()))
+        Path(cache_from_source(target)).unlink(missing_ok=True)
         outcome = _decided(edit, copy, stages, until)
     return replace(outcome, seconds=round(time.monotonic() - begin, 1))
 

@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections import defaultdict
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,23 +43,47 @@ measured: list[Reach] = []
 
 
 class Order:
-    """Only these tests, in this order."""
+    """Run only these tests, in this order. A file is imported when the first of its tests is due.
+
+    One of the first tests kills most edits, so most files are not needed.
+    """
 
     def __init__(self, ids: list[str]) -> None:
-        self._turn = {name: turn for turn, name in enumerate(ids)}
+        self._ids = ids
+        self._files: dict[str, pytest.Collector] = {}
+        self._items: dict[str, dict[str, pytest.Item]] = {}
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
-        """Leave out the others."""
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.nodeid not in self._turn]
-        )
-        items[:] = sorted(
-            (item for item in items if item.nodeid in self._turn),
-            key=lambda item: self._turn[item.nodeid],
-        )
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        """Find the files."""
+        names = dict.fromkeys(map(_file, self._ids))
+        self._files = {node.nodeid: node for node in session.perform_collect(names, genitems=False)}
+        return True
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run the tests to the first failure. For the tear-down pytest needs the file that is next."""
+        for name, following in pairwise([*self._ids, ""]):
+            item = self._imported(session, _file(name)).get(name)
+            if item is not None:
+                next_file = self._files.get(_file(following))
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_file)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+        return True
+
+    def _imported(self, session: pytest.Session, file: str) -> dict[str, pytest.Item]:
+        """Return the tests of a file by their ids."""
+        if file not in self._items:
+            items = [*session.genitems(self._files[file])]
+            session.config.hook.pytest_collection_modifyitems(
+                session=session, config=session.config, items=items
+            )
+            self._items[file] = {item.nodeid: item for item in items}
+            session.testscollected += len(items)
+        return self._items[file]
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 class Reach:
@@ -133,8 +158,7 @@ def pytest_addoption() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register what the environment asks for."""
     if TESTS in os.environ:
-        config.pluginmanager.register(
-            Order(Path(os.environ[TESTS]).read_text().splitlines()), "mutants_order"
-        )
+        ids = Path(os.environ[TESTS]).read_text().splitlines()
+        config.pluginmanager.register(Order(ids), "mutants_order")
     for reach in measured:
         config.pluginmanager.register(reach, "mutants_reach")

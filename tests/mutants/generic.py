@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mutants import reach, sample, tally
+from mutants import nursery, reach, sample, tally
 from mutants.attempt import STAGES, tried
 from mutants.catalogue import ROOT
 from mutants.edits import Edit
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = selected(sample.drawn(found, options.number, options.seed), options.only)
     heading = f"Commit {_commit()}, seed {options.seed}, {len(chosen)} of {len(found)} edits"
     print(heading, flush=True)
+    nursery.compile_all(ROOT)
     late = _clock(options.seconds)
     with ThreadPoolExecutor(options.jobs) as pool:
         try:

@@ -6,9 +6,11 @@ nothing of ours: every child imports the copy of the package that it is to try.
 
 from __future__ import annotations
 
+import compileall
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -71,6 +73,14 @@ def run(
     process.join()
     process.close()
     return code
+
+
+def compile_all(root: Path) -> None:
+    """Compile the package, and let pytest compile the tests: each copy would else do that again."""
+    compileall.compile_dir(root / "sp_core", quiet=1)
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    subprocess.run(collect, cwd=root, env=variables, stdout=subprocess.DEVNULL, check=False)
 
 
 def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
