@@ -1,0 +1,57 @@
+"""The documentation: every public name has its place, and every program in it is one that the tests run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import sp_core
+from sp_core import llama, scheduling, testing
+
+pytestmark = pytest.mark.mpi_skip
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+RUN_BY_TESTS = ("examples/", "tests/example_project/")
+DESCRIBED = [
+    name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("package", [sp_core, llama, scheduling, testing], ids=lambda p: p.__name__)
+def test_every_public_name_has_a_place(package: object) -> None:
+    names = {f"{vars(package)['__name__']}.{name}" for name in vars(package)["__all__"]}
+    public = {
+        name for name in names if not name.rsplit(".", 1)[1].isupper()
+    }  # constants have no text
+    assert len(public) > 5
+    assert public - {*DESCRIBED} == set()
+
+
+def test_what_is_described_is_there() -> None:
+    assert len(DESCRIBED) == len({*DESCRIBED}) > 100
+    for name in DESCRIBED:
+        if name == "sp_core.cost":
+            continue
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_every_program_is_run_by_a_test() -> None:
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    included = [re.fullmatch(r'--8<-- "([\w./]+\.py)"\n', block) for block in blocks]
+    assert len(included) > 8
+    assert all(included), "write the program to examples/, and include it"
+    paths = [match[1] for match in included if match]
+    assert all(path.startswith(RUN_BY_TESTS) and (ROOT / path).exists() for path in paths)
+
+
+def test_every_page_can_be_found() -> None:
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]

@@ -1,0 +1,52 @@
+"""The programs in `examples/` run on any number of ranks, and say the same on each."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sp_core.testing import spmd
+
+FOLDER = Path(__file__).parents[1] / "examples"
+ONE_RESULT = ("documents", "layout", "own_model", "train", "unequal")
+"""Programs whose result does not depend on the number of ranks."""
+
+
+def load(name: str) -> ModuleType:
+    """Import an example without running it."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def numbers(result: Any) -> list[float]:
+    """Return all numbers of a result: a number, a list or a tensor."""
+    if hasattr(result, "flatten"):
+        return [float(x) for x in result.flatten()]
+    return list(map(float, result if isinstance(result, list) else [result]))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+@spmd(1, 2, 4)
+def test_an_example_runs(comm: Any, name: str) -> None:
+    program = load(name)
+    result = program.main(comm)
+    if name in ONE_RESULT:
+        alone = numbers(program.main(comm.Split(comm.rank)))
+        assert alone
+        pairs = zip(numbers(result), alone, strict=True)
+        assert all(math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5) for one, other in pairs)
+
+
+def test_examples_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
+    assert len(lengths) >= 8
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
