@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.carriers import CARRIERS
 from oracle.collective_cases import OPS, Case, cases
 from oracle.fake_device import DelayedMemory, DelayedStreams
 from torch._C import _distributed_c10d
@@ -92,6 +93,28 @@ def test_messages_beside_torch_distributed(comm: Any, counts: list[int], algorit
             assert (x == s * 10 + n).all()
         gathered = sp.all_gather(torch.full((3,), rank), comm=group_, algorithm=algorithm)
         assert gathered.tolist() == [value for value in range(size) for _ in range(3)]
+
+
+@given(
+    max_examples=12,
+    carrier=st.sampled_from(sorted(CARRIERS)),
+    count=st.integers(0, 9),
+    order=st.permutations(range(3)),
+)
+def test_exchanges_under_way_are_finished_in_any_order(
+    comm: Any, carrier: str, count: int, order: list[int]
+) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        group.transport = CARRIERS[carrier](group)
+        begun = [
+            sp.shift_start(torch.full((count,), 10 * comm.rank + n), comm=group, algorithm="mpi")
+            for n in order
+        ]
+        source = (comm.rank - 1) % comm.size
+        for n in range(3):
+            came = begun[order.index(n)].wait()
+            assert came.tolist() == [10 * source + n] * count
 
 
 @spmd()

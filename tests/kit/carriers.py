@@ -12,18 +12,20 @@ from oracle.link import LinkModel
 
 import sp_core as sp
 from sp_core.transport import Handle
-from sp_core.transport.host import HostTransport
+from sp_core.transport.host import TAG, HostTransport
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
 
 class LateSends(HostTransport):
-    """Reads what is sent as late as a library may: after being asked for the third time whether it has left."""
+    """Read the memory of announced sends as late as possible: in the third test of their handle.
+
+    The messages of `exchange` all have one tag, so they must be posted in the order of the calls.
+    """
 
     def post(self, sends: Any, recvs: Any, tag: int) -> Any:
-        begin = partial(super().post, sends, (), tag)
-        return (
-            LateSend(super().post((), recvs, tag), begin) if sends else super().post((), recvs, tag)
-        )
+        if tag == TAG or not sends:
+            return super().post(sends, recvs, tag)
+        return LateSend(super().post((), recvs, tag), partial(super().post, sends, (), tag))
 
 
 class LateSend:
