@@ -18,7 +18,6 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, RankError, ShapeError
-from sp_core.transport.window import MAX_DIMS
 
 
 def shared_empty(
@@ -29,7 +28,7 @@ def shared_empty(
     Without a window (`comm.window` is None) it is an ordinary tensor.
 
     Args:
-        shape: may differ by rank; at most 16 dimensions.
+        shape: may differ by rank.
         comm: the ranks. Every rank calls this.
         dtype: the same on every rank.
 
@@ -38,7 +37,7 @@ def shared_empty(
         of a device stays until the process ends.
 
     Communication:
-        One agreement, and four exchanges of a few numbers.
+        One agreement, and three exchanges of a few bytes.
 
     Raises:
         ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.
@@ -93,9 +92,9 @@ def fence(*, comm: Communicator) -> None:
 def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
     arguments.check(shape=shape)
     arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
-    if len(shape) > MAX_DIMS or any(length < 0 for length in shape):
+    if any(length < 0 for length in shape):
         raise ShapeError(
-            f"shape {tuple(shape)} was given; at most {MAX_DIMS} lengths >= 0 are needed. Reshape the tensor."
+            f"shape {tuple(shape)} was given; pass lengths >= 0."
         )
     if dtype.is_complex:
         raise DtypeError(

@@ -21,8 +21,7 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES, allgather_kv, ring
 from sp_core.schemes.blocks import reads_in_place
 from sp_core.testing import given, run_threads, spmd
-from sp_core.transport import shared
-from sp_core.transport.shared import ALIGNMENT, Rooms
+from sp_core.transport.shared import ALIGNMENT, HostMemory, Offer, Rooms
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
 PLAIN = AttentionProblem(
@@ -227,7 +226,7 @@ def test_rooms_take_turns_and_grow(comm: Any) -> None:
 
 
 def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, most = shared._opened, 1 << 16
+    allocate, most = HostMemory.allocate, 1 << 16
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
@@ -242,9 +241,10 @@ def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.Monke
                     shards.run(functools.partial(scheme, comm=mesh["sp"]))
             assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
 
-    def small(comm: Any, fd: int, sizes: Any) -> Any:
-        full = comm.rank == 1 and sum(sizes) > most
-        return (opened(comm, fd, sizes), (None, errno.ENOSPC))[full]
+    def small(memory: HostMemory, nbytes: int) -> tuple[torch.Tensor, Offer]:
+        if nbytes > most:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(memory, nbytes)
 
-    monkeypatch.setattr(shared, "_opened", small)
+    monkeypatch.setattr(HostMemory, "allocate", small)
     run_threads(3, body)

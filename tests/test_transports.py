@@ -28,8 +28,7 @@ from sp_core.transport.cuda_aware import (
     refuse_host_only,
 )
 from sp_core.transport.distributed import DistributedTransport, _Work
-from sp_core.transport.node_memory import Offer
-from sp_core.transport.shared import NotShared
+from sp_core.transport.shared import NotShared, Offer
 from sp_core.transport.staged import (
     IpcTransport,
     PinnedTransport,

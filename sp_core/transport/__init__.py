@@ -11,7 +11,7 @@ import torch
 from sp_core.errors import DeviceError
 from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
 from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import NotShared, first_of_its_machine
+from sp_core.transport.shared import HOST, NotShared, this_machine
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window, WindowTransport
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _over_host(
 def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
     from sp_core.transport import cuda_aware
 
-    first = first_of_its_machine(comm)  # one child per machine
+    first = comm.allgather(here := this_machine()).index(here) == comm.rank  # a child per machine
     cuda_aware.refuse_host_only(
         comm, lambda: cuda_aware.no_device_memory(device.type) if first else ""
     )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from sp_core.machine import loaded_library
-from sp_core.transport.node_memory import FileMemory, Offer, Work
+from sp_core.transport.base import Until
+from sp_core.transport.shared import HOST, Offer, Work
 
 HANDLE_BYTES = 64
 PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -33,15 +34,11 @@ class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class CudaEvent:
-    """What has been asked of a stream so far."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def test(self) -> bool:
-        return bool(self._event.query())
+def _reached(stream: torch.cuda.Stream) -> Until:
+    """Return a handle of what has been asked of a stream so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return Until(event.query)
 
 
 class CudaStreams:
@@ -72,13 +69,13 @@ class CudaStreams:
         with torch.cuda.stream(self._up):
             device.copy_(host, non_blocking=True)
 
-    def downloaded(self) -> CudaEvent:
+    def downloaded(self) -> Until:
         """Return an event on the stream that goes down."""
-        return CudaEvent(self._down)
+        return _reached(self._down)
 
-    def uploaded(self) -> CudaEvent:
+    def uploaded(self) -> Until:
         """Return an event on the stream that goes up."""
-        return CudaEvent(self._up)
+        return _reached(self._up)
 
     def finish(self) -> None:
         """Let the current stream wait for the stream that goes up."""
@@ -100,16 +97,16 @@ class CudaStream:
         """Let the stream wait for the current one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def launch(self, work: Sequence[Work]) -> CudaEvent:
+    def launch(self, work: Sequence[Work]) -> Until:
         """Launch on the stream."""
         with torch.cuda.stream(self._stream):
             for item in work:
                 item()
-        return CudaEvent(self._stream)
+        return _reached(self._stream)
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """Return a copy on the stream, wherever its two sides are."""
-        sides = ctypes.c_void_p(into.data_ptr()), ctypes.c_void_p(part.data_ptr())
+        sides = _pointer(into), _pointer(part)
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         return partial(
             _call,
@@ -139,9 +136,8 @@ class CudaMemory(CudaStream):
                 _call("cudaFree", pointer)
                 raise
         address = int(pointer.value or 0)
-        return tensor_at(address, nbytes, self._device).zero_(), Offer(
-            os.getpid(), address, bytes(handle), nbytes
-        )
+        offer = Offer(os.getpid(), address, nbytes, handle=bytes(handle))
+        return tensor_at(address, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory of a handle. Memory of this process is used as it is: a process cannot open its own handles."""
@@ -158,16 +154,16 @@ class CudaMemory(CudaStream):
         if x.data_ptr() in self._opened:
             self._opened.remove(x.data_ptr())
             with torch.cuda.device(self._device):
-                _call("cudaIpcCloseMemHandle", ctypes.c_void_p(x.data_ptr()))
+                _call("cudaIpcCloseMemHandle", _pointer(x))
 
     def free(self, x: Tensor) -> None:
         """Give memory back to the runtime."""
         with torch.cuda.device(self._device):
-            _call("cudaFree", ctypes.c_void_p(x.data_ptr()))
+            _call("cudaFree", _pointer(x))
 
 
-_FILES = FileMemory()
-"""Host memory that is registered with a device; it must stay mapped for as long as a tensor may be there."""
+_REGISTERED: dict[int, Tensor] = {}
+"""Host memory by its address. It must stay mapped for as long as a device may use it."""
 
 
 class PinnedMemory(CudaStream):
@@ -175,36 +171,35 @@ class PinnedMemory(CudaStream):
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
         """Make new host memory."""
-        host, offer = _FILES.allocate(nbytes)
-        return self._registered(host), offer
+        host, offer = HOST.allocate(nbytes)
+        try:
+            return self._registered(host), offer
+        except OSError:
+            os.close(offer.file)
+            raise
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory of another process."""
-        return self._registered(_FILES.open(offer))
+        return self._registered(HOST.open(offer))
 
     def close(self, x: Tensor) -> None:
         """Let the device forget it, and unmap it."""
-        self._forget(x)
-        _FILES.close(x)
+        with torch.cuda.device(self._device):
+            _call("cudaHostUnregister", _pointer(x))
+        del _REGISTERED[x.data_ptr()]
 
-    def free(self, x: Tensor) -> None:
-        """Let the device forget own memory, and give it back."""
-        self._forget(x)
-        _FILES.free(x)
+    free = close
 
     def _registered(self, host: Tensor) -> Tensor:
+        flags = ctypes.c_uint(0)
         with torch.cuda.device(self._device):
-            _call(
-                "cudaHostRegister",
-                ctypes.c_void_p(host.data_ptr()),
-                ctypes.c_size_t(host.nbytes),
-                ctypes.c_uint(0),
-            )
+            _call("cudaHostRegister", _pointer(host), ctypes.c_size_t(host.nbytes), flags)
+        _REGISTERED[host.data_ptr()] = host
         return tensor_at(host.data_ptr(), host.nbytes, self._device)
 
-    def _forget(self, x: Tensor) -> None:
-        with torch.cuda.device(self._device):
-            _call("cudaHostUnregister", ctypes.c_void_p(x.data_ptr()))
+
+def _pointer(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:

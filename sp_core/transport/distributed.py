@@ -28,7 +28,7 @@ from sp_core.observer import observer_of
 from sp_core.schedules import Op, Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
 from sp_core.transport.host import WIDER, widened
-from sp_core.transport.shared import together
+from sp_core.transport.shared import this_machine
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -270,7 +270,7 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
                 f"GPU {torch.cuda.get_device_properties(device).uuid} of {platform.node()}"
             )
         )
-    near = together(comm)
+    near = len(set(comm.allgather(this_machine()))) == 1
     store, offer = _offered(near) if comm.rank == 0 else (None, ("", 0, ""))
     host, port, problem = comm.bcast(offer)
     group = None

@@ -1,176 +1,249 @@
-"""Memory that all ranks of a communicator see, where they are processes of one machine.
+"""Memory that all ranks of one machine see, of the host or of a device.
 
-It has no name in any file system: rank 0 makes it (`memfd_create`), the others open it through rank
-0's `/proc` entry. So however a run ends, nothing is left behind, a small /dev/shm does not matter,
-and a tensor in it may outlive its communicator: the memory goes when the last process has let go of
-it. That is why this is not `MPI_Win_allocate_shared`, whose memory goes with a collective call and
-whose segments are files in /dev/shm.
+Each rank makes its part, and the others map it. Host memory has no name in any file system: its
+owner makes it (`memfd_create`), the others open it through the owner's `/proc` entry. So however a
+run ends, nothing is left behind, a small /dev/shm does not matter, and a tensor in it may outlive
+its communicator: the memory goes when the last process has let go of it. That is why this is not
+`MPI_Win_allocate_shared`, whose memory goes with a collective call and whose segments are files in
+/dev/shm.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import math
 import mmap
 import os
 import platform
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sp_core.errors import RankError
+from sp_core.machine import node_number
+from sp_core.transport.base import Done, Handle, wait
+from sp_core.transport.host import as_numpy
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 ORDERED = ("x86_64", "amd64", "i686", "i386")
 """Processors on which others see the writes of one core in their order. Elsewhere a flag might be seen before the data."""
-
-_NONCE_BYTES = 8
-
-
 ALIGNMENT = 128
 """Tensors of a room begin so many bytes apart, because cores fetch cache lines in pairs."""
+NONCE_BYTES = 8
+"""The last bytes of each part hold a number, by which the others see that they have found it."""
 
 Spec = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor."""
+Work = Callable[[], object]
 
 
 class NotShared(Exception):
     """There is no memory that all ranks see; the text says why. The same on every rank."""
 
 
-def share(comm: Intracomm, nbytes: int) -> list[Tensor]:
+class Offer(NamedTuple):
+    """Where the memory of one rank is: an open file of its process, or a handle of a device."""
+
+    process: int
+    address: int
+    nbytes: int
+    file: int = -1
+    handle: bytes = b""
+
+
+class Memory(Protocol):
+    """What a window needs of the host or of a device. `allocate` and `open` raise OSError where that cannot be done."""
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
+        """Make memory of this rank, uint8 `(nbytes,)`, zero. Return it, and how the others find it."""
+        ...
+
+    def open(self, offer: Offer) -> Tensor:
+        """Map the memory of another rank, as if on the own device."""
+        ...
+
+    def close(self, x: Tensor) -> None:
+        """Give back what `open` gave."""
+        ...
+
+    def free(self, x: Tensor) -> None:
+        """Give back what `allocate` gave, after all others have closed it."""
+        ...
+
+    def begin(self) -> None:
+        """Let what is launched from now on wait for what has been computed so far."""
+        ...
+
+    def launch(self, work: Sequence[Work]) -> Handle:
+        """Carry out some work after all that was launched before. Return a handle of it."""
+        ...
+
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """Return a copy, to be launched."""
+        ...
+
+
+class HostMemory:
+    """Host memory. It goes with the last tensor in it, in any process."""
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
+        """Make new memory. Its owner takes the pages now: later it would be a signal that ends the process."""
+        file = os.memfd_create("sp_core")
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+            x = _mapped(file, nbytes)
+        except OSError:
+            os.close(file)
+            raise
+        return x, Offer(os.getpid(), x.data_ptr(), nbytes, file)
+
+    def open(self, offer: Offer) -> Tensor:
+        """Map the memory of another process, or of another thread."""
+        file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR)
+        try:
+            return _mapped(file, offer.nbytes)
+        finally:
+            os.close(file)
+
+    def close(self, x: Tensor) -> None:
+        """Do nothing."""
+
+    free = close
+
+    def begin(self) -> None:
+        """Do nothing: what has been computed is there."""
+
+    def launch(self, work: Sequence[Work]) -> Handle:
+        """Do the work at once."""
+        for item in work:
+            item()
+        return _DONE
+
+    def copying(self, into: Tensor, part: Tensor) -> Work:
+        """Return a copy by NumPy, which begins it sooner than torch."""
+        return partial(np.copyto, as_numpy(into), as_numpy(part))
+
+
+_DONE = Done()
+HOST = HostMemory()
+
+
+def _mapped(file: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+
+
+def share(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
     """Make memory that all ranks see.
 
     Args:
         comm: an mpi4py communicator; all its ranks call this.
+        memory: of the host, or of this rank's device.
         nbytes: of this rank's part.
 
     Returns:
-        The part of every rank, uint8, page-aligned and zero.
+        The part of every rank, uint8 and zero, of so many bytes or a few more.
 
     Communication:
-        Two all-gathers and a broadcast of a few numbers.
+        Two all-gathers of a few bytes.
 
     Raises:
         NotShared: on every rank.
     """
-    told = everybodys(comm, [_machine(), nbytes])
-    sizes = [-(-int(size) // mmap.PAGESIZE) * mmap.PAGESIZE for size in told[:, 1]]
-    places = len(set(told[:, 0].tolist()))
-    if places > 1:
-        raise NotShared(
-            f"its {comm.size} ranks are on {places} machines, or in containers that do not see each other"
-        )
-    if platform.machine().lower() not in ORDERED:
-        raise NotShared(
-            f"a processor of type {platform.machine()} may show writes to other cores in another order"
-        )
-    fd = _made(comm, sizes)
+    nonce, parts, mine, offer, problem = secrets.randbits(62), [], None, None, ""
     try:
-        memory, problem = _opened(comm, fd, sizes)
-        problems = everybodys(comm, [problem])[:, 0].tolist()
+        mine, offer = memory.allocate((-(-nbytes // NONCE_BYTES) + 1) * NONCE_BYTES)
+        _copy(memory, mine[-NONCE_BYTES:], torch.tensor([nonce]).view(torch.uint8).to(mine.device))
+    except (OSError, AttributeError) as error:  # a system may lack `memfd_create`
+        problem = f"rank {comm.rank} cannot allocate {nbytes:,} bytes: {error}"
+    try:
+        told = comm.allgather((this_machine(), problem, offer, nonce))
+        problem = _excluded(told)
+        if not problem:
+            parts, problem = _opened(memory, told, mine, comm.rank)
+            problem = next(filter(None, comm.allgather(problem)), "")
     finally:
-        if fd >= 0:
-            os.close(fd)
-    if any(problems):
-        rank = next(rank for rank, code in enumerate(problems) if code)
-        raise NotShared(
-            f"rank {rank} cannot map {sum(sizes):,} bytes of it: {os.strerror(problems[rank])}"
-        )
-    assert memory is not None
-    return list(torch.frombuffer(memory, dtype=torch.uint8)[mmap.PAGESIZE :].split(sizes))
+        if offer is not None and offer.file >= 0:
+            os.close(offer.file)
+    if problem:
+        give_back(comm, memory, mine, parts)
+        raise NotShared(problem)
+    return [part[:-NONCE_BYTES] for part in parts]
 
 
-def demand(comm: Intracomm, nbytes: int) -> list[Tensor]:
-    """`share`, by ranks that have been found to have memory in common.
+def give_back(
+    comm: Intracomm, memory: Memory, mine: Tensor | None, parts: Sequence[Tensor]
+) -> None:
+    """Close what belongs to others, wait for them to do the same, and free the own part; every rank calls this."""
+    for part in parts:
+        if part is not mine:
+            memory.close(part)
+    comm.Barrier()
+    if mine is not None:
+        memory.free(mine)
+
+
+def demand(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
+    """Call `share` where the memory is needed.
 
     Raises:
         RankError: there is none left; on every rank.
     """
     try:
-        return share(comm, nbytes)
+        return share(comm, memory, nbytes)
     except NotShared as reason:
         text = f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some, or make the mesh with transport='host'."
         raise RankError(text) from None
 
 
-def together(comm: Intracomm) -> bool:
-    """Return whether all ranks are on one machine; every rank calls this."""
-    return len(set(everybodys(comm, [_machine()])[:, 0].tolist())) == 1
-
-
-def first_of_its_machine(comm: Intracomm) -> bool:
-    """Return whether no rank before the caller is on the same machine; every rank calls this."""
-    machines = everybodys(comm, [_machine()])[:, 0].tolist()
-    return bool(machines.index(machines[comm.rank]) == comm.rank)
-
-
-def everybodys(
-    comm: Intracomm, numbers: Sequence[int]
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Gather the numbers of all ranks, by rank."""
-    found = np.empty((comm.size, len(numbers)), np.int64)
-    comm.Allgather(np.array(numbers, np.int64), found.reshape(-1))
-    return found
-
-
-def _machine() -> int:
-    """Hash the machine, the host name and the process namespace of this rank."""
-    parts = [platform.node()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text())
-        except OSError:
-            parts.append("unknown")
-    return int.from_bytes(
-        hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest(), "little", signed=True
-    )
-
-
-def _made(comm: Intracomm, sizes: Sequence[int]) -> int:
-    """On rank 0 a file descriptor of new memory, whose first page is for `_NONCE_BYTES`; negative where there is none."""
-    if comm.rank or not hasattr(os, "memfd_create"):
-        return -1
+def this_machine() -> tuple[int, str]:
+    """Identify the machine and the process namespace of this rank."""
     try:
-        fd = os.memfd_create("sp_core")
-        os.ftruncate(fd, mmap.PAGESIZE + sum(sizes))
+        return node_number(), os.readlink("/proc/self/ns/pid")
     except OSError:
-        return -1
-    return fd
+        return node_number(), "unknown"
 
 
-def _opened(comm: Intracomm, fd: int, sizes: Sequence[int]) -> tuple[mmap.mmap | None, int]:
-    """Map the memory that rank 0 has made. Return it, or the number of the error."""
-    offer = np.array([os.getpid(), fd, secrets.randbits(62)], np.int64)
-    memory = mmap.mmap(fd, 0) if fd >= 0 else None
-    if memory is not None:
-        memory[:_NONCE_BYTES] = offer[2].tobytes()
-    comm.Bcast(offer, 0)
-    if offer[1] < 0:
-        return None, errno.ENOMEM
-    try:
-        own = os.open(f"/proc/{offer[0]}/fd/{offer[1]}", os.O_RDWR)
+def _excluded(told: Sequence[tuple[Any, str, Any, Any]]) -> str:
+    """Return why these ranks cannot share memory, if they cannot."""
+    if (places := len({place for place, *_ in told})) > 1:
+        return f"its {len(told)} ranks are on {places} machines, or in containers that do not see each other"
+    if platform.machine().lower() not in ORDERED:
+        return f"a processor of type {platform.machine()} may show writes to other cores in another order"
+    return next((problem for _, problem, *_ in told if problem), "")
+
+
+def _opened(
+    memory: Memory, told: Sequence[tuple[Any, Any, Offer, int]], mine: Tensor | None, own: int
+) -> tuple[list[Tensor], str]:
+    """Map the parts of all ranks. Return those up to the first that cannot be used, and the reason."""
+    parts: list[Tensor] = []
+    for rank, (_, _, offer, nonce) in enumerate(told):
         try:
-            start = mmap.PAGESIZE + sum(sizes[: comm.rank])
-            if sizes[
-                comm.rank
-            ]:  # now, and by its owner: later it would be a signal that ends the process
-                os.posix_fallocate(own, start, sizes[comm.rank])
-            memory = mmap.mmap(own, 0)
-        finally:
-            os.close(own)
-    except OSError as error:
-        return None, error.errno or errno.EIO
-    return (memory, 0) if memory[:_NONCE_BYTES] == offer[2].tobytes() else (None, errno.ESTALE)
+            part = mine if mine is not None and rank == own else memory.open(offer)
+        except OSError as error:
+            return parts, f"rank {own} cannot map the memory of rank {rank}: {error}"
+        parts.append(part)
+        found = torch.empty_like(part[-NONCE_BYTES:])
+        _copy(memory, found, part[-NONCE_BYTES:])
+        if int(found.view(torch.int64)) != nonce:
+            return (
+                parts,
+                f"rank {own} finds something else in the memory of rank {rank} than was written there",
+            )
+    return parts, ""
+
+
+def _copy(memory: Memory, into: Tensor, part: Tensor) -> None:
+    """Copy, and wait for it."""
+    memory.begin()
+    wait(memory.launch([memory.copying(into, part)]))
 
 
 class Rooms:
@@ -207,21 +280,19 @@ class Rooms:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         number, self._uses = self._uses % len(self._rooms), self._uses + 1
-        if self._rooms[number].numel() < starts[-1]:
-            self._rooms[number] = self._made(
-                starts[-1]
-            )  # the old one lives as long as anybody reads there
-        room, found = self._rooms[number], zip(specs, starts, sizes, strict=False)
+        if self._rooms[number].numel() < starts[-1]:  # the old one lives as long as a tensor in it
+            nbytes = starts[-1] if self._comm.rank == 0 else 0
+            self._rooms[number] = demand(self._comm, HOST, nbytes)[0]
         return [
-            room[start : start + size].view(dtype).view(tuple(shape))
-            for (shape, dtype), start, size in found
+            shaped(self._rooms[number][start:], shape, dtype)
+            for (shape, dtype), start in zip(specs, starts, strict=False)
         ]
 
     def clear(self) -> None:
         """Let go of all memory; it lives as long as a tensor in it."""
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * len(self._rooms)
 
-    def _made(self, nbytes: int) -> Tensor:
-        """Memory of all ranks in one piece, of which each has made a part."""
-        parts = demand(self._comm, -(-nbytes // self._comm.size))
-        return parts[0].as_strided((nbytes,), (1,))
+
+def shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """View the beginning of some memory as a tensor."""
+    return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

@@ -24,19 +24,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Done, Handle, Until, wait
-from sp_core.transport.host import HostTransport, as_numpy
-from sp_core.transport.node_memory import NodeMemory, Work, give_back, share_on_device
-from sp_core.transport.shared import Rooms, demand, everybodys, share
+from sp_core.transport.base import Handle, Until, wait
+from sp_core.transport.host import HostTransport
+from sp_core.transport.shared import HOST, Memory, Rooms, Work, demand, give_back, shaped, share
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -49,8 +47,6 @@ DEVICE_SLOT_BYTES = 1 << 23
 """A chunk: large, because each costs a look at the flags of the others, and little beside the memory of a GPU."""
 PINNED_SLOT_BYTES = 1 << 21
 """Smaller, so that one rank reads a chunk while another writes the next."""
-MAX_DIMS = 16
-"""Of a tensor in shared memory."""
 
 Steps = Sequence[Sequence[Work]]
 
@@ -68,7 +64,7 @@ class Window:
         comm: an mpi4py communicator.
         slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank,
             `SLOT_BYTES` if not given.
-        memory: of this rank's device; None for host memory.
+        memory: in which the slots lie, of the host or of this rank's device.
 
     Attributes:
         has_rooms: whether schemes may compute on what others have put there. On a device only the
@@ -82,20 +78,13 @@ class Window:
     """
 
     def __init__(
-        self, comm: Intracomm, slot_bytes: int | None = None, memory: NodeMemory | None = None
+        self, comm: Intracomm, slot_bytes: int | None = None, memory: Memory = HOST
     ) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
-        self._comm, self._memory, self.has_rooms = comm, memory, memory is None
+        self._comm, self._memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
-        nbytes = SLOTS * self.slot_bytes
-        parts = share(comm, FLAG_BYTES + (nbytes if memory is None else 0))
-        slots = (
-            [part[FLAG_BYTES:] for part in parts]
-            if memory is None
-            else share_on_device(comm, memory, nbytes)
-        )
-        self.slots = [part[:nbytes] for part in slots]
-        flags = [part[:FLAG_BYTES].numpy().data.cast("q") for part in parts]
+        flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
+        self.slots = share(comm, memory, SLOTS * self.slot_bytes)
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self._begun = 0  # steps of all operations started so far
@@ -119,8 +108,7 @@ class Window:
             steps: what is done in each.
             what: what it is, the same on every rank.
         """
-        if self._memory is not None:
-            self._memory.begin()
+        self._memory.begin()
         self._announce(what)
         operation = WindowRun(self, steps, self._begun, what)
         self._begun += len(steps)
@@ -130,7 +118,7 @@ class Window:
 
     def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
         """Carry an operation out, as `start` and a wait do, but with less work if nothing else is under way."""
-        if self._queue or self._memory is not None:
+        if self._queue or not self.has_rooms:
             wait(self.start(steps, what), poll)
             return
         self._announce(what)
@@ -158,18 +146,11 @@ class Window:
             number = operation.first + self._launched
             if not self.have_made(number if self._launched else number - 1):
                 return
-            self._under_way.append((operation, self._launch(operation.steps[self._launched])))
+            self._under_way.append((operation, self._memory.launch(operation.steps[self._launched])))
             self._launched += 1
             if self._launched == len(operation.steps):
                 self._queue.popleft()
                 self._launched = 0
-
-    def _launch(self, step: Sequence[Work]) -> Handle:
-        if self._memory is not None:
-            return self._memory.launch(step)
-        for work in step:
-            work()
-        return _DONE
 
     def watch(self, what: str) -> None:
         """Notice that a rank has left, where the communicator can tell."""
@@ -183,24 +164,13 @@ class Window:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor of zeros in shared memory; every rank calls this, shapes may differ."""
-        shapes = everybodys(
-            self._comm, [len(shape), *shape, *[0] * (MAX_DIMS - len(shape))]
-        ).tolist()
-        nbytes = math.prod(shape) * dtype.itemsize
-        parts = (
-            demand(self._comm, nbytes)
-            if self._memory is None
-            else share_on_device(self._comm, self._memory, nbytes)
-        )
-        tensors = [
-            _shaped(part, dims[1 : dims[0] + 1], dtype)
-            for part, dims in zip(parts, shapes, strict=True)
-        ]
+        shapes = self._comm.allgather(tuple(shape))
+        parts = demand(self._comm, self._memory, math.prod(shape) * dtype.itemsize)
+        tensors = [shaped(*each, dtype) for each in zip(parts, shapes, strict=True)]
         self._allocations = {
             number: found for number, found in self._allocations.items() if found.is_alive
         }
-        made = Allocation(tensors, self._comm.rank, keep=self._memory is not None)
-        self._allocations[next(self._numbers)] = made
+        self._allocations[next(self._numbers)] = Allocation(tensors, self._comm.rank)
         return tensors[self._comm.rank]
 
     def peers(self, x: Tensor) -> list[Tensor]:
@@ -233,7 +203,7 @@ class Window:
         On a device it stays until the process ends, as do slots if other ranks may still look
         there.
         """
-        if together and self.slots and self._memory is not None:
+        if together and self.slots:
             give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
         self.blocks.clear()
         self.sums.clear()
@@ -241,10 +211,8 @@ class Window:
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a copy between tensors, to be made in a step. NumPy begins one sooner than torch."""
-        if self._memory is not None:
-            return self._memory.copying(into, part)
-        return partial(np.copyto, as_numpy(into), as_numpy(part))
+        """Return a copy between tensors, to be made in a step."""
+        return self._memory.copying(into, part)
 
     def have_made(self, steps: int) -> bool:
         """Return whether every other rank has made so many steps."""
@@ -278,24 +246,18 @@ class WindowRun:
         return True
 
 
-_DONE = Done()
-
-
 class Allocation:
-    """Tensors of all ranks that one call of `allocate` has made. It does not keep their memory, unless it is told to.
+    """Tensors of all ranks that one call of `allocate` has made. It does not keep their memory.
 
-    Args:
-        tensors: of all ranks, as this rank sees them.
-        rank: this rank.
-        keep: hold the tensors. Without it all of them must lie in one storage.
+    This rank's memory keeps the tensors of the others, as an attribute.
     """
 
-    def __init__(self, tensors: list[Tensor], rank: int, *, keep: bool) -> None:
+    def __init__(self, tensors: list[Tensor], rank: int) -> None:
         own = tensors[rank]
-        self._rank, self._start, self._nbytes = rank, _address(own), own.nbytes
-        self._dtype, self._storage = own.dtype, StorageWeakRef(own.untyped_storage())
-        self._layouts = [(x.shape, x.stride(), int(x.storage_offset())) for x in tensors]
-        self._kept = tensors if keep else []
+        storage: Any = own.untyped_storage()
+        storage.others = [*tensors[:rank], None, *tensors[rank + 1 :]]
+        self._start, self._storage = _address(own), StorageWeakRef(storage)
+        self._layout, self._dtype, self._nbytes = (own.shape, own.stride()), own.dtype, own.nbytes
 
     @property
     def is_alive(self) -> bool:
@@ -310,23 +272,19 @@ class Allocation:
 
     def is_whole(self, x: Tensor) -> bool:
         """Return whether a tensor is this rank's, and not a part of it."""
-        shape, stride, _ = self._layouts[self._rank]
         return (
             x.layout is torch.strided
-            and (x.shape, x.stride()) == (shape, stride)
+            and (x.shape, x.stride()) == self._layout
             and self.offset(x) == 0
         )
 
     def tensors(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, from any tensor of this rank that lies there."""
-        return self._kept or [x.detach().as_strided(*layout) for layout in self._layouts]
+        storage: Any = x.untyped_storage()
+        own = x.detach().as_strided(*self._layout, 0)
+        return [own if other is None else other for other in storage.others]
 
 
 def _address(x: Tensor) -> int:
     """Return where a tensor begins; torch says so itself only of tensors that have elements."""
     return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.itemsize
-
-
-def _shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """View the beginning of some memory as a tensor."""
-    return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

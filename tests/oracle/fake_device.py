@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_core.transport.node_memory import FileMemory
+from sp_core.transport.shared import HostMemory
 
 POLLS = 2
 
@@ -120,8 +120,8 @@ class DelayedStreams:
         self._up.run_to(self._awaited)
 
 
-class DelayedMemory(FileMemory):
-    """Memory of a device that is really host memory of the node; implements `sp_core.transport.node_memory.NodeMemory`.
+class DelayedMemory(HostMemory):
+    """Memory of a device that is really host memory of the node; implements `sp_core.transport.shared.Memory`.
 
     What is launched happens when its event has been asked for often enough, and what is to be
     computed when something waits for it.

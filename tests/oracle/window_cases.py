@@ -25,6 +25,7 @@ from sp_core.schedules import (
     in_window,
 )
 from sp_core.transport import Window
+from sp_core.transport.shared import HOST
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "shift")
 
@@ -190,5 +191,5 @@ def inputs_of(
 
 def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:
     """Give a communicator shared memory, or that of a device which is late, full of what no test expects; every rank calls this."""
-    comm.window = Window(comm._comm, slot_bytes, DelayedMemory() if on_device else None)
+    comm.window = Window(comm._comm, slot_bytes, DelayedMemory() if on_device else HOST)
     comm.window.slots[comm.rank].fill_(0xFF)
