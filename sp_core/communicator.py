@@ -140,12 +140,7 @@ class Communicator(NotCopied):
 
     def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
         """Run a collective over flat contiguous buffers."""
-        self.ensure_open()
-        count = self.counters[operation.op.value]
-        count.add(bytes_sent=operation.bytes_sent)
-        start = time.perf_counter()
-        self.transport.run(operation, send, recv)
-        count.seconds += time.perf_counter() - start
+        self.prepare(operation, send, recv)()
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None

@@ -93,9 +93,7 @@ def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
     arguments.check(shape=shape)
     arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
     if any(length < 0 for length in shape):
-        raise ShapeError(
-            f"shape {tuple(shape)} was given; pass lengths >= 0."
-        )
+        raise ShapeError(f"shape {tuple(shape)} was given; pass lengths >= 0.")
     if dtype.is_complex:
         raise DtypeError(
             f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of them."

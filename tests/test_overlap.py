@@ -107,7 +107,7 @@ class Listening:
         self._log.append(("start", self.handles[-1].number))
         return self.handles[-1]
 
-    def run(self, operation: Operation, send: Any, recv: Any) -> None:
+    def prepare(self, operation: Operation, send: Any, recv: Any) -> Any:
         raise AssertionError("nothing here may block")
 
     def start(self, operation: Operation, send: Any, recv: Any) -> Handle:

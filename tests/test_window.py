@@ -266,7 +266,9 @@ class Without:
         self._lacking, self._rank = name, rank
 
     def __getattr__(self, name: str) -> Any:
-        elsewhere = self._rank is not None and threading.current_thread().name != f"rank {self._rank}"
+        elsewhere = (
+            self._rank is not None and threading.current_thread().name != f"rank {self._rank}"
+        )
         if name != self._lacking or elsewhere:
             return getattr(os, name)
         if name == "memfd_create":

@@ -189,11 +189,6 @@ class Watched:
         comm.transport = self
         object.__setattr__(comm, "poll", lambda: None)
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective."""
-        self._note(send)
-        self._inner.run(operation, send, recv)
-
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective."""
         self._note(send)

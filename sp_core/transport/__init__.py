@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +10,8 @@ import torch
 from sp_core.errors import DeviceError
 from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
 from sp_core.transport.host import HostTransport
-from sp_core.transport.shared import HOST, NotShared, this_machine
-from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window, WindowTransport
+from sp_core.transport.shared import NotShared, this_machine
+from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -29,6 +28,7 @@ __all__ = [
     "Messages",
     "Transport",
     "Window",
+    "choose",
     "make_transport",
     "make_window",
     "wait",
@@ -70,51 +70,48 @@ def make_transport(
     Raises:
         DeviceError: no such transport for that kind of device, or not here; on every rank.
     """
-    if isinstance(name, HostWrapper) and device.type == "cpu":
-        return name.over(HostTransport(comm))
+    chosen, kind = choose(name, device), device.type
+    host = HostTransport(comm, "window" if chosen == "window" else "host")
+    if isinstance(chosen, HostWrapper):
+        return chosen.over(host)
+    if kind == "cpu" and chosen != "distributed":
+        return host
+    if chosen == "device":
+        return _device_transport(comm, device)
+    if chosen == "distributed":
+        from sp_core.transport import distributed
+
+        group = distributed.make_group(comm, device)  # before buffers are made for nothing
+        messages = host if kind == "cpu" else _staged("pipelined", host, device, comm.size, poll)
+        return distributed.DistributedTransport(comm, group, messages, device, poll)
+    return _staged(chosen, host, device, comm.size, poll)
+
+
+def choose(name: str | HostWrapper, device: torch.device) -> str | HostWrapper:
+    """Return the transport of that name for a kind of device; "auto" is the first.
+
+    Raises:
+        DeviceError: there is none.
+    """
     offered = NAMES.get(device.type, ())
-    chosen = offered[0] if name == "auto" and offered else name
-    if chosen not in offered:
-        raise DeviceError(
-            f"transport {name!r} was asked for on device {str(device)!r}, which offers {offered or 'none'}. "
-            f"Pass one of these, or transport='auto'; supported kinds of device are {tuple(NAMES)}."
-        )
-    host = HostTransport(comm)
-    match chosen:
-        case "host":
-            return host
-        case "window":
-            return WindowTransport(comm)
-        case "device":
-            return _device_transport(comm, device)
-        case "distributed":
-            from sp_core.transport.distributed import DistributedTransport, make_group
-
-            group = make_group(comm, device)  # before buffers are made for nothing
-            messages = (
-                host
-                if device.type == "cpu"
-                else _over_host("pipelined", host, device, comm.size, poll)
-            )
-            return DistributedTransport(comm, group, messages, device, poll)
-    return _over_host(chosen, host, device, comm.size, poll)
+    if name == "auto" and offered:
+        return offered[0]
+    if name in offered or (isinstance(name, HostWrapper) and device.type == "cpu"):
+        return name
+    raise DeviceError(
+        f"transport {name!r} was asked for on device {str(device)!r}; kinds of device and their transports are {NAMES}. "
+        "Pass one of these, or transport='auto'."
+    )
 
 
-def _over_host(
-    name: str | HostWrapper,
-    host: HostTransport,
-    device: torch.device,
-    size: int,
-    poll: Callable[[], None],
+def _staged(
+    name: str, host: HostTransport, device: torch.device, size: int, poll: Callable[[], None]
 ) -> Transport:
     from sp_core.transport import cuda, staged
 
     if name == "staged":
         return staged.StagedTransport(host)
-    kinds = {"ipc": staged.IpcTransport, "pinned": staged.PinnedTransport}
-    return kinds.get(str(name), staged.PipelinedTransport)(
-        host, cuda.CudaStreams(device), size, poll=poll
-    )
+    return staged.PipelinedTransport(host, cuda.CudaStreams(device), size, name=name, poll=poll)
 
 
 def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
@@ -124,7 +121,7 @@ def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
     cuda_aware.refuse_host_only(
         comm, lambda: cuda_aware.no_device_memory(device.type) if first else ""
     )
-    return cuda_aware.DeviceTransport(comm, partial(cuda_aware.settle, device))
+    return cuda_aware.DeviceTransport(comm, lambda: torch.cuda.current_stream(device).synchronize())
 
 
 def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:
@@ -133,11 +130,11 @@ def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[
         if transport == "window":
             return Window(comm), ""
         if transport in ("ipc", "pinned"):
-            from sp_core.transport.cuda import CudaMemory, PinnedMemory
+            from sp_core.transport import cuda
 
-            pinned = transport == "pinned"
-            memory = PinnedMemory(device) if pinned else CudaMemory(device)
-            return Window(comm, PINNED_SLOT_BYTES if pinned else DEVICE_SLOT_BYTES, memory), ""
+            if transport == "pinned":
+                return Window(comm, PINNED_SLOT_BYTES, cuda.PinnedMemory(device)), ""
+            return Window(comm, DEVICE_SLOT_BYTES, cuda.CudaMemory(device)), ""
     except NotShared as reason:
         return None, str(reason)
     return None, ""

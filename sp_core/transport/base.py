@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -33,24 +31,20 @@ class Transport(Protocol):
 
     Buffers are flat contiguous tensors on the transport's device. `send` and `recv` may be None
     where the transfer says that this rank sends or receives nothing. Results are safe to read on
-    the current stream when `run` returns or `test` is True.
+    the current stream when a prepared collective returns or `test` is True.
     """
 
     name: str
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective. All ranks of the communicator call this."""
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
+        """Prepare a collective on fixed memory. Each call of the returned function runs it; all ranks call it."""
         ...
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective and return without waiting for the other ranks."""
         ...
-
-    def prepare(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Callable[[], object]:
-        """Prepare a collective on the same memory for many runs: each call of the returned function is one."""
-        return partial(self.run, operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
@@ -93,11 +87,32 @@ class Done:
         return True
 
 
-@dataclass(frozen=True)
-class Until:
-    """The handle of something that is complete when `test` says so."""
+class Transfer:
+    """The handle of something that is complete once each of some tests has answered True.
 
-    test: Callable[[], bool]
+    Args:
+        tests: are asked until they answer True.
+        keep: objects that must live until then, such as buffers of which MPI has the address.
+        after: called once, when all is complete.
+    """
+
+    def __init__(
+        self,
+        tests: Sequence[Callable[[], object]],
+        keep: object = None,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self._tests, self._keep, self._after = tests, keep, after
+
+    def test(self) -> bool:
+        """Return whether all tests have answered True."""
+        self._tests = [test for test in self._tests if not test()]
+        if self._tests:
+            return False
+        after, self._after, self._keep = self._after, None, None
+        if after is not None:
+            after()
+        return True
 
 
 SPIN_SECONDS = 2e-5

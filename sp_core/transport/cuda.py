@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_core.machine import loaded_library
-from sp_core.transport.base import Until
+from sp_core.transport.base import Transfer
 from sp_core.transport.shared import HOST, Offer, Work
 
 HANDLE_BYTES = 64
@@ -34,11 +34,11 @@ class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-def _reached(stream: torch.cuda.Stream) -> Until:
+def _reached(stream: torch.cuda.Stream) -> Transfer:
     """Return a handle of what has been asked of a stream so far."""
     event = torch.cuda.Event()
     event.record(stream)
-    return Until(event.query)
+    return Transfer([event.query])
 
 
 class CudaStreams:
@@ -69,11 +69,11 @@ class CudaStreams:
         with torch.cuda.stream(self._up):
             device.copy_(host, non_blocking=True)
 
-    def downloaded(self) -> Until:
+    def downloaded(self) -> Transfer:
         """Return an event on the stream that goes down."""
         return _reached(self._down)
 
-    def uploaded(self) -> Until:
+    def uploaded(self) -> Transfer:
         """Return an event on the stream that goes up."""
         return _reached(self._up)
 
@@ -97,7 +97,7 @@ class CudaStream:
         """Let the stream wait for the current one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def launch(self, work: Sequence[Work]) -> Until:
+    def launch(self, work: Sequence[Work]) -> Transfer:
         """Launch on the stream."""
         with torch.cuda.stream(self._stream):
             for item in work:

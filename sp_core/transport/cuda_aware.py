@@ -12,7 +12,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from sp_core.errors import DeviceError
 from sp_core.probing import bounded, last_line
 from sp_core.schedules import Operation
 from sp_core.transport.base import Done, Handle
-from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy, in_turn
+from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -74,30 +73,19 @@ class DeviceTransport(HostTransport):
     Source: Open MPI 5 documentation, "CUDA": non-blocking collectives do not take device buffers.
     """
 
-    name = "device"
-
     def __init__(
         self, comm: Intracomm, settle: Callable[[], object], *, max_count: int = MAX_COUNT
     ) -> None:
-        super().__init__(comm, max_count=max_count)
-        self._wait_for_stream = settle
+        super().__init__(comm, "device", max_count=max_count)
+        self._first = [settle]
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Carry a collective out."""
-        self.run(operation, send, recv)
+        self.prepare(operation, send, recv)()
         return Done()
-
-    def prepare(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Callable[[], object]:
-        """Prepare the library's call, and a wait for the stream before it."""
-        return partial(in_turn, self._settle, super().prepare(operation, send, recv))
 
     def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
         return memory(x)
-
-    def _settle(self) -> None:
-        self._wait_for_stream()
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
@@ -109,11 +97,6 @@ def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
         return np.empty(0, kind)
     place: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     return np.frombuffer(place, kind)
-
-
-def settle(device: torch.device) -> None:
-    """Wait until a device has done what it was asked to do on the current stream."""
-    torch.cuda.current_stream(device).synchronize()
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import platform
 import socket
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from torch import Tensor
 from sp_core.errors import DeviceError, PeerFailed
 from sp_core.observer import observer_of
 from sp_core.schedules import Op, Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transport, wait
-from sp_core.transport.host import WIDER, widened
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport, wait
+from sp_core.transport.host import WIDER, Calls, OverHost, in_turn, widened
 from sp_core.transport.shared import this_machine
 
 if TYPE_CHECKING:
@@ -37,17 +37,17 @@ _WIDER = {**WIDER, torch.int16: torch.int32}
 """What gloo or NCCL cannot add, or would round after each addition, and what it is added in."""
 
 
-Begun = tuple[Any, tuple[object, ...], Callable[[], object] | None]
+Begun = tuple[Any, tuple[object, ...], Calls]
 """What the group returned, the buffers to keep, and what is done afterwards."""
 
 
-class DistributedTransport(Transport):
+class DistributedTransport(OverHost):
     """Moves tensors by torch.distributed.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
         group: a backend of torch.distributed over the same ranks; `close` gives it up.
-        messages: carries the messages of schedules.
+        messages: carries the messages of schedules, over MPI.
         device: where the tensors live.
         poll: called while waiting.
     """
@@ -62,13 +62,15 @@ class DistributedTransport(Transport):
         device: torch.device,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        self._comm, self._group, self._messages, self._poll = comm, group, messages, poll
+        self._comm, self._group, self._host, self._poll = comm, group, messages, poll
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._say, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective."""
-        wait(self.start(operation, send, recv), self._poll)
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
+        """Prepare a collective."""
+        return lambda: wait(self.start(operation, send, recv), self._poll)
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective."""
@@ -76,8 +78,7 @@ class DistributedTransport(Transport):
         self._say(what)
         if operation.longest == 0:
             return Done()
-        work, keep, after = self._begin(operation, send, recv)
-        return _Work(work, keep, what, after, self._watch)
+        return self._transfer(what, *self._begin(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages, as one all-to-all; a single message is not copied."""
@@ -87,42 +88,43 @@ class DistributedTransport(Transport):
             [_bytes(x) for _, x in sorted(messages, key=itemgetter(0))]
             for messages in (sends, recvs)
         )
-        room = (
-            incoming[0]
-            if len(incoming) == 1
-            else self._nothing.new_empty(sum(part.numel() for part in incoming))
-        )
         packed = outgoing[0] if len(outgoing) == 1 else torch.cat([self._nothing, *outgoing])
-        received, sent = (
-            [
-                sum(x.nbytes for peer, x in messages if peer == rank)
-                for rank in range(self._comm.size)
-            ]
-            for messages in (recvs, sends)
-        )
+        lengths = [part.numel() for part in incoming]
+        room = incoming[0] if len(incoming) == 1 else self._nothing.new_empty(sum(lengths))
+        received, sent = ([0] * self._comm.size for _ in range(2))
+        for messages, counts in ((recvs, received), (sends, sent)):
+            for peer, x in messages:
+                counts[peer] += x.nbytes
         work = self._group.alltoall_base(room, packed, received, sent)
-        return _Work(work, (room, packed), what, partial(_unpack, room, incoming), self._watch)
-
-    def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages will be posted over MPI."""
-        self._messages.announce(sends, recvs)
+        after: Calls = ()
+        if len(incoming) > 1:
+            after = [
+                partial(x.copy_, part)
+                for x, part in zip(incoming, room.split(lengths), strict=True)
+            ]
+        return self._transfer(what, work, (room, packed), after)
 
     def bind(self, messages: Messages) -> Bound:
         """Bring messages into MPI's form."""
-        return self._messages.bind(messages)
+        return self._host.bind(messages)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages over MPI."""
-        return self._messages.post(sends, recvs, tag)
+        return self._host.post(sends, recvs, tag)
 
     def close(self, *, together: bool) -> None:
         """Give the group up."""
-        self._messages.close(together=together)
+        super().close(together=together)
         held, self._group = [self._group], None
         if (
             not together
         ):  # its end waits for what is under way, until the others have gone or its time is up
             threading.Thread(target=held.clear, daemon=True).start()
+
+    def _transfer(self, what: str, work: Any, keep: object, after: Calls) -> Handle:
+        return Transfer(
+            [partial(is_complete, work, what, self._watch)], keep, partial(in_turn, *after)
+        )
 
     def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
         from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceOptions
@@ -132,100 +134,61 @@ class DistributedTransport(Transport):
         if operation.op is Op.BROADCAST:
             options: Any = BroadcastOptions()
             options.rootRank = operation.root
-            return self._group.broadcast([_bytes(given)], options), (given,), None
+            return self._group.broadcast([_bytes(given)], options), (given,), ()
+        assert send is not None
         if operation.op not in (Op.ALL_REDUCE, Op.REDUCE):
-            assert send is not None
             return self._pieces(operation, send, given)
-        wide, total, after = widened(send, recv, _WIDER)
-        assert wide is not None
-        total = (
-            wide.clone() if total is None else total
-        )  # on every rank memory that may be overwritten
-        total.copy_(wide)
-        options = ReduceOptions() if operation.op is Op.REDUCE else AllreduceOptions()
-        options.reduceOp = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}[
-            operation.reduction
-        ]
-        if operation.op is Op.ALL_REDUCE:
+        _, total, _, after = widened(send, recv, _WIDER)
+        if total is None:  # the group overwrites what it is given, on every rank
+            total = torch.empty_like(send, dtype=_WIDER.get(send.dtype, send.dtype))
+        total.copy_(send)
+        to_all = operation.op is Op.ALL_REDUCE
+        options = AllreduceOptions() if to_all else ReduceOptions()
+        options.reduceOp = getattr(ReduceOp, operation.reduction.upper())
+        if to_all:
             return self._group.allreduce([total], options), (total, recv), after
         options.rootRank = operation.root
         return self._group.reduce([total], options), (total, recv), after
 
     def _pieces(self, operation: Operation, send: Tensor, recv: Tensor) -> Begun:
         """Begin what goes from every rank to every rank."""
-        size, gathers = self._comm.size, operation.op is Op.ALL_GATHER
-        if gathers and len(set(operation.recv)) == 1:
-            return (
-                self._group.allgather([list(_bytes(recv).chunk(size))], [_bytes(send)]),
-                (send, recv),
-                None,
-            )
-        packed, room, after = (
-            _bytes(send).repeat(size) if gathers else _bytes(send),
-            _bytes(recv),
-            None,
-        )
-        sent = (
-            [send.nbytes] * size if gathers else [count * send.itemsize for count in operation.send]
-        )
+        size, packed, room = self._comm.size, _bytes(send), _bytes(recv)
+        sent = [count * send.itemsize for count in operation.send]
         received = [count * recv.itemsize for count in operation.recv]
+        after: Calls = ()
+        if operation.op is Op.ALL_GATHER:
+            if len(set(received)) == 1:
+                work = self._group.allgather([list(room.chunk(size))], [packed])
+                return work, (room, packed), ()
+            packed, sent = packed.repeat(size), [send.nbytes] * size
         if operation.op is Op.REDUCE_SCATTER:
             parts = recv.new_empty((size, recv.numel()))
-            room, received, after = (
-                _bytes(parts.view(-1)),
-                [recv.nbytes] * size,
-                partial(_add, recv, parts),
-            )
+            room, received = _bytes(parts.view(-1)), [recv.nbytes] * size
+            after = [partial(_add, recv, parts)]
         return self._group.alltoall_base(room, packed, received, sent), (room, packed), after
 
 
-class _Work:
-    """A transfer of the group, and what is done after it."""
+def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
+    """Return whether a transfer of the group is complete. Then the current stream waits for it, on CUDA.
 
-    def __init__(
-        self,
-        work: Any,
-        keep: tuple[object, ...],
-        what: str,
-        after: Callable[[], object] | None,
-        watch: Callable[[str], object],
-    ) -> None:
-        self._work, self._keep, self._what, self._after, self._watch = (
-            work,
-            keep,
-            what,
-            after,
-            watch,
-        )
-
-    def test(self) -> bool:
-        if self._work is None:
-            return True
-        if not self._work.is_completed():
-            self._watch(self._what)
-            return False
-        try:
-            # complete; what went wrong is said here, and on CUDA the current stream waits
-            self._work.wait()
-        except RuntimeError as error:
-            raise PeerFailed(
-                f"{self._what} failed: {str(error).splitlines()[0]} See what the other ranks say."
-            ) from error
-        if self._after is not None:
-            self._after()
-        self._work, self._keep, self._after = None, (), None
-        return True
+    Raises:
+        PeerFailed: it has failed.
+    """
+    if not work.is_completed():
+        watch(what)
+        return False
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerFailed(
+            f"{what} failed: {str(error).splitlines()[0]} See what the other ranks say."
+        ) from error
+    return True
 
 
 def _bytes(x: Tensor) -> Tensor:
     flat = x.detach().as_strided((x.numel(),), (1,))  # a vector of one element may have any stride
     return flat.view(torch.uint8)
-
-
-def _unpack(room: Tensor, parts: Sequence[Tensor]) -> None:
-    if len(parts) > 1:
-        for x, part in zip(parts, room.split([part.numel() for part in parts]), strict=True):
-            x.copy_(part)
 
 
 def _add(into: Tensor, parts: Tensor) -> None:
@@ -241,8 +204,7 @@ LIMIT_SECONDS = 300
 """Of every wait inside the group; then the transfer fails, on this rank."""
 
 LOOPBACK = "127.0.0.1"
-Offer = tuple[str, int, str]
-"""Where the store is, and what went wrong with it."""
+T = TypeVar("T")
 
 
 def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
@@ -265,21 +227,22 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
             ranks cannot connect.
     """
     if device.type == "cuda":
-        refuse_shared_gpus(
-            comm.allgather(
-                f"GPU {torch.cuda.get_device_properties(device).uuid} of {platform.node()}"
-            )
-        )
+        gpu = torch.cuda.get_device_properties(device).uuid
+        refuse_shared_gpus(comm.allgather(f"GPU {gpu} of {platform.node()}"))
     near = len(set(comm.allgather(this_machine()))) == 1
-    store, offer = _offered(near) if comm.rank == 0 else (None, ("", 0, ""))
-    host, port, problem = comm.bcast(offer)
-    group = None
+    store = group = None
+    address, problem = ("", 0), ""
+    if comm.rank == 0:
+        listening, problem = _tried(lambda: socket.create_server((LOOPBACK if near else "", 0)))
+        if listening is not None:
+            address = LOOPBACK if near else platform.node(), listening.getsockname()[1]
+            store, problem = _tried(partial(_store, *address, listening.detach()))
+    address, problem = comm.bcast((address, problem))
+    if not problem and store is None:
+        store, problem = _tried(partial(_store, *address))
     if not problem:
-        try:
-            store = store or _store(host, port)
-            group = _connected(store, comm, device, near, timedelta(seconds=seconds))
-        except (RuntimeError, ImportError, OSError) as error:
-            problem = str(error).splitlines()[0]
+        limit = timedelta(seconds=seconds)
+        group, problem = _tried(lambda: _connected(store, comm, device, near, limit))
     problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if problems:
         rank, text = next(iter(problems.items()))
@@ -292,42 +255,33 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
 
 def refuse_shared_gpus(gpus: Sequence[str]) -> None:
     """Raise `DeviceError` where two ranks have one GPU; `gpus` names that of each rank."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, gpu in enumerate(gpus):
-        ranks[gpu].append(rank)
-    shared = [
-        f"ranks {', '.join(map(str, found))}: {gpu}"
-        for gpu, found in ranks.items()
-        if len(found) > 1
-    ]
-    if shared:
+    gpu, count = Counter(gpus).most_common(1)[0]
+    if count > 1:
+        ranks = ", ".join(str(rank) for rank, other in enumerate(gpus) if other == gpu)
         raise DeviceError(
-            f"transport 'distributed' uses NCCL, which needs a GPU for each rank; {len(gpus)} ranks have {len(ranks)} "
-            f"({'; '.join(shared)}). Start fewer ranks, or pass transport='ipc' or 'pipelined', which let ranks share one."
+            f"transport 'distributed' uses NCCL, which needs a GPU for each rank; {len(gpus)} ranks have {len(set(gpus))} "
+            f"(ranks {ranks}: {gpu}). Start fewer ranks, or pass transport='ipc' or 'pipelined', which let ranks share one."
         )
 
 
-def _offered(near: bool) -> tuple[Any, Offer]:
-    """Make a store, which listens to this machine only if all ranks are on it. Return it and its address."""
+def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what a function makes, or None and what went wrong."""
     try:
-        listener = socket.create_server((LOOPBACK if near else "", 0))
-        host, port = LOOPBACK if near else platform.node(), listener.getsockname()[1]
-        return _store(host, port, listener.detach()), (host, port, "")
+        return make(), ""
     except (RuntimeError, ImportError, OSError) as error:
-        return None, ("", 0, str(error).splitlines()[0])
+        return None, str(error).splitlines()[0]
 
 
 def _store(host: str, port: int, listening: int | None = None) -> Any:
     """Connect to the store at an address, or make one that listens on a socket."""
     from torch._C._distributed_c10d import TCPStore
 
-    limit = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(
         host,
         port,
         None,
         listening is not None,
-        limit,
+        timedelta(seconds=CONNECT_SECONDS),
         wait_for_workers=False,
         master_listen_fd=listening,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sp_core.observer import observer_of
 from sp_core.schedules import Op, Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transport
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -29,6 +29,7 @@ MAX_COUNT = 2**30
 # MPI keeps their order
 TAG = 0
 Array = np.ndarray[Any, Any]
+Calls = Sequence[Callable[[], object]]
 _EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {
     torch.float32,
@@ -53,73 +54,38 @@ def as_numpy(x: Tensor | None) -> Array:
     return x.numpy()
 
 
-class Request:
-    """An MPI request, with what must happen after it (such as rounding a float32 sum into a bfloat16 result)."""
-
-    def __init__(
-        self,
-        requests: Sequence[Any],
-        keep: tuple[object, ...] = (),
-        after: Callable[[], object] | None = None,
-    ) -> None:
-        self._requests = list(requests)
-        self._keep = keep  # MPI holds only the address of these buffers
-        self._after = after
-
-    def test(self) -> bool:
-        self._requests = [request for request in self._requests if not request.Test()]
-        if self._requests:
-            return False
-        if self._after is not None:
-            self._after()
-        self._after, self._keep = None, ()
-        return True
-
-
 class HostTransport(Transport):
     """Moves CPU tensors by the MPI library's own collectives and point-to-point messages.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
+        name: "host", or "window" where the communicator has a window beside it.
         max_count: elements per MPI call; larger vectors are moved in chunks.
     """
 
-    name = "host"
-
-    def __init__(self, comm: Intracomm, *, max_count: int = MAX_COUNT) -> None:
+    def __init__(self, comm: Intracomm, name: str = "host", *, max_count: int = MAX_COUNT) -> None:
+        self.name = name
         self._comm = comm
         self._observer = observer_of(comm)
         self._max_count = max_count
-
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective, in chunks where its vectors are too long for one call."""
-        if self._fits(operation):
-            self._call(operation, send, recv, blocking=True)
-        else:
-            self._run_in_chunks(operation, send, recv)
-
-    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective. One too long for a single call is carried out at once."""
-        if self._fits(operation):
-            return self._call(operation, send, recv, blocking=False)
-        self._run_in_chunks(operation, send, recv)
-        return Done()
+        self._first: Calls = ()  # what MPI's reading of memory waits for
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare the library's call with its arguments. Half types are added in wider memory."""
+        """Prepare the library's call with its arguments, or its calls where the vectors are too long for one."""
         if not self._fits(operation):
-            return partial(self.run, operation, send, recv)
-        wide_send, wide_recv, after = (
-            widened(send, recv) if operation.reduces else (send, recv, None)
-        )
-        call = _bound(
-            self._comm, operation, self._memory(wide_send), self._memory(wide_recv), blocking=True
-        )
-        if send is None or wide_send is None or wide_send is send:
-            return call
-        return partial(in_turn, partial(wide_send.copy_, send), call, *([after] if after else []))
+            return partial(self._run_in_chunks, operation, send, recv)
+        return self._whole(operation, send, recv)
+
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Begin a collective. One too long for a single call is carried out at once."""
+        if not self._fits(operation):
+            self._run_in_chunks(operation, send, recv)
+            return Done()
+        before, call, after = self._steps(operation, send, recv, blocking=False)
+        in_turn(*before)
+        return Transfer([call().Test], call, partial(in_turn, *after))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages; empty ones and those above the limit of one call included."""
@@ -136,17 +102,14 @@ class HostTransport(Transport):
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin messages."""
-        self._settle()
+        in_turn(*self._first)
         requests = [self._comm.Irecv(x, peer, tag) for peer, x in recvs]
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
-        return Request(requests, (sends, recvs))
+        return Transfer([request.Test for request in requests], (sends, recvs))
 
     def _memory(self, x: Tensor | None) -> Array:
         """Return what MPI gets in place of a flat tensor."""
         return as_numpy(x)
-
-    def _settle(self) -> None:
-        """Wait until everything that MPI may read has been written. In host memory it has."""
 
     def _parts(self, messages: Messages) -> Iterator[tuple[int, Tensor]]:
         yield from ((peer, part) for peer, x in messages for part in x.split(self._max_count))
@@ -165,34 +128,49 @@ class HostTransport(Transport):
     def _run_in_chunks(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> None:
-        length = max(self._max_count // self._comm.size, 1)
-        for offset, chunk in operation.chunks(length):
-            sent = _packed(send, operation.send, offset, chunk.send)
-            received = None if recv is None else recv.new_empty(sum(chunk.recv))
-            self._call(chunk, sent, received, blocking=True)
-            _unpack(received, recv, operation.recv, offset, chunk.recv)
+        for offset, chunk in operation.chunks(max(self._max_count // self._comm.size, 1)):
+            sent = received = None
+            if send is not None:
+                sent = torch.cat(pieces(send, operation.send, offset, chunk.send))
+            if recv is not None:
+                received = recv.new_empty(sum(chunk.recv))
+            self._whole(chunk, sent, received)()
+            if recv is not None and received is not None:
+                places = pieces(recv, operation.recv, offset, chunk.recv)
+                for place, part in zip(places, received.split(list(chunk.recv)), strict=True):
+                    place.copy_(part)
 
-    def _call(
+    def _whole(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
+        before, call, after = self._steps(operation, send, recv, blocking=True)
+        return partial(in_turn, *before, call, *after) if before or after else call
+
+    def _steps(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool
-    ) -> Handle:
-        after = None
+    ) -> tuple[Calls, Callable[[], Any], Calls]:
+        """Return what comes before MPI's call, the call, and what comes after it. `Iallgatherv` is the non-blocking `Allgatherv`."""
+        before: Calls = ()
+        after: Calls = ()
         if operation.reduces:
-            send, recv, after = widened(send, recv)
-        call = _bound(
-            self._comm, operation, self._memory(send), self._memory(recv), blocking=blocking
-        )
-        self._settle()
-        request = call()
-        handle = Request([] if request is None else [request], (send, recv), after)
-        if blocking:
-            handle.test()
-        return handle
+            send, recv, before, after = widened(send, recv)
+        name, arguments = _METHODS[operation.op]
+        keywords: dict[str, Any] = {}
+        if operation.op in (Op.BROADCAST, Op.REDUCE):
+            keywords["root"] = operation.root
+        if operation.reduction != "sum":  # a sum is what every library does by default
+            from mpi4py import MPI
+
+            keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
+        method = getattr(self._comm, name if blocking else "I" + name.lower())
+        given = arguments(operation, self._memory(send), self._memory(recv))
+        return [*before, *self._first], partial(method, *given, **keywords), after
 
 
 class OverHost(Transport):
     """What transports that bring tensors to the host and let it move them have in common: messages bound when they are posted."""
 
-    _host: HostTransport
+    _host: Transport
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Say which messages will be posted."""
@@ -209,17 +187,17 @@ class OverHost(Transport):
 
 def widened(
     send: Tensor | None, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
-) -> tuple[Tensor | None, Tensor | None, Callable[[], object] | None]:
-    """Buffers in a type that can be summed, and how to bring the sum back: a half type is rounded once, at the end."""
+) -> tuple[Tensor | None, Tensor | None, Calls, Calls]:
+    """Return buffers of a type that can be summed, and the copies before and after: a half type is rounded once, at the end."""
     given = send if send is not None else recv
     if given is None or given.dtype not in wider:
-        return send, recv, None
-    wide = wider[given.dtype]
-    wide_send = None if send is None else send.to(wide)
-    if recv is None:
-        return wide_send, None, None
-    wide_recv = torch.empty_like(recv, dtype=wide)
-    return wide_send, wide_recv, lambda: recv.copy_(wide_recv)
+        return send, recv, [], []
+    wide_send, wide_recv = (
+        None if x is None else torch.empty_like(x, dtype=wider[given.dtype]) for x in (send, recv)
+    )
+    before = [] if send is None or wide_send is None else [partial(wide_send.copy_, send)]
+    after = [] if recv is None or wide_recv is None else [partial(recv.copy_, wide_recv)]
+    return wide_send, wide_recv, before, after
 
 
 def in_turn(*calls: Callable[[], object]) -> None:
@@ -228,32 +206,10 @@ def in_turn(*calls: Callable[[], object]) -> None:
         call()
 
 
-def _packed(
-    flat: Tensor | None, sizes: tuple[int, ...], offset: int, chunk: tuple[int, ...]
-) -> Tensor | None:
-    if flat is None:
-        return None
-    return torch.cat(
-        [
-            piece[offset : offset + n]
-            for piece, n in zip(flat.split(list(sizes)), chunk, strict=True)
-        ]
-    )
-
-
-def _unpack(
-    packed: Tensor | None,
-    flat: Tensor | None,
-    sizes: tuple[int, ...],
-    offset: int,
-    chunk: tuple[int, ...],
-) -> None:
-    if packed is None or flat is None:
-        return
-    for piece, part, n in zip(
-        flat.split(list(sizes)), packed.split(list(chunk)), chunk, strict=True
-    ):
-        piece[offset : offset + n] = part
+def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[int]) -> list[Tensor]:
+    """Return the part of each piece of a vector that begins at an offset and has one of the lengths."""
+    whole = flat.split(list(sizes))
+    return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
 
 
 _METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...]]]] = {
@@ -268,22 +224,3 @@ _METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...
     Op.REDUCE: ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
 """By collective, the communicator's method and its arguments. A shift is messages, no collective of the library."""
-
-
-def _bound(
-    comm: Intracomm, operation: Operation, send: Array, recv: Array, *, blocking: bool
-) -> Callable[[], Any]:
-    """Return the call of a collective; `Iallgatherv` is the non-blocking `Allgatherv`, and so on."""
-    name, arguments = _METHODS[operation.op]
-    keywords: dict[str, Any] = (
-        {"root": operation.root} if operation.op in (Op.BROADCAST, Op.REDUCE) else {}
-    )
-    if operation.reduction != "sum":  # a sum is what every library does by default
-        from mpi4py import MPI
-
-        keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
-    return partial(
-        getattr(comm, name if blocking else "I" + name.lower()),
-        *arguments(operation, send, recv),
-        **keywords,
-    )

@@ -156,7 +156,9 @@ def share(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
     Raises:
         NotShared: on every rank.
     """
-    nonce, parts, mine, offer, problem = secrets.randbits(62), [], None, None, ""
+    nonce, problem = secrets.randbits(62), ""
+    mine = offer = None
+    parts: list[Tensor] = []
     try:
         mine, offer = memory.allocate((-(-nbytes // NONCE_BYTES) + 1) * NONCE_BYTES)
         _copy(memory, mine[-NONCE_BYTES:], torch.tensor([nonce]).view(torch.uint8).to(mine.device))

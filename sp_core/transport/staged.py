@@ -15,18 +15,18 @@ page-locked buffers that are made once.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, wait
-from sp_core.transport.host import HostTransport, OverHost
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, wait
+from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
 CHUNK_BYTES = 1 << 20
 """Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25 to 400 Gbit/s."""
@@ -64,22 +64,6 @@ class Streams(Protocol):
         ...
 
 
-class _Finishing:
-    """A handle that does something once another handle is complete."""
-
-    def __init__(self, handle: Handle, finish: Callable[[], object]) -> None:
-        self._handle = handle
-        self._finish: Callable[[], object] | None = finish
-
-    def test(self) -> bool:
-        if not self._handle.test():
-            return False
-        if self._finish is not None:
-            self._finish()
-        self._finish = None
-        return True
-
-
 class StagedTransport(OverHost):
     """The plain staged path: whole vectors, synchronous copies, new pageable host memory in every call."""
 
@@ -88,50 +72,49 @@ class StagedTransport(OverHost):
     def __init__(self, host: HostTransport) -> None:
         self._host = host
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective."""
-        host_send, host_recv = _to_host(send), _like_on_host(recv)
-        self._host.run(operation, host_send, host_recv)
-        _to_device(recv, host_recv)
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
+        """Prepare a collective."""
+
+        def run(host_send: Tensor | None, host_recv: Tensor | None) -> Handle:
+            self._host.prepare(operation, host_send, host_recv)()
+            return Done()
+
+        return lambda: self._collective(run, send, recv).test()
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective; the copy back is made by whoever tests the handle."""
-        host_send, host_recv = _to_host(send), _like_on_host(recv)
-        handle = self._host.start(operation, host_send, host_recv)
-        return _Finishing(handle, lambda: _to_device(recv, host_recv))
+        return self._collective(partial(self._host.start, operation), send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
-        return self._messages(sends, recvs, self._host.exchange)
+        return self._messages(self._host.exchange, sends, recvs)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin announced messages."""
-        return self._messages(sends, recvs, functools.partial(self.on_host, tag))
+        return self._messages(partial(self.on_host, tag), sends, recvs)
+
+    def _collective(
+        self,
+        on_host: Callable[[Tensor | None, Tensor | None], Handle],
+        send: Tensor | None,
+        recv: Tensor | None,
+    ) -> Handle:
+        """Carry out what the ranks do together as if its buffers were messages of nobody."""
+
+        def alone(sends: Messages, recvs: Messages) -> Handle:
+            return on_host(*(next((x for _, x in found), None) for found in (sends, recvs)))
+
+        return self._messages(alone, *([] if x is None else [(0, x)] for x in (send, recv)))
 
     def _messages(
-        self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
+        self, on_host: Callable[[Messages, Messages], Handle], sends: Messages, recvs: Messages
     ) -> Handle:
         host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
-        handle = on_host([(peer, x.cpu()) for peer, x in sends], host_recvs)
-
-        def finish() -> None:
-            for (_, x), (_, host) in zip(recvs, host_recvs, strict=True):
-                x.copy_(host)
-
-        return _Finishing(handle, finish)
-
-
-def _to_host(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().cpu()
-
-
-def _like_on_host(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.empty(x.shape, dtype=x.dtype)
-
-
-def _to_device(x: Tensor | None, host: Tensor | None) -> None:
-    if x is not None and host is not None:
-        x.copy_(host)
+        handle = on_host([(peer, x.detach().cpu()) for peer, x in sends], host_recvs)
+        back = [partial(x.copy_, host) for (_, x), (_, host) in zip(recvs, host_recvs, strict=True)]
+        return Transfer([handle.test], after=partial(in_turn, *back))
 
 
 @dataclass
@@ -153,11 +136,10 @@ class PipelinedTransport(OverHost):
         host: moves the chunks.
         streams: copies between device and host.
         size: ranks of the communicator.
+        name: "pipelined"; "ipc" or "pinned" where the communicator has a window beside it.
         chunk_bytes: bytes per host buffer; there are four.
         poll: called while waiting.
     """
-
-    name = "pipelined"
 
     def __init__(
         self,
@@ -165,25 +147,29 @@ class PipelinedTransport(OverHost):
         streams: Streams,
         size: int,
         *,
+        name: str = "pipelined",
         chunk_bytes: int = CHUNK_BYTES,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
-        self._host = host
-        self._streams = streams
-        self._size = size
-        self._chunk_bytes = max(
-            chunk_bytes, size * 8
-        )  # at least one element of the widest type per piece
+        self.name, self._host, self._streams, self._size = name, host, streams, size
         self._poll = poll
-        self._slots = [
-            _Slot(streams.buffer(self._chunk_bytes), streams.buffer(self._chunk_bytes))
-            for _ in range(2)
-        ]
+        # at least one element of the widest type per piece
+        self._chunk_bytes = nbytes = max(chunk_bytes, size * 8)
+        self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
         self._queue: deque[_Steps] = deque()
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Carry out a collective, after those that were started before it."""
-        wait(self._enqueue(self._collective(operation, send, recv, self._run_on_host)), self._poll)
+    def prepare(
+        self, operation: Operation, send: Tensor | None, recv: Tensor | None
+    ) -> Callable[[], object]:
+        """Prepare a collective, which runs after those that were started before it."""
+
+        def on_host(*chunk: Any) -> Handle:
+            self._host.prepare(*chunk)()
+            return Done()
+
+        return lambda: wait(
+            self._enqueue(self._collective(operation, send, recv, on_host)), self._poll
+        )
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective. Those under way advance one after the other, because MPI wants the same order on all ranks."""
@@ -201,7 +187,7 @@ class PipelinedTransport(OverHost):
         """Begin announced messages, beside all others: their tag keeps them apart, and ranks may be ready for them at any time."""
         alone: deque[_Steps] = deque()
         handle = _Steps(
-            self._messages(sends, recvs, functools.partial(self.on_host, tag)), alone, self._streams
+            self._messages(sends, recvs, partial(self.on_host, tag)), alone, self._streams
         )
         alone.append(handle)
         handle.test()
@@ -212,12 +198,6 @@ class PipelinedTransport(OverHost):
         super().close(together=together)
         if together:
             self._slots.clear()
-
-    def _run_on_host(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Handle:
-        self._host.run(operation, send, recv)
-        return Done()
 
     def _enqueue(self, steps: Iterator[None]) -> _Steps:
         handle = _Steps(steps, self._queue, self._streams)
@@ -232,56 +212,43 @@ class PipelinedTransport(OverHost):
         on_host: Callable[[Operation, Tensor | None, Tensor | None], Handle],
     ) -> Iterator[None]:
         """Move all chunks of a collective; yield while waiting."""
-        chunks = list(operation.chunks(self._chunk_len(send, recv)))
-        self._download(0, chunks[0], operation, send)
+        given = send if send is not None else recv
+        itemsize = 1 if given is None else given.itemsize
+        # the same on all ranks, so that all make as many chunks
+        chunks = list(operation.chunks(self._chunk_bytes // itemsize // self._size))
+        self._download(0, chunks, operation, send)
         for index, (offset, chunk) in enumerate(chunks):
-            if index + 1 < len(
-                chunks
-            ):  # MPI has left the other slot's send buffer: chunk index - 1 is complete
-                self._download(index + 1, chunks[index + 1], operation, send)
+            # MPI has left the other slot's send buffer: chunk index - 1 is complete
+            self._download(index + 1, chunks, operation, send)
             slot = self._slots[index % 2]
             yield from _until(slot.downloaded)
             yield from _until(slot.uploaded)  # of chunk index - 2, or of an earlier call
             host_recv = _prefix(slot.recv, recv, chunk.recv)
             yield from _until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
-            self._upload(slot, offset, chunk, operation, recv, host_recv)
-
-    def _chunk_len(self, send: Tensor | None, recv: Tensor | None) -> int:
-        """Return the elements of each piece per chunk, the same on all ranks, so that all make as many chunks."""
-        given = send if send is not None else recv
-        itemsize = 1 if given is None else given.itemsize
-        return self._chunk_bytes // itemsize // self._size
+            if recv is not None and host_recv is not None:
+                places = pieces(recv, operation.recv, offset, chunk.recv)
+                parts = host_recv.split(list(chunk.recv))
+                for place, part in zip(places, parts, strict=True):
+                    self._streams.upload(place, part)
+                slot.uploaded = self._streams.uploaded()
 
     def _download(
-        self, index: int, step: tuple[int, Operation], operation: Operation, send: Tensor | None
-    ) -> None:
-        offset, chunk = step
-        slot = self._slots[index % 2]
-        host = _prefix(slot.send, send, chunk.send)
-        if host is None or send is None:
-            return
-        for piece, part in zip(
-            send.split(list(operation.send)), host.split(list(chunk.send)), strict=True
-        ):
-            self._streams.download(part, piece[offset : offset + part.numel()])
-        slot.downloaded = self._streams.downloaded()
-
-    def _upload(
         self,
-        slot: _Slot,
-        offset: int,
-        chunk: Operation,
+        index: int,
+        chunks: Sequence[tuple[int, Operation]],
         operation: Operation,
-        recv: Tensor | None,
-        host: Tensor | None,
+        send: Tensor | None,
     ) -> None:
-        if host is None or recv is None:
+        """Begin to bring down what this rank sends in a chunk, if there is such a chunk."""
+        if send is None or index == len(chunks):
             return
-        for piece, part in zip(
-            recv.split(list(operation.recv)), host.split(list(chunk.recv)), strict=True
-        ):
-            self._streams.upload(piece[offset : offset + part.numel()], part)
-        slot.uploaded = self._streams.uploaded()
+        offset, chunk = chunks[index]
+        slot = self._slots[index % 2]
+        parts = slot.send[: sum(chunk.send) * send.itemsize].view(send.dtype)
+        places = pieces(send, operation.send, offset, chunk.send)
+        for place, part in zip(places, parts.split(list(chunk.send)), strict=True):
+            self._streams.download(part, place)
+        slot.downloaded = self._streams.downloaded()
 
     def _messages(
         self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
@@ -298,18 +265,6 @@ class PipelinedTransport(OverHost):
 
     def _pinned_like(self, x: Tensor) -> Tensor:
         return self._streams.buffer(x.nbytes).view(x.dtype).view(x.shape)
-
-
-class IpcTransport(PipelinedTransport):
-    """Messages, and what goes beyond a node, as in the pipeline; the communicator has a window of device memory beside it."""
-
-    name = "ipc"
-
-
-class PinnedTransport(PipelinedTransport):
-    """As "ipc", but with a window of host memory that is registered with the device."""
-
-    name = "pinned"
 
 
 class _Steps:
@@ -335,9 +290,7 @@ class _Steps:
             except StopIteration:
                 self._queue.popleft()
             except BaseException as error:  # noqa: BLE001  # it is raised again from every transfer that it broke
-                for (
-                    broken
-                ) in self._queue:  # what comes behind a failed transfer cannot keep its order
+                for broken in self._queue:  # those behind a failed transfer cannot keep their order
                     broken._error = error
                 self._queue.clear()
             else:

@@ -32,8 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Handle, Until, wait
-from sp_core.transport.host import HostTransport
+from sp_core.transport.base import Handle, Transfer, wait
 from sp_core.transport.shared import HOST, Memory, Rooms, Work, demand, give_back, shaped, share
 
 if TYPE_CHECKING:
@@ -49,12 +48,6 @@ PINNED_SLOT_BYTES = 1 << 21
 """Smaller, so that one rank reads a chunk while another writes the next."""
 
 Steps = Sequence[Sequence[Work]]
-
-
-class WindowTransport(HostTransport):
-    """Messages, and the collectives of the MPI library, as on the host; the communicator has a window beside it."""
-
-    name = "window"
 
 
 class Window:
@@ -127,7 +120,7 @@ class Window:
         for place, step in enumerate(steps):
             reached = number if place else number - 1
             if not self.have_made(reached):
-                wait(Until(partial(self._watched, reached, what)), poll)
+                wait(Transfer([partial(self._watched, reached, what)]), poll)
             for work in step:
                 work()
             number += 1
@@ -146,7 +139,9 @@ class Window:
             number = operation.first + self._launched
             if not self.have_made(number if self._launched else number - 1):
                 return
-            self._under_way.append((operation, self._memory.launch(operation.steps[self._launched])))
+            self._under_way.append(
+                (operation, self._memory.launch(operation.steps[self._launched]))
+            )
             self._launched += 1
             if self._launched == len(operation.steps):
                 self._queue.popleft()

@@ -80,10 +80,6 @@ class LinkTransport:
     def __init__(self, host: HostTransport, link: LinkModel) -> None:
         self._host, self._link = host, link
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Refuse a collective of the MPI library."""
-        self._refuse(operation)
-
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Refuse a collective of the MPI library."""
         self._refuse(operation)
