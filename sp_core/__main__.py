@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sp_core import __version__
 from sp_core.launch import command
 
 if TYPE_CHECKING:
@@ -31,11 +33,15 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
 
     parser = make_parser()
     options = parser.parse_args(given)
-    if options.command == "doctor":
-        return doctor.main(options.device, measure=options.measure)
-    if options.command == "plan":
-        return _plan(parser, options)
-    return inference.main(options, given, comm)
+    try:
+        if options.command == "doctor":
+            return doctor.main(options.device, measure=options.measure)
+        if options.command == "plan":
+            return _plan(parser, options)
+        return inference.main(options, given, comm)
+    except BrokenPipeError:  # the reader has seen enough, as in `sp-core plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -45,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sp-core", description="Sequence-parallel Transformers over MPI."
     )
+    parser.add_argument("--version", action="version", version=f"sp_core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "run",
@@ -74,7 +81,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from sp_core.tuning import latest
 
     try:
-        print(planning.main(options, latest(node_name())))
+        print(planning.main(options, latest(node_name())), flush=True)
     except ValueError as error:
         parser.error(str(error))
     return 0
