@@ -1,4 +1,4 @@
-"""The input of the experiment: real text that is on every machine, the source of Python's own standard library."""
+"""Make the input of the experiment from text that is on every machine: Python's library."""
 
 from __future__ import annotations
 
@@ -16,26 +16,8 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 
 
 @cache
-def source_bytes(count: int) -> bytes:
-    """The first `count` bytes of the standard library's .py files, in the order of their names.
-
-    Args:
-        count: number of bytes; where the library is shorter, it starts again.
-
-    Raises:
-        RuntimeError: no source was found, as in an interpreter that ships only compiled modules.
-    """
-    library = Path(sysconfig.get_path("stdlib"))
-    text = b"".join(_until(_sources(library), count))
-    if not text:
-        raise RuntimeError(
-            f"no .py files under {library}: this Python has no source of its standard library."
-        )
-    return (text * -(-count // len(text)))[:count]
-
-
 def source_files() -> list[bytes]:
-    """The contents of the standard library's .py files that are not empty, in the order of their names.
+    """Return the standard library's .py files that are not empty, in the order of their names.
 
     Raises:
         RuntimeError: no source was found, as in an interpreter that ships only compiled modules.
@@ -43,10 +25,15 @@ def source_files() -> list[bytes]:
     library = Path(sysconfig.get_path("stdlib"))
     found = [text for text in _sources(library) if text]
     if not found:
-        raise RuntimeError(
-            f"no .py files under {library}: this Python has no source of its standard library."
-        )
+        text = f"no .py files under {library}: this Python has no source of its standard library."
+        raise RuntimeError(text)
     return found
+
+
+def source_bytes(count: int) -> bytes:
+    """Return the first `count` bytes of the library's source; at its end it starts again."""
+    text = b"".join(source_files())
+    return (text * -(-count // len(text)))[:count]
 
 
 def _sources(folder: Path) -> Iterator[bytes]:
@@ -57,21 +44,13 @@ def _sources(folder: Path) -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def _until(pieces: Iterator[bytes], count: int) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        count -= len(piece)
-        if count <= 0:
-            return
-
-
 LOGIT_GAIN = 1.5
 BIAS_WIDTH = 0.1
 WAVELENGTH = 10_000.0
 
 
 def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
-    """The embedded text at the given positions.
+    """Embed the text at the given positions.
 
     Args:
         case: batch, sequence and width.
@@ -94,7 +73,10 @@ def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
 
 
 def fill(block: nn.Module, seed: int) -> None:
-    """Draw all weights from one seed: matrices normal, 1/sqrt(fan in) wide, those of queries and keys LOGIT_GAIN wider."""
+    """Draw all weights from one seed: matrices normal, 1/sqrt(fan in) wide.
+
+    Those of queries and keys are LOGIT_GAIN wider.
+    """
     for number, (name, parameter) in enumerate(block.named_parameters()):
         if parameter.ndim == 1 and name.endswith("weight"):
             continue  # of a norm: ones

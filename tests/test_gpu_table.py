@@ -87,18 +87,11 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))
 
 
-def test_the_table_shows_launches_that_failed(tmp_path: Any) -> None:
-    broken = {"ranks": 4, "status": "failed", "reason": "exit code 1 while measuring: RuntimeError"}
+def test_what_is_shown() -> None:
     good = {**launch(2, naive=9, pipelined=0.9), "device": {"name": "a GPU"}}
     out = io.StringIO()
-    list(gpu.show(Console(file=out, width=120), {"kind": "cuda", "launches": [good, broken]}))
-    for text in (
-        "pipelined",
-        "reached",
-        "device: it says no",
-        "P = 4: failed: exit code 1",
-        "1.50 times as long",
-    ):
+    list(gpu.show(Console(file=out, width=120), {"kind": "cuda", "launches": [good]}))
+    for text in ("pipelined", "reached", "device: it says no", "1.50 times as long"):
         assert text in out.getvalue()
 
 

@@ -13,7 +13,6 @@ from oracle.strategies import AttentionProblem
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.peers import memory
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
 
@@ -90,9 +89,17 @@ def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> 
         assert live.peak <= 25 * shards.local[0].nbytes
 
 
-def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank() -> None:
-    """The measurement that `nox -s peers` shows, at two short lengths; and that it would notice memory that grows with S."""
-    peaks = memory.measure((1024, 4096))
-    assert memory.growth(peaks) <= memory.BOUND
-    assert memory.growth({seq: peak + 4 * seq * seq for seq, peak in peaks.items()}) > memory.BOUND
-    assert memory.table(peaks).title.endswith(": reached")
+@spmd(4)
+def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank(comm: Any) -> None:
+    """Bytes per token at two lengths, forward and backward; scores of all pairs would show."""
+    per_token = []
+    for seq in (1024, 4096):
+        sharding = sp.Sharding.zigzag(seq, comm.size)
+        shape = (1, sharding.local_len(comm.rank), 2, 64)
+        q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
+        grad, mask = torch.ones(shape), sp.Mask(causal=True)
+        with sp.Mesh(comm, check="off", sp=comm.size) as mesh, LiveBytes((q, k, v, grad)) as live:
+            out = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding, mask=mask)
+            torch.autograd.grad(out, (q, k, v), grad)
+        per_token.append(max(comm.allgather(live.peak / shape[1])))
+    assert max(per_token) <= 1.15 * min(per_token)

@@ -1,23 +1,35 @@
-"""The driver of all contests: launches are data, and so are their records."""
+"""Run contests: launches are data, and options, files, resuming and tables are the same for all."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import launching
 from benchmarks.files import write_json
-from benchmarks.launching import ROOT, Launch, Record, UsageError, commit
+from benchmarks.launching import ROOT, Launch, Options, Record, UsageError, about, commit, writable
 from benchmarks.reporting import terminal
+from benchmarks.reporting.tables import Table, make
 from benchmarks.reporting.terminal import Console
+from benchmarks.statistics import Requirement
+from sp_core.launch.command import find_mpiexec
 from sp_core.machine import busy_share
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 RESULTS = ROOT / "benchmarks" / "results"
 INTERRUPTED = 130
+MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
+Plan = Callable[[argparse.Namespace], tuple[Record, list["Entry"]]]
+"""Returns what the document says of all launches, and the launches; raises UsageError."""
+
+Show = Callable[[Console, Record], Iterable[str]]
+"""Prints the tables of a document, and yields complaints about it."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +37,13 @@ class Entry:
     """One launch.
 
     Args:
-        name: for people.
+        name: for people and for --only; no other launch of the contest has it.
         ranks: how many.
         measure: "module:function" that each rank calls.
         setting: its argument.
         launch: how ranks are started.
         about: part of the record that is known before.
+        needed: the launches after it need it, so --only does not leave it out.
     """
 
     name: str
@@ -39,79 +52,158 @@ class Entry:
     setting: Any
     launch: Launch = field(default_factory=Launch)
     about: Record = field(default_factory=dict)
+    needed: bool = False
 
     def run(self) -> Record:
         """Start the ranks and return their record."""
         return launching.run(self.ranks, self.measure, self.setting, self.launch)
 
 
-Show = Callable[["Console", Record], Iterable[str]]
-"""Prints the tables of a document, and returns complaints about it."""
-
-
-def new_document(**about: Any) -> Record:
-    """Return a document without launches."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "commit": commit(),
-        "busy_before": busy_share(),
-        **about,
-        "launches": [],
-    }
-
-
-def compete(
-    name: str, entries: Iterable[Entry], document: Record, out: Path | None, show: Show
-) -> int:
-    """Run launches one after the other, write the document after each of them, and show its tables.
+@dataclass(frozen=True)
+class Contest:
+    """A program that runs launches one after the other, keeps their records and shows tables.
 
     Args:
-        name: of the program, in front of complaints.
-        entries: the launches.
-        document: `new_document`, or one that goes on.
-        out: file for the document.
-        show: prints it.
-
-    Returns:
-        The exit code: 0, 1 if a launch failed or something is wrong, 130 after an interruption.
+        name: of the program.
+        text: of its --help.
+        options: its own.
+        plan: makes the launches.
+        show: prints the records.
+        file: of the document, in benchmarks/results; {mpi} stands for the installed MPI.
+        timeout: seconds of a launch.
     """
-    screen, interrupted = terminal.console(), False
-    try:
-        for entry in entries:
-            record = {"name": entry.name, **entry.about, **entry.run()}
-            document["launches"].append(record)
-            terminal.say(
-                screen,
-                f"{name}: {entry.name}: {record['status']}, {record.get('took_s', 0.0):.0f} s",
-            )
-            if record["status"] != "ok":
-                terminal.say(
-                    screen, "\n".join(filter(None, (record["reason"], record.get("output")))), "red"
-                )
-            if out is not None:
+
+    name: str
+    text: str | None
+    options: Options
+    plan: Plan
+    show: Show
+    file: str
+    timeout: float
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
+        options = launching.parse(self.name, self.text, self._options(), arguments)
+        if options.show:
+            for path in options.show:
+                list(self.show(terminal.console(), _finished(json.loads(path.read_text()))))
+            return 0
+        try:
+            known, entries = self.plan(options)
+            entries = [one for one in entries if one.needed or options.only in one.name]
+            if options.list:
+                print("\n".join(one.name for one in entries))
+                return 0
+            if not entries:
+                raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
+            path = str(options.out)
+            out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
+            fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), **known}
+            document = begun(out, fresh) if options.resume and out.exists() else fresh
+        except UsageError as error:
+            return refused(self.name, error)
+        return self._run(entries, {"busy_before": busy_share(), "launches": [], **document}, out)
+
+    def _options(self) -> Options:
+        return {
+            **self.options,
+            "--only": about(default="", metavar="TEXT", help="launches with this in their names"),
+            "--list": about(action="store_true", help="print the names of the launches"),
+            "--out": about(
+                type=Path,
+                default=RESULTS / self.file,
+                metavar="FILE",
+                help="default: benchmarks/results/" + self.file,
+            ),
+            "--resume": about(action="store_true", help="do the launches that --out does not hold"),
+            "--timeout": about(
+                type=float,
+                default=self.timeout,
+                metavar="S",
+                help="limit of a launch (default: %(default)g)",
+            ),
+            "--show": about(
+                type=Path, nargs="+", metavar="FILE", help="show records, and measure nothing"
+            ),
+        }
+
+    def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
+        """Run the launches that the document does not hold, and write it after each of them."""
+        screen, interrupted = terminal.console(), False
+        document = _finished(document)
+        have = {record["name"] for record in document["launches"]}
+        try:
+            for entry in entries:
+                if entry.name in have:
+                    continue
+                record = {"name": entry.name, **entry.about, **entry.run()}
+                document["launches"].append(record)
+                told = f"{record['status']}, {record.get('took_s', 0.0):.0f} s"
+                terminal.say(screen, f"{self.name}: {entry.name}: {told}")
                 write_json(out, document)
-    except KeyboardInterrupt:
-        interrupted = True
-        print(f"\n{name}: interrupted; what is complete follows.", file=sys.stderr)
-    done = {
-        **document,
-        "launches": [record for record in document["launches"] if record["status"] == "ok"],
-    }
-    wrong = (
-        list(show(screen, done))
-        if done["launches"]
-        else [f"{name}: no launch was completed; nothing to show."]
-    )
-    for text in wrong:
-        terminal.say(screen, text, "red")
-    return (
-        INTERRUPTED
-        if interrupted
-        else int(bool(wrong) or len(done["launches"]) < len(document["launches"]))
-    )
+                if record["status"] != "ok":
+                    terminal.say(screen, f"{record['reason']}\n{record.get('output', '')}", "red")
+                    if entry.needed:
+                        break
+        except KeyboardInterrupt:
+            interrupted = True
+            print(f"\n{self.name}: interrupted; what is complete follows.", file=sys.stderr)
+        done = _finished(document)
+        wrong = list(self.show(screen, done)) if done["launches"] else ["no launch was completed."]
+        for text in wrong:
+            terminal.say(screen, f"{self.name}: {text}", "red")
+        failed = len(done["launches"]) < len(document["launches"])
+        return INTERRUPTED if interrupted else int(bool(wrong) or failed)
+
+
+def begun(path: Path, fresh: Record) -> Record:
+    """Return the document of an earlier run, if it measured the same.
+
+    Raises:
+        UsageError: the file holds something else.
+    """
+    try:
+        found: Record = json.loads(path.read_text())
+        differing = [name for name, value in fresh.items() if found[name] != value]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"--resume: {path} cannot be read ({error!r}); pass another --out."
+        raise UsageError(text) from None
+    if differing:
+        text = f"--resume: {path} differs in {', '.join(differing)} from what is asked for; "
+        raise UsageError(text + "pass another --out.")
+    return found
+
+
+def installed() -> str:
+    """Return the MPI of the mpiexec beside this Python, "openmpi" or "mpich".
+
+    Raises:
+        UsageError: it is another one, or there is none.
+    """
+    try:
+        command = [find_mpiexec(), "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    for word, name in MPIS.items():
+        if word in said.stdout + said.stderr:
+            return name
+    raise UsageError(f"{command[0]} is neither of Open MPI nor of MPICH. Install one with pip.")
+
+
+def requirements(title: str, lines: Iterable[Requirement], note: str = "") -> Table:
+    """Return a table of requirements."""
+    columns = ("requirement", "must be", "median, interval", "")
+    return make(title, columns, ((line.text, *line.cells()) for line in lines), note)
 
 
 def refused(name: str, error: UsageError) -> int:
     """Say why options cannot be run. Return the exit code."""
     print(f"{name}: {error}", file=sys.stderr)
     return 2
+
+
+def _finished(document: Record) -> Record:
+    """Return a document without the launches that failed."""
+    launches = [one for one in document["launches"] if one.get("status", "ok") == "ok"]
+    return {**document, "launches": launches}

@@ -1,4 +1,4 @@
-"""Speed of our collectives on two ranks of this machine: the table of requirements, for the MPI that is installed.
+"""Time our collectives on two ranks of this machine: the table of requirements, for one MPI.
 
 Contestants of a row share one pair of processes and take turns; a ratio is the median over all
 rounds of all launches, with its exact interval. Exit code: 0 whatever the ratios, 1 if a result was
@@ -7,129 +7,291 @@ wrong or a launch failed, 2 for options that cannot be run.
 
 from __future__ import annotations
 
-import json
-import shutil
+import argparse
+import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from benchmarks.contests.collectives import regret
-from benchmarks.contests.collectives.rows import COLUMNS, lines
-from benchmarks.contests.contest import RESULTS, Entry, compete, new_document, refused
-from benchmarks.launching import (
-    KEEP_MEMORY,
-    Launch,
-    Options,
-    Record,
-    UsageError,
-    about,
-    main,
-    parse,
-    writable,
-)
+from benchmarks.contests.contest import Contest, Entry
+from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, main
 from benchmarks.reporting import terminal
-from benchmarks.reporting.tables import make
+from benchmarks.reporting.tables import Table, make, size
 from benchmarks.reporting.terminal import Console
+from benchmarks.statistics import Requirement, exact_interval
 from sp_core.machine import cores
 
 RANKS = 2
 KINDS = ("default", "tuned", "huge", "regret")
 YIELDS = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
-"""Let ranks share cores. Where each rank has a core of its own, they make a library's large messages several times slower."""
+"""Let ranks share cores; with a core for each they make a library's large messages far slower."""
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Lets torch ask for huge pages, as NumPy does. A copy out of another process goes through its memory page by page."""
+"""Lets torch ask for huge pages, as NumPy does; copies between processes go page by page."""
 
 MEMORY = {"tuned": KEEP_MEMORY, "huge": f"{HUGE_PAGES}=1"}
-OPTIONS: Options = {
-    "--launches": about(
-        type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)"
+KIB, MIB = 1 << 10, 1 << 20
+OURS = (
+    "segmented_ring",
+    "rabenseifner",
+    "pairwise",
+    "ring",
+    "recursive_doubling",
+    "bruck",
+    "binomial",
+    "exchange",
+)
+"""Contestants by messages, among which the quickest stands for us where a row names none."""
+WINDOW = (*OURS, "window, staged", "window")
+"""And those in shared memory, on an ordinary tensor and on one that lives there."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line.
+
+    Args:
+        what: what it says.
+        op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange)
+            at each of which it must hold.
+        ours, other: contestants; the quickest of `ours` counts.
+        target: the other's time over ours, at least; None is told and not judged.
+        kind: of the launches in which it is judged: "default"; "tuned", in which the C library
+            keeps what it is given back; "huge", in which torch asks for huge pages.
+        scratch: bytes that ours may use.
+        only: the MPI that it is about; both where it is empty.
+        microseconds: instead of a ratio, how much longer ours may take.
+    """
+
+    what: str
+    op: str
+    nbytes: tuple[int, ...]
+    ours: tuple[str, ...] = OURS
+    other: str = "library"
+    target: float | None = None
+    kind: str = "default"
+    scratch: int | None = None
+    only: str = ""
+    microseconds: float | None = None
+
+
+LARGE, SHARED, SCATTERED = (
+    (64 * MIB, 256 * MIB),
+    (64 * KIB, MIB, 4 * MIB, 16 * MIB),
+    (256 * KIB, 4 * MIB, 64 * MIB),
+)
+SMALL_SCRATCH = ("segmented_ring", "pairwise", "window, staged")
+HALVED = ("bf16 segmented_ring", "bf16 ring", "bf16 window, staged")
+MOVES = ("all_gather", "all_to_all", "broadcast", "reduce")
+ROWS = (
+    Row(
+        "all_reduce, large, scratch of 4 MiB",
+        "all_reduce",
+        LARGE,
+        SMALL_SCRATCH,
+        target=2.5,
+        scratch=4 * MIB,
     ),
-    "--only": about(choices=KINDS, help="one kind of launch"),
-    "--out": about(type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"),
-    "--timeout": about(
-        type=float, default=150.0, metavar="S", help="limit of a launch (default: %(default)g)"
+    Row(
+        "the same, malloc tuned",
+        "all_reduce",
+        LARGE,
+        SMALL_SCRATCH,
+        target=0.95,
+        kind="tuned",
+        scratch=4 * MIB,
     ),
-    "--show": about(
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="show records that are there, and measure nothing",
+    Row(
+        "the same, tensors on huge pages",
+        "all_reduce",
+        LARGE,
+        SMALL_SCRATCH,
+        target=2.5,
+        kind="huge",
+        scratch=4 * MIB,
     ),
-}
+    Row("all_reduce in a window", "all_reduce", SHARED, ("window", "window, in place"), target=2.0),
+    Row("the same, of an ordinary tensor", "all_reduce", SHARED, ("window, staged",)),
+    Row(
+        "the memory floor over all_reduce",
+        "all_reduce",
+        (4 * MIB,),
+        ("window, in place",),
+        other="memory floor",
+        target=0.9,
+    ),
+    Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, target=2.5, only="Open MPI"),
+    Row("reduce_scatter by messages", "reduce_scatter", SCATTERED, only="MPICH"),
+    Row("reduce_scatter in a window", "reduce_scatter", SCATTERED, ("window",), target=4.0),
+    Row("the same, of an ordinary tensor", "reduce_scatter", SCATTERED, ("window, staged",)),
+    Row("ring exchange by messages", "shift", (MIB, 4 * MIB), ("exchange",)),
+    Row("ring exchange in a window", "shift", (MIB, 4 * MIB), ("window",), target=3.0),
+    Row("the same, of an ordinary tensor", "shift", (MIB, 4 * MIB), ("window, staged",)),
+    Row(
+        "read in place, over a barrier",
+        "shift",
+        (KIB, MIB, 64 * MIB),
+        ("read in place",),
+        other="barrier",
+        microseconds=2.0,
+    ),
+    Row(
+        "bf16 all_reduce against float32",
+        "all_reduce",
+        (16 * MIB, 64 * MIB),
+        HALVED,
+        target=2.0,
+    ),
+    *(
+        Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=3.0)
+        for op in ("all_reduce", "reduce_scatter")
+    ),
+    *(
+        Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=2.0)
+        for op in MOVES
+    ),
+    *(
+        Row(f"Plan.run, {op}", op, (64,), ("plan of the library",), microseconds=2.0)
+        for op in ("all_reduce", "all_gather")
+    ),
+)
+
+
+def heat_of(row: Row, nbytes: int) -> str:
+    """Return the name of the heat of a row at one size.
+
+    Rows do not share heats: contestants push each other's tensors out of the caches, and gloo's
+    threads take processor time from whoever comes after them.
+    """
+    return f"{row.what}, {row.op} {nbytes}"
+
+
+def heats(kind: str) -> dict[str, tuple[str, int, tuple[str, ...]]]:
+    """Return collective, bytes and contestants of each heat of a launch."""
+    return {
+        heat_of(row, nbytes): (row.op, nbytes, (row.other, *row.ours))
+        for row in ROWS
+        if row.kind == kind
+        for nbytes in row.nbytes
+    }
+
+
+def judged(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[Requirement, str, int]:
+    """Return what one size of a row must reach, the best of ours, and the scratch bytes of that.
+
+    Two that took turns are compared round by round, over the rounds of all launches.
+    """
+    if row.microseconds is not None:
+        required = Requirement(row.what, "<=", row.microseconds, None)
+    else:
+        required = Requirement(row.what, ">=", row.target, None)
+    kinds = (launch["heats"] for launch in launches if launch["kind"] == row.kind)
+    found = [heats[heat_of(row, nbytes)] for heats in kinds if heat_of(row, nbytes) in heats]
+    there = [name for name in row.ours if found and all(name in heat["samples"] for heat in found)]
+    if not there or any(row.other not in heat["samples"] for heat in found):
+        return required, "", 0
+    times = {
+        name: [seconds for heat in found for seconds in heat["samples"][name]]
+        for name in (*there, row.other)
+    }
+    best = min(there, key=lambda name: statistics.median(times[name]))
+    pairs = zip(times[row.other], times[best], strict=True)
+    values = [
+        other / ours if row.microseconds is None else (ours - other) * 1e6 for other, ours in pairs
+    ]
+    scratch = max(heat["scratch"][best] for heat in found)
+    fails = row.scratch is not None and scratch > row.scratch
+    return replace(required, found=exact_interval(values), fails=fails), best, scratch
+
+
+COLUMNS = ("what", "vector", "ours", "must be", "median, interval", "scratch", "")
+
+
+def cells(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[str, ...]:
+    """Return the texts of COLUMNS."""
+    required, ours, scratch = judged(row, nbytes, launches)
+    must, found, mark = required.cells()
+    must += " us more" if row.microseconds is not None else ""
+    return row.what, size(nbytes), ours, must, found, size(scratch) if ours else "-", mark
+
+
+MEDIAN, WORST, MICROSECONDS = 0.05, 0.15, 2.0
+"""Requirements of "auto": the median loss, and its 95th percentile unless so little is lost."""
+
+SHOWN = 12  # cases of regret, the worst ones
+REGRETS = ("collective", "vector", "chosen", "best")
+TIMES = {"us": "seconds", "of the best": "least", "predicted us": "predicted", "model us": "plain"}
+
+
+def regrets(launch: Record) -> Table:
+    """Return a table of the worst choices of "auto", with the required figures in its title."""
+    told, off = launch["summary"], launch["summary"]["prediction_error"]
+    plain = told["model_error"]
+    title = (
+        f"auto over {told['cases']} cases: median regret {told['median']:.1%} "
+        f"(<= {MEDIAN:.0%}), 95th percentile {told['p95']:.1%}, "
+        f"{told['p95_beyond_microseconds']:.1%} where more than {MICROSECONDS:g} us "
+        f"(<= {WORST:.0%}): {'reached' if told['reached'] else 'not reached'}"
+    )
+    note = (
+        f"prediction off by {off['median']:.0%} (median), {off['p95']:.0%} (95th); "
+        f"the model without corrections by {plain['median']:.0%}, {plain['p95']:.0%}"
+    )
+    worst = sorted(launch["cases"], key=lambda case: case["least"] / case["seconds"])[:SHOWN]
+    rows = [
+        (
+            *(case["op"], size(case["nbytes"]), case["chosen"], case["best"]),
+            *(f"{case[kind] * 1e6:,.1f}" for kind in TIMES.values()),
+        )
+        for case in worst
+    ]
+    return make(title, (*REGRETS, *TIMES), rows, note)
 
 
 def variables(kind: str) -> tuple[str, ...]:
     """Return the changes of the environment in which a kind of launch runs."""
-    unset = (
-        *(text.partition("=")[0] for text in MEMORY.values()),
-        *(YIELDS if cores() >= RANKS else ()),
-    )
+    unset = [text.partition("=")[0] for text in MEMORY.values()]
+    unset += YIELDS if cores() >= RANKS else ()
     return *(f"-u{name}" for name in unset), *((MEMORY[kind],) if kind in MEMORY else ())
 
 
-def mpi_of(document: Record) -> str:
-    """Return the MPI of a document."""
-    return next(
-        (
-            launch["transport"]["mpi"]["vendor"]
-            for launch in document["launches"]
-            if "transport" in launch
-        ),
-        "no MPI",
-    )
+def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
+    """Return the launches: `--launches` of each kind in turn, and one for the choices of "auto"."""
+    entries = []
+    for number in range(options.launches):
+        for kind in KINDS if number == 0 else KINDS[:-1]:
+            launch = Launch(timeout=options.timeout, variables=variables(kind))
+            name, measure = f"{kind} {number + 1}", f"{__package__}.contestants:measure"
+            entries.append(Entry(name, RANKS, measure, kind, launch, {"kind": kind}))
+    return {"ranks": RANKS}, entries
 
 
 def show(screen: Console, document: Record) -> Iterator[str]:
     """Print all tables of a document."""
-    launches = [launch for launch in document["launches"] if launch["status"] == "ok"]
-    first, mpi = launches[0], mpi_of(document)
-    version, env = first["transport"]["mpi"]["version"], first["env"]
-    parts = (
-        f"{mpi} {version}",
-        f"torch {env['torch']}",
-        first["device"]["name"],
-        f"{env['cores']} cores",
-    )
-    terminal.say(screen, ", ".join((*parts, str(document["commit"]["sha"]))))
+    launches = document["launches"]
+    first, env = launches[0], launches[0]["env"]
+    mpi = first["transport"]["mpi"]
+    machine = f"{first['device']['name']}, {env['cores']} cores, {document['commit']['sha']}"
+    terminal.say(screen, f"{mpi['vendor']} {mpi['version']}, torch {env['torch']}, {machine}")
     timed = [launch for launch in launches if "heats" in launch]
-    if timed:
-        title = f"{mpi}, {document['ranks']} ranks, float32"
-        terminal.show(screen, make(title, COLUMNS, (line.cells() for line in lines(timed, mpi))))
+    chosen = [row for row in ROWS if timed and row.only in ("", mpi["vendor"])]
+    shown = [cells(row, nbytes, timed) for row in chosen for nbytes in row.nbytes]
+    if shown:
+        title = f"{mpi['vendor']}, {document['ranks']} ranks, float32"
+        terminal.show(screen, make(title, COLUMNS, shown))
     for launch in launches:
         if "summary" in launch:
-            terminal.show(screen, regret.table(launch))
+            terminal.show(screen, regrets(launch))
     yield from ()
 
 
-def collectives(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the record, show the table; return the exit code."""
-    options = parse("collectives", __doc__, OPTIONS, arguments)
-    if options.show:
-        for path in options.show:
-            list(show(terminal.console(), json.loads(path.read_text())))
-        return 0
-    kinds = [kind for kind in KINDS if options.only in (None, kind)]
-    order = [kind for _ in range(options.launches) for kind in kinds if kind != "regret"] + [
-        k for k in kinds if k == "regret"
-    ]
-    try:
-        draft = writable(options.out / "collectives.json")
-        launches = [Launch(timeout=options.timeout, variables=variables(kind)) for kind in order]
-    except UsageError as error:
-        return refused("collectives", error)
-    measure = f"{__package__}.contestants:measure"
-    entries = [
-        Entry(kind, RANKS, measure, kind, how, {"kind": kind})
-        for kind, how in zip(order, launches, strict=True)
-    ]
-    document = new_document(ranks=RANKS)
-    code = compete("collectives", entries, document, draft, show)
-    if draft.exists():
-        shutil.move(
-            draft, draft.with_stem(f"collectives_{mpi_of(document).lower().replace(' ', '')}")
-        )
-    return code
-
+OPTIONS = {
+    "--launches": about(
+        type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)"
+    )
+}
+collectives = Contest(
+    "collectives", __doc__, OPTIONS, plan, show, "collectives_{mpi}.json", timeout=150.0
+)
 
 if __name__ == "__main__":
     main(collectives)

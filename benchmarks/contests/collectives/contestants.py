@@ -20,7 +20,7 @@ from torch import Tensor
 
 import sp_core as sp
 from benchmarks.contests.collectives import regret
-from benchmarks.contests.collectives.rows import heats
+from benchmarks.contests.collectives.__main__ import OURS, heats
 from benchmarks.contests.peers.contestants import start_gloo
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank
@@ -45,15 +45,10 @@ class Field:
     x: Tensor
 
     @property
-    def piece(self) -> int:
-        """Elements of one rank's piece of the vector."""
-        return self.x.numel() // (1 if self.op in ("all_gather", "shift") else self.world.size)
-
-    @property
     def received(self) -> int:
-        """Elements of the result on this rank."""
-        pieces = {"all_gather": self.world.size, "reduce_scatter": 1, "shift": 1}
-        return self.piece * pieces.get(self.op, self.world.size)
+        """Return the elements of the result on this rank."""
+        size, own = self.world.size, self.x.numel()
+        return {"all_gather": own * size, "reduce_scatter": own // size}.get(self.op, own)
 
 
 @dataclass(frozen=True)
@@ -160,35 +155,19 @@ def barrier(field: Field) -> Runner:
 
 
 def memory_floor(field: Field) -> Runner | None:
-    """What a collective of two ranks in shared memory does with memory, while nobody waits for anybody.
-
-    A sum in place adds up one half and copies the other, a reduce-scatter adds up one, a ring
-    exchange copies everything.
-    """
-    if field.op not in ("all_reduce", "reduce_scatter", "shift") or field.world.size != 2:
+    """Do with memory what a sum in place on two ranks does, while nobody waits for anybody."""
+    if field.op != "all_reduce" or field.world.size != 2:
         return None
-    comm, half, rank = field.mesh["all"], field.x.numel() // 2, field.world.rank
+    half, rank = field.x.numel() // 2, field.world.rank
     x = in_shared_memory(field.x, field)
-    mine, theirs = x.numpy(), sp.peer(x, 1 - rank, comm=comm).numpy()
+    mine, theirs = x.numpy(), sp.peer(x, 1 - rank, comm=field.mesh["all"]).numpy()
     own, other = (slice(0, half), slice(half, None))[:: 1 if rank == 0 else -1]
-    out = torch.zeros(field.received)
-    there = mine[own] if field.op == "all_reduce" else out.numpy()
 
     def call() -> None:
-        if field.op == "shift":
-            np.copyto(there, theirs)
-            return
-        np.add(mine[own], theirs[own], out=there)
-        if field.op == "all_reduce":
-            np.copyto(mine[other], theirs[other])
+        np.add(mine[own], theirs[own], out=mine[own])
+        np.copyto(mine[other], theirs[other])
 
-    def result() -> Tensor:
-        if field.op == "all_reduce":
-            return on_input(field, x, lambda: torch.from_numpy(mine + theirs))
-        call()
-        return out
-
-    return Runner(call, result)
+    return Runner(call, partial(on_input, field, x, lambda: torch.from_numpy(mine + theirs)))
 
 
 def exchange(field: Field) -> Runner | None:
@@ -235,13 +214,7 @@ def gloo(field: Field) -> Runner | None:
 CONTESTANTS: dict[str, Maker] = {
     "library": library,
     "plan of the library": plan("mpi"),
-    "segmented_ring": plan("segmented_ring"),
-    "rabenseifner": plan("rabenseifner"),
-    "pairwise": plan("pairwise"),
-    "ring": plan("ring"),
-    "recursive_doubling": plan("recursive_doubling"),
-    "bruck": plan("bruck"),
-    "binomial": plan("binomial"),
+    **{name: plan(name) for name in OURS if name != "exchange"},
     "window": plan("window", shared=True),
     "window, staged": plan("window"),
     "memory floor": memory_floor,
@@ -288,13 +261,8 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
 
 SHARE = 0.3  # seconds for each heat, beside the least number of rounds
 LEAST_ROUNDS = 7
-EXACT = (
-    2**-16
-)  # of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own
-
-
-class WrongResult(RuntimeError):
-    """A contestant whose result is not the right one."""
+EXACT = 2**-16
+"""Of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own."""
 
 
 def heat(
@@ -302,35 +270,30 @@ def heat(
 ) -> dict[str, Any]:
     """Check and time contestants."""
     count = nbytes // 4 // (world.size if op == "all_gather" else 1)
-    x = (
-        torch.randn(count, generator=torch.Generator().manual_seed(world.rank)).bfloat16().float()
-    )  # bf16 is given the same
-    field = Field(world, mesh, op, x)
+    generator = torch.Generator().manual_seed(world.rank)
+    x = torch.randn(count, generator=generator).bfloat16().float()  # bf16 is given the same
+    field, counters = Field(world, mesh, op, x), mesh["all"].counters
     runners: dict[str, Runner] = {}
     for name in names:
-        mesh["all"].counters.reset()
-        made = CONTESTANTS[name](field)
-        if made is not None:
+        counters.reset()
+        if (made := CONTESTANTS[name](field)) is not None:
             runners[name] = made
-    wanted, errors, scratch = expected(field), {}, {}
+    wanted, scratch = expected(field), {}
     for name, runner in runners.items():
-        mesh["all"].counters.reset()
+        counters.reset()
         runner.call()
-        errors[name] = max(world.allgather(error_of(runner.result(), wanted)))
+        error = max(world.allgather(error_of(runner.result(), wanted)))
         scratch[name] = max(world.allgather(runner.scratch()))
-        if errors[name] > (1.0 if name.startswith("bf16") else EXACT):
-            raise WrongResult(
-                f"{name}: {op} of {nbytes} bytes is off by {errors[name]:g} roundings to bfloat16"
-            )
+        if not error <= (1.0 if name.startswith("bf16") else EXACT):
+            text = f"{name}: {op} of {nbytes} bytes is off by {error:g} roundings to bfloat16"
+            raise RuntimeError(text)
     gc.collect()
-    samples = interleaved(
-        world, {name: runner.call for name, runner in runners.items()}, SHARE, LEAST_ROUNDS
-    )
-    return {"samples": samples, "errors": errors, "scratch": scratch}
+    calls = {name: runner.call for name, runner in runners.items()}
+    return {"samples": interleaved(world, calls, SHARE, LEAST_ROUNDS), "scratch": scratch}
 
 
 def measure(kind: str, rank: Rank) -> dict[str, Any]:
-    """Carry out one launch: the heats of a kind of row, or "regret"."""
+    """Carry out one launch."""
     world = rank.world
     with (
         sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh,
@@ -340,15 +303,10 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
         if kind == "regret":
             measured = regret.measure(world, mesh["all"])
             cases = regret.judged(measured["bare"], measured["samples"])
-            return {
-                **record,
-                "cases": [asdict(case) for case in cases],
-                "summary": regret.summary(cases),
-            }
+            told = {"cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
+            return {**record, **told}
         if kind == "default":
             start_gloo(rank.folder, world.rank, world.size)
             stack.callback(dist.destroy_process_group)
-        return {
-            **record,
-            "heats": {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()},
-        }
+        found = {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}
+        return {**record, "heats": found}

@@ -1,14 +1,16 @@
-"""What "auto" loses: constants are fitted on every other round, and the choice they make is judged on the rounds between."""
+"""Judge "auto": constants are fitted on every other round, choices judged on those between."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from benchmarks.reporting.tables import Table, make, size
+import numpy as np
+
+from benchmarks.contests.collectives.__main__ import MEDIAN, MICROSECONDS, WORST
 from benchmarks.worker import Intracomm
 from sp_core import measuring
 from sp_core.communicator import Communicator
@@ -24,12 +26,6 @@ JUDGED = (
 # seconds for each size and collective, where the least number of rounds does not take longer
 SHARE = 0.08
 LEAST_ROUNDS = 6
-MEDIAN, WORST, MICROSECONDS = (
-    0.05,
-    0.15,
-    2.0,
-)  # requirements: median and 95th percentile, the latter or that little
-SHOWN = 12  # cases of regret, the worst ones
 
 
 @dataclass(frozen=True)
@@ -55,21 +51,21 @@ class Regret:
 
     @property
     def share(self) -> float:
-        """Part of the best time that is lost."""
+        """Return the part of the best time that is lost."""
         return self.seconds / self.least - 1
 
 
 def measure(
     world: Intracomm, group: Communicator, sizes: Sequence[int] = JUDGED, share: float = SHARE
 ) -> dict[str, Any]:
-    """Samples of every algorithm at every size, with the constants of the machine that are not fitted on them."""
+    """Sample every algorithm at every size, and the constants that are not fitted on these."""
     bare = measuring.primitives(world, group, share / 4, [size for size in sizes if size in FITTED])
     samples = measuring.collectives(world, group, share, sizes, LEAST_ROUNDS)
     return {"bare": bare, "samples": samples}
 
 
 def judged(bare: Tuning, samples: Samples) -> list[Regret]:
-    """The regret of every collective and size."""
+    """Return the regret of every collective and size."""
     fit = {
         op: {
             name: {size: x[::2] for size, x in by_size.items() if size in FITTED}
@@ -77,82 +73,39 @@ def judged(bare: Tuning, samples: Samples) -> list[Regret]:
         }
         for op, by_name in samples.items()
     }
-    return list(_judged(measuring.fitted(bare, fit), samples))
-
-
-def _judged(tuning: Tuning, samples: Samples) -> Iterator[Regret]:
+    tuning, found = measuring.fitted(bare, fit), []
     for op, by_name in samples.items():
         for nbytes in next(iter(by_name.values())):
-            seconds = measuring.typical(
-                {name: by_size[nbytes][1::2] for name, by_size in by_name.items()}
-            )
+            unseen = {name: by_size[nbytes][1::2] for name, by_size in by_name.items()}
+            seconds = measuring.typical(unseen)
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
             told = predict(tuning, op, name, tuning.nodes, nbytes).seconds
             plain = modelled(tuning, op, name, tuning.nodes, nbytes)
-            yield Regret(op, nbytes, name, best, seconds[name], seconds[best], told, plain)
+            found.append(Regret(op, nbytes, name, best, seconds[name], seconds[best], told, plain))
+    return found
 
 
 def summary(found: Sequence[Regret]) -> dict[str, Any]:
-    """The figures that are asked for, and how far the predictions are off."""
-    shares = sorted(regret.share for regret in found)
-    worst = [
-        max(0.0, regret.share)
-        for regret in found
-        if (regret.seconds - regret.least) * 1e6 > MICROSECONDS
-    ]
-    many = sorted(
-        [*worst, *[0.0] * (len(found) - len(worst))]
-    )  # those within the microseconds have lost nothing that counts
-    errors, plain = (
-        sorted(abs(getattr(regret, kind) / regret.seconds - 1) for regret in found)
+    """Return the figures that are asked for, and how far the predictions are off."""
+    shares = [regret.share for regret in found]
+    # who is within the microseconds has lost nothing that counts
+    counting = [x.share * ((x.seconds - x.least) * 1e6 > MICROSECONDS) for x in found]
+    percentile = partial(np.quantile, q=0.95, method="inverted_cdf")
+    median, beyond = statistics.median(shares), float(percentile(counting))
+    errors = {
+        kind: [abs(getattr(regret, kind) / regret.seconds - 1) for regret in found]
         for kind in ("predicted", "plain")
+    }
+    error, model = (
+        {"median": statistics.median(x), "p95": float(percentile(x))} for x in errors.values()
     )
     return {
         "cases": len(found),
-        "median": statistics.median(shares),
-        "p95": percentile(shares, 0.95),
-        "p95_beyond_microseconds": percentile(many, 0.95),
-        "reached": statistics.median(shares) <= MEDIAN and percentile(many, 0.95) <= WORST,
-        "prediction_error": {"median": statistics.median(errors), "p95": percentile(errors, 0.95)},
-        "model_error": {"median": statistics.median(plain), "p95": percentile(plain, 0.95)},
+        "median": median,
+        "p95": float(percentile(shares)),
+        "p95_beyond_microseconds": beyond,
+        "reached": median <= MEDIAN and beyond <= WORST,
+        "prediction_error": error,
+        "model_error": model,
     }
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of ascending values that is not exceeded by that share of them."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def table(launch: dict[str, Any]) -> Table:
-    """Return a table of the worst cases, with the required figures in its title."""
-    told = launch["summary"]
-    reached = "reached" if told["reached"] else "not reached"
-    title = (
-        f"auto over {told['cases']} cases: median regret {told['median']:.1%} (<= {MEDIAN:.0%}), 95th percentile {told['p95']:.1%}"
-        f", {told['p95_beyond_microseconds']:.1%} where more than {MICROSECONDS:g} us (<= {WORST:.0%}): {reached}"
-    )
-    note = (
-        f"prediction off by {told['prediction_error']['median']:.0%} (median), {told['prediction_error']['p95']:.0%} (95th); "
-        f"the model without corrections by {told['model_error']['median']:.0%}, {told['model_error']['p95']:.0%}"
-    )
-    worst = sorted(launch["cases"], key=lambda case: case["least"] / case["seconds"])[:SHOWN]
-    times = [
-        [f"{case[kind] * 1e6:,.1f}" for kind in ("seconds", "least", "predicted", "plain")]
-        for case in worst
-    ]
-    rows = [
-        (c["op"], size(c["nbytes"]), c["chosen"], c["best"], *shown)
-        for c, shown in zip(worst, times, strict=True)
-    ]
-    columns = (
-        "collective",
-        "vector",
-        "chosen",
-        "best",
-        "us",
-        "of the best",
-        "predicted us",
-        "model us",
-    )
-    return make(title, columns, rows, note)

@@ -1,4 +1,4 @@
-"""Collectives and ring attention over an emulated network: hosts are network namespaces, their links are shaped.
+"""Collectives and ring attention over an emulated network: hosts are network namespaces, with shaped links.
 
 Every algorithm is checked across hosts, then the requirements on slow links are measured. As root
 it needs `ip` and `tc`; without root it uses a model of the link inside the transport, and says so.
@@ -10,114 +10,228 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import msgspec
 
-from benchmarks.contests.contest import RESULTS, compete, new_document, refused
-from benchmarks.contests.netlab import starting
-from benchmarks.contests.netlab.hosts import NetlabError, check_system
-from benchmarks.contests.netlab.setting import SETTINGS, Setting, rows
-from benchmarks.files import write_json
-from benchmarks.launching import Launch, Options, Record, UsageError, about, main, parse, writable
-from benchmarks.records import fingerprint
+from benchmarks import launching
+from benchmarks.contests.contest import Contest, Entry, installed, requirements
+from benchmarks.contests.netlab.hosts import NetlabError, check_system, cluster
+from benchmarks.launching import Launch, Record, about, main
 from benchmarks.reporting import terminal
-from benchmarks.reporting.tables import make
 from benchmarks.reporting.terminal import Console
+from benchmarks.statistics import Interval, Requirement, exact_interval
 
-MODEL = "link model inside the transport, on this machine, because there is no root; the library's own collectives are not measured"
-NAMESPACES = "network namespaces"
-OPTIONS: Options = {
-    "--only": about(default="", metavar="TEXT", help="launches with this in their name"),
-    "--list": about(action="store_true", help="names of the launches"),
-    "--rounds": about(type=int, metavar="N", help="samples of each contestant"),
-    "--link-model": about(action="store_true", help="the model of the link, as without root"),
-    "--out": about(type=Path, metavar="FILE", help="default: benchmarks/results/netlab-MPI.json"),
+MODEL = (
+    "link model inside the transport, on this machine, because there is no root; the library's own "
+    "collectives are not measured"
+)
+ATTEMPTS = 2  # MPICH's launcher now and then dies while it starts ("demux engine error")
+TCP = {
+    "mpich": {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"},
+    "openmpi": {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm,tcp",
+        "OMPI_MCA_btl_tcp_if_include": "eth0",
+        "OMPI_MCA_btl_tcp_links": "4",  # with one socket it does not fill a link
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_mpi_yield_when_idle": "true",  # it cannot see that the hosts share their cores
+    },
 }
 
 
-def chosen(options: argparse.Namespace, *, modelled: bool) -> list[Setting]:
-    """Return the launches that are asked for; the model has one rank per host."""
-    found = [
-        setting
-        for setting in SETTINGS
-        if options.only in setting.name and (setting.per_host == 1 or not modelled)
-    ]
-    return [
-        msgspec.structs.replace(one, modelled=modelled, rounds=options.rounds or one.rounds)
-        for one in found
-    ]
+class Setting(msgspec.Struct, frozen=True):
+    """One launch.
+
+    Args:
+        name: of the launch; rows find their samples by it.
+        kind: "check" (results of every algorithm), "all_reduce" or "overlap" (times).
+        hosts, per_host: how many hosts, and ranks on each.
+        rate, delay: of the link of each host, in bits per second and seconds.
+        nbytes: of the vector, float32.
+        contestants: algorithms of an all-reduce; "library" is the MPI library's own.
+        rounds: samples of each contestant.
+        modelled: whether the link is a model inside the transport, on one machine.
+    """
+
+    name: str
+    kind: str
+    hosts: int
+    per_host: int = 1
+    rate: float = 1e9
+    delay: float = 0.0
+    nbytes: int = 1 << 24
+    contestants: tuple[str, ...] = ()
+    rounds: int = 9
+    modelled: bool = False
 
 
-def netlab(arguments: Sequence[str] | None = None) -> int:
-    """Check and measure; return the exit code."""
-    options = parse("netlab", __doc__, OPTIONS, arguments)
+LIBRARY, STREAM = "library", "stream"
+RING, DOUBLING, HIERARCHY = "segmented_ring", "recursive_doubling", "hierarchical"
+STREAM_BYTES = 1 << 24
+PAIR, THREE, NODES = "16 MiB, P = 2", "16 MiB, P = 3", "16 MiB, 2 x 2"
+TINY, SMALL, ATTENTION = "1 KiB, 1 ms, P = 4", "64 KiB, 1 ms, P = 4", "ring attention, P = 2"
+FAR: dict[str, Any] = {"kind": "all_reduce", "hosts": 4, "delay": 1e-3, "rounds": 25}
+SETTINGS = (
+    Setting("check, 3 hosts", "check", hosts=3),
+    Setting("check, 2 x 2", "check", hosts=2, per_host=2),
+    Setting(PAIR, "all_reduce", hosts=2, contestants=(RING, LIBRARY), rounds=15),
+    Setting(THREE, "all_reduce", hosts=3, contestants=(RING, LIBRARY), rounds=11),
+    Setting(TINY, nbytes=1 << 10, contestants=(DOUBLING, LIBRARY), **FAR),
+    Setting(SMALL, nbytes=1 << 16, contestants=(DOUBLING, LIBRARY), **FAR),
+    Setting(
+        *(NODES, "all_reduce"),
+        hosts=2,
+        per_host=2,
+        contestants=(HIERARCHY, RING, LIBRARY),
+        rounds=11,
+    ),
+    Setting(ATTENTION, "overlap", hosts=2, rounds=25),
+)
+"""All launches."""
+
+Of = Callable[[str], float]
+"""Seconds of a contestant in one round."""
+
+
+def across(mpi: str, agent: str, hosts: list[str], per_host: int) -> tuple[str, ...]:
+    """Return the arguments of mpiexec for ranks on each host, neighbours on the same one."""
+    slots = ",".join(f"{host}:{per_host}" for host in hosts)
+    if mpi == "mpich":
+        return ("-launcher", "rsh", "-launcher-exec", agent, "-hosts", slots, "-iface", "eth0")
+    chosen = {
+        "plm_ssh_agent": agent,
+        "rmaps_default_mapping_policy": ":oversubscribe",
+        "hwloc_default_binding_policy": "none",
+    }
+    prte = [part for name, value in chosen.items() for part in ("--prtemca", name, value)]
+    return (*prte, "--host", slots, "--map-by", "slot:oversubscribe")
+
+
+@dataclass(frozen=True)
+class Hosted(Entry):
+    """A launch on emulated hosts, or on this machine where the link is modelled."""
+
+    def run(self) -> Record:
+        """Run the ranks, and once more if the launcher itself failed; never if one was wrong."""
+        record: Record = {}
+        for _ in range(ATTEMPTS):
+            try:
+                record = self.once()
+            except NetlabError as error:
+                return {"status": "failed", "reason": str(error)}
+            if "demux engine error" not in record.get("output", ""):
+                break
+        return record
+
+    def once(self) -> Record:
+        """Run the ranks; the hosts exist as long."""
+        if self.setting.modelled:
+            return super().run()
+        mpi, hosts = installed(), [f"h{number}" for number in range(self.setting.hosts)]
+        with cluster(self.setting.hosts, self.setting.rate, self.setting.delay) as on:
+            arguments = across(mpi, on[-1], hosts, self.setting.per_host)
+            how = Launch(timeout=self.launch.timeout, mpi_args=arguments)
+            variables = [f"{name}={value}" for name, value in TCP[mpi].items()]
+
+            def on_first_host(command: list[str]) -> list[str]:
+                return ["env", *variables, *on, hosts[0], shlex.join(command)]
+
+            return launching.run(self.ranks, self.measure, self.setting, how, around=on_first_host)
+
+
+def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
+    """Return the launches; the model has one rank per host.
+
+    Raises:
+        NetlabError: root cannot make network namespaces here.
+    """
     modelled = options.link_model or os.geteuid() != 0
-    settings = chosen(options, modelled=modelled)
-    if options.list or not settings or (options.rounds or 1) < 1:
-        print("\n".join(setting.name for setting in SETTINGS))
-        return 0 if options.list else 2
-    try:
-        if not modelled:
-            check_system()
-        mpi = starting.installed()
-        out = writable(options.out or RESULTS / f"netlab-{mpi}.json")
-        net = MODEL if modelled else NAMESPACES
-        document = new_document(mpi=mpi, net=net)
-        print(f"netlab: {mpi} over {net}")
-        measure, launch = f"{__package__}.measure:measure", Launch(timeout=starting.TIMEOUT)
-        entries = [
-            starting.Hosted(
-                one.name,
-                one.ranks,
-                measure,
-                one,
-                launch,
-                {"setting": msgspec.structs.asdict(one)},
-                mpi,
-            )
-            for one in settings
-        ]
-        code = compete("netlab", entries, document, out, show)
-    except UsageError as error:
-        return refused("netlab", error)
-    except NetlabError as error:
-        print(f"netlab: {error}")
-        return 1
-    write_json(out, {**document, **_summary(document)})
-    return code
+    if not modelled and not options.list:
+        check_system()
+    launch, measure = Launch(timeout=options.timeout), f"{__package__}.measure:measure"
+    entries: list[Entry] = []
+    for one in SETTINGS:
+        if one.per_host == 1 or not modelled:
+            rounds = options.rounds or one.rounds
+            setting = msgspec.structs.replace(one, modelled=modelled, rounds=rounds)
+            known = {"setting": msgspec.structs.asdict(setting)}
+            ranks = one.hosts * one.per_host
+            entries.append(Hosted(one.name, ranks, measure, setting, launch, known))
+    return {"mpi": installed(), "net": MODEL if modelled else "network namespaces"}, entries
 
 
 def show(screen: Console, document: Record) -> Iterator[str]:
     """Print the requirements, which are for MPICH; for another MPI they are shown beside."""
     launches = {launch["name"]: launch for launch in document["launches"]}
+    terminal.say(screen, f"{document['mpi']} over {document['net']}")
     for name, launch in launches.items():
         if "checked" in launch:
             text = f"{launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
         else:
-            text = "ms: " + ", ".join(
-                f"{who} {median(times) * 1e3:.2f}" for who, times in launch["seconds"].items()
-            )
+            seconds = launch["seconds"].items()
+            text = "ms: " + ", ".join(f"{who} {median(x) * 1e3:.2f}" for who, x in seconds)
         terminal.say(screen, f"{name}: {text}")
     title = "over the link" if document["mpi"] == "mpich" else "over the link (required of MPICH)"
-    shown = [(row.text, *row.cells()) for row in rows(launches)]
-    terminal.show(screen, make(title, ("requirement", "must be", "median, interval", ""), shown))
+    terminal.show(screen, requirements(title, rows(launches)))
     yield from ()
 
 
-def _summary(document: Record) -> Record:
-    """Rows, machine and fingerprint of a document."""
-    launches = {launch["name"]: launch for launch in document["launches"]}
-    found: Record = {"rows": [{**asdict(row), "mark": row.mark} for row in rows(launches)]}
-    launch = next((launch for launch in launches.values() if "env" in launch), None)
-    if launch is not None:
-        said = {"mpi": launch["mpi"], "mode": document["net"]}
-        found |= {"env": launch["env"], "fingerprint": fingerprint(launch["env"], {}, said)}
-    return found
+def rows(launches: Mapping[str, Record]) -> list[Requirement]:
+    """Return every requirement, from the launches by name."""
+    bound, faster = "time / (2(P-1)/P n/B)", f"library / {DOUBLING}"
+    attention = "ring attention: share of the communication that is hidden"
+    required: tuple[tuple[str, str, float, str, Callable[[Of], float]], ...] = (
+        (f"all_reduce {PAIR}: {bound}", "<=", 1.05, PAIR, _over_bound(2, RING)),
+        (f"all_reduce {THREE}: {bound}", "<=", 1.05, THREE, _over_bound(3, RING)),
+        (f"all_reduce {THREE}: library / {RING}", ">=", 2.4, THREE, _times_faster(RING)),
+        (f"all_reduce {TINY}: {faster}", ">=", 2.0, TINY, _times_faster(DOUBLING)),
+        (f"all_reduce {SMALL}: {faster}", ">=", 2.0, SMALL, _times_faster(DOUBLING)),
+        (
+            *(f"all_reduce {NODES}: (n/B) / {HIERARCHY}", ">=", 0.9, NODES),
+            lambda of: 1 / _over_bound(2, HIERARCHY)(of),
+        ),
+        (
+            *(attention, ">=", 0.85, ATTENTION),
+            lambda of: 1 - (of("both") - of("compute")) / of("communication"),
+        ),
+    )
+    return [
+        Requirement(text, relation, bound, _each(launches.get(name, {}).get("seconds", {}), value))
+        for text, relation, bound, name, value in required
+    ]
 
+
+def _over_bound(hosts: int, name: str) -> Callable[[Of], float]:
+    """Return the time over the least that hosts need to sum 16 MiB, by the stream of its round."""
+    factor = 2 * (hosts - 1) / hosts
+    return lambda of: of(name) / (factor * of(STREAM))
+
+
+def _times_faster(ours: str) -> Callable[[Of], float]:
+    return lambda of: of(LIBRARY) / of(ours)
+
+
+def _each(seconds: Mapping[str, list[float]], value: Callable[[Of], float]) -> Interval | None:
+    """Return a value of every round; None if something for it was not measured."""
+    rounds = [
+        dict(zip(seconds, times, strict=True)) for times in zip(*seconds.values(), strict=True)
+    ]
+    try:
+        return exact_interval([value(times.__getitem__) for times in rounds]) if rounds else None
+    except KeyError:
+        return None
+
+
+OPTIONS = {
+    "--rounds": about(type=int, metavar="N", help="samples of each contestant"),
+    "--link-model": about(action="store_true", help="the model of the link, as without root"),
+}
+netlab = Contest("netlab", __doc__, OPTIONS, plan, show, "netlab-{mpi}.json", timeout=90.0)
 
 if __name__ == "__main__":
     main(netlab)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.netlab.setting import BY_AXES, LIBRARY, STREAM, STREAM_BYTES, Setting
+from benchmarks.contests.netlab.__main__ import LIBRARY, STREAM, STREAM_BYTES, Setting
 from benchmarks.launching import Record
 from benchmarks.machine import environment
 from benchmarks.sample import undisturbed
@@ -40,52 +40,21 @@ TOKENS, HEADS, HEAD_DIM = (
 
 
 def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
-    """The contestants that this version has, each found to be right.
+    """Return the contestants, each found to be right.
 
     Raises:
         RuntimeError: one is wrong.
     """
-    x = torch.arange(setting.nbytes // 4).remainder(97).float() + mesh.rank
-    expected = (
-        torch.arange(setting.nbytes // 4).remainder(97).float() * mesh.size
-        + mesh.size * (mesh.size - 1) // 2
-    )
+    base, size = torch.arange(setting.nbytes // 4).remainder(97).float(), mesh.size
+    x, wanted = base + mesh.rank, base * size + size * (size - 1) // 2
     found: dict[str, Step] = {}
-    for name in [
-        name for name in setting.contestants if not (setting.modelled and name == LIBRARY)
-    ]:
-        step = _all_reduce(name, x, mesh)
-        if step is not None:
-            check(f"all_reduce by {name}", step(), expected)
-            found[name] = step
+    for name in setting.contestants:
+        if name != LIBRARY or not setting.modelled:
+            algorithm = "mpi" if name == LIBRARY else name
+            made = plan("all_reduce", x, comm=mesh["hosts", "ranks"], algorithm=algorithm)
+            check(f"all_reduce by {name}", made.run(), wanted)
+            found[name] = made.run
     return found
-
-
-def _all_reduce(name: str, x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor] | None:
-    everyone = mesh["hosts", "ranks"]
-    if name == BY_AXES:
-        return _by_axes(x, mesh)
-    algorithm = "mpi" if name == LIBRARY else name
-    return (
-        plan("all_reduce", x, comm=everyone, algorithm=algorithm).run
-        if algorithm in ALGORITHMS["all_reduce"]
-        else None
-    )
-
-
-def _by_axes(x: Tensor, mesh: sp.Mesh) -> Callable[[], Tensor]:
-    """Hierarchy by hand: each rank of a host sums a part over the host, then over the hosts; the host gathers the parts."""
-    inside, between = mesh["ranks"], mesh["hosts"]
-    parted = plan("reduce_scatter", x, comm=inside, algorithm="pairwise")
-    summed = plan("all_reduce", parted.run(), comm=between, algorithm="segmented_ring")
-    gathered = plan("all_gather", summed.run(), comm=inside)
-
-    def step() -> Tensor:
-        parted.run()
-        summed.run()
-        return gathered.run()
-
-    return step
 
 
 def check(what: str, got: object, expected: Tensor) -> None:
@@ -216,9 +185,7 @@ def measure(values: Any, rank: Rank) -> Record:
 def found_by(setting: Setting, world: Intracomm) -> Record:
     """Return the results or the samples that a setting asks for; the same on every rank."""
     make = partial(sp.Mesh, world, hosts=setting.hosts, ranks=setting.per_host)
-    carrier: Any = (
-        LinkModel(setting.wire.delay, setting.wire.rate / 8) if setting.modelled else "auto"
-    )
+    carrier: Any = LinkModel(setting.delay, setting.rate / 8) if setting.modelled else "auto"
     usual = "ring" if setting.modelled else "auto"  # the model carries no collective of the library
     with (
         make(transport=carrier) as mesh,
@@ -233,7 +200,7 @@ def found_by(setting: Setting, world: Intracomm) -> Record:
             else overlaps(world, quick, idle)
         )
         if setting.modelled:
-            stream = [STREAM_BYTES * 8 / setting.wire.rate] * setting.rounds
+            stream = [STREAM_BYTES * 8 / setting.rate] * setting.rounds
             return {"seconds": {STREAM: stream, **rounds(setting, world, steps)}}
         address: str = world.bcast(socket.gethostbyname(socket.gethostname()))  # of rank 0
         return {"seconds": rounds(setting, world, {STREAM: Stream(world, address), **steps})}

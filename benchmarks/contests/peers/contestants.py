@@ -1,4 +1,4 @@
-"""Who takes part: this project's schemes, its peers, and one process."""
+"""Check and time this project's schemes, its peers and one process: who is right takes turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import functools
 import importlib
 import math
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,17 +19,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contests.peers.setting import BALANCED, LAYOUTS, Setting
-from benchmarks.sample import meet_asleep
-from benchmarks.worker import Intracomm
-from sp_core.communicator import Check
+from benchmarks.contests.peers.__main__ import BALANCED, LAYOUTS, PEERS, PLACE
+from benchmarks.launching import Record
+from benchmarks.machine import facts
+from benchmarks.sample import ABSENT, Span, makespans, meet_asleep, race
+from benchmarks.worker import THREADS, Intracomm, Rank
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES
 from sp_core.sharding import Sharding
 
-CHECKS: tuple[Check, ...] = ("off", "agree")
+HEADS, HEAD_DIM = 8, 64
+LEAST, MOST = 3, 12  # samples of a contestant at 4096 tokens and more, and at few
+NAMES = ("out", "dq", "dk", "dv")
+LIMIT = 2e-5
+"""Largest error over largest element that passes.
+
+Correct float32 results differ by less than 3e-6, a mask off by one by 1e-1.
+"""
+
 MISSING = (ImportError, AttributeError, RuntimeError, OSError)
+BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError)
+TORCH_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+SEQ_DIM = 2  # of (B, H, S, D)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,138 +51,26 @@ class Contestant:
 
     Args:
         name: parts separated by "/".
-        attend: from q, k and v of this rank to out; None where it is not installed.
+        attend: from q, k and v of this rank to out; the reason if it is not installed.
         layout: which tokens a rank has.
         ranks: how many ranks take part; with 1, rank 0 computes all of it and the others sleep.
         heads_first: whether tensors are (B, H, S, D), not (B, S, H, D).
         causal: whether tokens see only those before them.
         threads: of each rank.
-        missing: why `attend` is None.
     """
 
     name: str
-    attend: Attend | None
+    attend: Attend | str
     layout: str = "contiguous"
     ranks: int = 1
     heads_first: bool = False
     causal: bool = True
     threads: int = 1
-    missing: str = ""
-
-    def run(self, mine: Part) -> tuple[Tensor, ...]:
-        """Forward and backward: out, dq, dk and dv of this rank's tokens."""
-        assert self.attend is not None, self.name
-        out = self.attend(mine.q, mine.k, mine.v)
-        return (out, *torch.autograd.grad(out, (mine.q, mine.k, mine.v), mine.grad))
-
-    def sharding(self, seq: int) -> Sharding:
-        """Who has which tokens."""
-        made: Sharding = getattr(Sharding, self.layout)(seq, self.ranks)
-        return made
-
-
-class Field:
-    """Everybody's communicators, made once for a launch.
-
-    Args:
-        world: all ranks.
-        folder: where gloo's ranks find each other.
-    """
-
-    def __init__(self, world: Intracomm, folder: Path) -> None:
-        from mpi4py import MPI
-
-        self.world = world
-        self.meshes = {check: Mesh(world, check=check, sp=world.size) for check in CHECKS}
-        self.single = Mesh(MPI.COMM_SELF, check="off", sp=1)
-        self._gloo = start_gloo(folder, world.rank, world.size)
-        self._peers = dict(self._find_peers())
-
-    def contestants(self, seq: int, *, extras: bool) -> Iterator[Contestant]:
-        """Yield all contestants at one length; with `extras` unmasked attention and single ranks too."""
-        for check, mesh in self.meshes.items():
-            for scheme, layouts in LAYOUTS.items():
-                yield from (
-                    _ours(f"{scheme}/{layout}/{check}", mesh, scheme, layout, seq)
-                    for layout in layouts
-                )
-        for name, (attend, missing) in self._peers.items():
-            ring = name.startswith("torch")
-            layout = "zigzag" if ring else "contiguous"
-            yield Contestant(
-                name, attend, layout, self.world.size, heads_first=ring, missing=missing
-            )
-        yield from _processes()
-        for scheme, layout in BALANCED.items() if extras else ():
-            yield _ours(
-                f"{scheme}/{layout}/off/full", self.meshes["off"], scheme, layout, seq, causal=False
-            )
-            yield _ours(f"{scheme}/one rank", self.single, scheme, "contiguous", seq)
-
-    def free(self) -> None:
-        """End all communicators."""
-        import torch.distributed as dist
-
-        for mesh in (*self.meshes.values(), self.single):
-            mesh.free()
-        dist.destroy_process_group()
-
-    def _find_peers(self) -> Iterator[tuple[str, tuple[Attend | None, str]]]:
-        for rotation in ROTATIONS:
-            yield (
-                f"torch ring/{rotation}",
-                self._find(functools.partial(torch_ring, self._gloo, rotation)),
-            )
-        yield "deepspeed ulysses", self._find(functools.partial(deepspeed_ulysses, self._gloo))
-
-    def _find(self, make: Callable[[], Attend]) -> tuple[Attend | None, str]:
-        """A peer, or why it cannot take part on some rank: all ranks must come to the same answer."""
-        attend, missing = None, ""
-        try:
-            attend = make()
-        except MISSING as error:
-            missing = f"{type(error).__name__}: {error}"
-        meet_asleep(
-            self.world
-        )  # imports take seconds, and a rank that spins takes them from the other
-        reasons: list[str] = self.world.allgather(missing)
-        return (None, next(filter(None, reasons))) if any(reasons) else (attend, "")
-
-
-def _ours(
-    name: str, mesh: Mesh, scheme: str, layout: str, seq: int, *, causal: bool = True
-) -> Contestant:
-    function: Callable[..., Any] = SCHEMES[scheme]
-    sharding: Sharding = getattr(Sharding, layout)(seq, mesh.size)
-    attend = functools.partial(
-        function, comm=mesh["sp"], sharding=sharding, mask=Mask(causal=causal)
-    )
-    return Contestant(name, attend, layout, mesh.size, causal=causal)
-
-
-def _processes() -> list[Contestant]:
-    """Plain torch. It is fastest with heads first; `strided` has the layout of the schemes."""
-
-    def strided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    return [
-        Contestant("sdpa/1 thread", plain, heads_first=True),
-        Contestant("sdpa/2 threads", plain, heads_first=True, threads=2),
-        Contestant("sdpa/1 thread/strided", strided),
-    ]
-
-
-NAMES = ("out", "dq", "dk", "dv")
-LIMIT = 2e-5
-"""Largest error over largest element that passes; correct float32 results differ by less than 3e-6, a mask off by one by 1e-1."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one contestant on one rank: q, k, v and the upstream gradient, and where they are in the sequence."""
+    """The tokens of one contestant on one rank, with the upstream gradient."""
 
     q: Tensor
     k: Tensor
@@ -175,34 +79,38 @@ class Part:
     positions: Tensor
     heads_first: bool
 
+    def run(self, attend: Attend) -> tuple[Tensor, ...]:
+        """Compute out, dq, dk and dv of these tokens."""
+        out = attend(self.q, self.k, self.v)
+        return (out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.grad))
 
-def draw(setting: Setting, seq: int) -> tuple[Tensor, ...]:
-    """q, k, v and the upstream gradient of the whole sequence, float32 (1, S, H, D) each, normally distributed."""
-    generator = torch.Generator().manual_seed(setting.seed * 1_000_003 + seq)
-    return tuple(
-        torch.randn(1, seq, setting.heads, setting.head_dim, generator=generator) for _ in NAMES
-    )
+
+def draw(seq: int, seed: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> tuple[Tensor, ...]:
+    """Draw q, k, v and the upstream gradient of the whole sequence, float32 (1, S, H, D) each."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + seq)
+    return tuple(torch.randn(1, seq, heads, head_dim, generator=generator) for _ in NAMES)
 
 
 def part(whole: Sequence[Tensor], positions: Tensor, *, heads_first: bool) -> Part:
-    """Some tokens of the whole, contiguous as (1, S, H, D) or, `heads_first`, as (1, H, S, D)."""
+    """Take some tokens, contiguous as (1, S, H, D) or, `heads_first`, as (1, H, S, D)."""
     mine = [x[:, positions] for x in whole]
     q, k, v, grad = ((x.transpose(1, 2) if heads_first else x).contiguous() for x in mine)
-    return Part(
-        q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad, positions, heads_first
-    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    return Part(q, k, v, grad, positions, heads_first)
 
 
 def alone(whole: Sequence[Tensor], *, causal: bool) -> tuple[Tensor, ...]:
-    """Out, dq, dk and dv of one process, (1, S, H, D) each."""
+    """Compute out, dq, dk and dv in one process, (1, S, H, D) each."""
     mine = part(whole, torch.arange(whole[0].shape[1]), heads_first=True)
-    out = F.scaled_dot_product_attention(mine.q, mine.k, mine.v, is_causal=causal)
-    gradients = torch.autograd.grad(out, (mine.q, mine.k, mine.v), mine.grad)
-    return tuple(x.detach().transpose(1, 2) for x in (out, *gradients))
+    results = mine.run(functools.partial(F.scaled_dot_product_attention, is_causal=causal))
+    return tuple(x.detach().transpose(1, 2) for x in results)
 
 
 def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) -> list[float]:
-    """Largest |result - expected| over largest |expected|, of out, dq, dk and dv; infinite where a result is not finite."""
+    """Return the largest |result - expected| over the largest |expected|, of out, dq, dk and dv.
+
+    Where a result is not finite, the error is infinite.
+    """
     found = []
     for x, whole in zip(results, expected, strict=True):
         x = x.detach().transpose(1, 2) if mine.heads_first else x.detach()
@@ -211,37 +119,183 @@ def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) ->
     return found
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+def verdict(answers: list[tuple[str, list[float]]]) -> Record:
+    """Return the check of one contestant from the error text and the errors of each rank."""
+    broken = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+    if broken:
+        return {"status": "failed", "reason": broken[0]}
+    worst = [max(ranks) for ranks in zip(*(found for _, found in answers), strict=True)]
+    told = [error if math.isfinite(error) else None for error in worst]  # JSON knows no infinity
+    status = "ok" if max(worst) <= LIMIT else "wrong"
+    return {"status": status, "errors": dict(zip(NAMES, told, strict=True)), "limit": LIMIT}
 
-TORCH_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-SEQ_DIM = 2  # of (B, H, S, D)
-ROTATIONS = {"all-gather": "ALL_GATHER", "all-to-all": "ALL_TO_ALL"}
+
+class Heat:
+    """All contestants at one sequence length."""
+
+    def __init__(self, world: Intracomm, whole: tuple[Tensor, ...]) -> None:
+        self.world, self._whole = world, whole
+        self._parts: dict[tuple[str, int, bool], Part] = {}
+        self._expected = {causal: alone(whole, causal=causal) for causal in (True, False)}
+
+    def check(self, contestant: Contestant) -> Record:
+        """Compare a contestant's results with those of one process; this is its warm-up too."""
+        if isinstance(contestant.attend, str):
+            return {"status": "not installed", "reason": contestant.attend}
+        broken, found = "", [0.0] * len(NAMES)
+        with self._taking_part(contestant) as takes_part:
+            if takes_part:
+                mine = self._part(contestant)
+                try:
+                    results = mine.run(contestant.attend)
+                    found = errors(results, mine, self._expected[contestant.causal])
+                except BROKEN as error:
+                    broken = f"{type(error).__name__}: {error}"
+        return verdict(self.world.allgather((broken, found)))
+
+    def sample(self, contestant: Contestant) -> Span:
+        """Time one forward and backward on this rank."""
+        with self._taking_part(contestant) as takes_part:
+            if not takes_part or isinstance(contestant.attend, str):
+                return ABSENT
+            mine = self._part(contestant)
+            if contestant.ranks > 1:
+                self.world.Barrier()
+            start = time.perf_counter()
+            mine.run(contestant.attend)
+            return start, time.perf_counter()
+
+    def _part(self, one: Contestant) -> Part:
+        """Return this rank's tokens; made once, so that every sample has the same memory."""
+        key = (one.layout, one.ranks, one.heads_first)
+        if key not in self._parts:
+            sharding: Sharding = getattr(Sharding, one.layout)(self._whole[0].shape[1], one.ranks)
+            positions = sharding.positions(self.world.rank if one.ranks > 1 else 0)
+            chosen = torch.as_tensor(list(positions))
+            self._parts[key] = part(self._whole, chosen, heads_first=one.heads_first)
+        return self._parts[key]
+
+    @contextmanager
+    def _taking_part(self, contestant: Contestant) -> Iterator[bool]:
+        """Give whether this rank computes; one that does not sleeps until the others are done."""
+        torch.set_num_threads(contestant.threads)
+        try:
+            yield contestant.ranks > 1 or self.world.rank == 0
+        finally:
+            torch.set_num_threads(THREADS)
+        if contestant.ranks == 1:
+            meet_asleep(self.world)
+
+
+def measure(setting: Record, rank: Rank) -> Record:
+    """Carry out one launch."""
+    from mpi4py import MPI
+
+    world, found = rank.world, dict[str, Any]()
+    with ExitStack() as stack:
+        meshes = {
+            check: stack.enter_context(Mesh(world, check=check, sp=world.size))
+            for check in ("off", "agree")
+        }
+        single = stack.enter_context(Mesh(MPI.COMM_SELF, check="off", sp=1))
+        group = start_gloo(rank.folder, world.rank, world.size)
+        stack.callback(dist.destroy_process_group)
+        others = [*peers(world, group), *processes()]
+        for seq in setting["seqs"]:
+            extras = seq <= max(PLACE, min(setting["seqs"]))
+            contestants = [*ours(meshes, single, seq, extras=extras), *others]
+            heat = Heat(world, draw(seq, setting["seed"]))
+            record = {one.name: heat.check(one) for one in contestants}
+            right = {
+                one.name: functools.partial(heat.sample, one)
+                for one in contestants
+                if record[one.name]["status"] == "ok"
+            }
+            count = min(max(math.ceil(LEAST * PLACE / seq), LEAST), MOST)
+            for name, spans in race(world, right, count, setting["seed"] + seq).items():
+                times = makespans(spans)
+                record[name] |= {"samples_s": times, "median_s": statistics.median(times)}
+            found[str(seq)] = record
+    return {**facts(world, torch.device("cpu"), "all"), "seqs": found}
+
+
+def ours(meshes: dict[str, Mesh], single: Mesh, seq: int, *, extras: bool) -> Iterator[Contestant]:
+    """Yield our schemes at one length; with `extras` unmasked attention and single ranks too."""
+
+    def one(name: str, mesh: Mesh, scheme: str, layout: str, *, causal: bool = True) -> Contestant:
+        sharding: Sharding = getattr(Sharding, layout)(seq, mesh.size)
+        mask = Mask(causal=causal)
+        attend = functools.partial(SCHEMES[scheme], comm=mesh["sp"], sharding=sharding, mask=mask)
+        return Contestant(name, cast("Attend", attend), layout, mesh.size, causal=causal)
+
+    for check, mesh in meshes.items():
+        for scheme, layouts in LAYOUTS.items():
+            for layout in layouts:
+                yield one(f"{scheme}/{layout}/{check}", mesh, scheme, layout)
+    for scheme, layout in BALANCED.items() if extras else ():
+        yield one(f"{scheme}/{layout}/off/full", meshes["off"], scheme, layout, causal=False)
+        yield one(f"{scheme}/one rank", single, scheme, "contiguous")
+
+
+def processes() -> list[Contestant]:
+    """Return plain torch. It is fastest with heads first; `strided` has the schemes' layout."""
+    plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    return [
+        Contestant("sdpa/1 thread", plain, heads_first=True),
+        Contestant("sdpa/2 threads", plain, heads_first=True, threads=2),
+        Contestant("sdpa/1 thread/strided", strided),
+    ]
+
+
+def strided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention of tensors (B, S, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def peers(world: Intracomm, group: Any) -> Iterator[Contestant]:
+    """Yield the peers; one that some rank cannot import is not installed on any."""
+    makers = (
+        functools.partial(torch_ring, group, "ALL_GATHER"),
+        functools.partial(torch_ring, group, "ALL_TO_ALL"),
+        functools.partial(deepspeed_ulysses, group),
+    )
+    for name, make in zip(PEERS, makers, strict=True):
+        attend: Attend | str
+        try:
+            attend = make()
+        except MISSING as error:
+            attend = f"{type(error).__name__}: {error}"
+        meet_asleep(world)  # imports take seconds, and a rank that spins takes them from the other
+        reasons: list[str] = world.allgather(attend if isinstance(attend, str) else "")
+        ring = name.startswith("torch")
+        layout = "zigzag" if ring else "contiguous"
+        attend = next(filter(None, reasons), attend)
+        yield Contestant(name, attend, layout, world.size, heads_first=ring)
 
 
 def start_gloo(folder: Path, rank: int, size: int) -> Any:
-    """A process group over the loopback device; ranks find each other through a file."""
+    """Start a process group over the loopback device; ranks find each other through a file."""
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # else gloo looks the host name up, which containers may not know
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'gloo'}", rank=rank, world_size=size
-    )
+        # else gloo looks the host name up, which containers may not know
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    place = f"file://{folder / 'gloo'}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
     return dist.group.WORLD
 
 
 def torch_ring(group: Any, rotation: str) -> Attend:
-    """Torch's ring with head-tail load balancing; takes and returns (B, H, S/P, D) of chunks r and 2P-1-r.
+    """Make torch's ring with load balancing; it takes (B, H, S/P, D) of chunks r and 2P-1-r.
 
     Args:
         group: a process group.
-        rotation: "all-gather", torch's default, or "all-to-all".
+        rotation: "ALL_GATHER", torch's default, or "ALL_TO_ALL".
 
     Source: torch 2.13, `_scaled_dot_product_ring_flash_attention` and its backward, with the CPU's
     kernel for CUDA's.
     """
     ring: Any = importlib.import_module(TORCH_RING)
-    method = getattr(ring._RotateMethod, ROTATIONS[rotation])
+    method = getattr(ring._RotateMethod, rotation)
     aten = torch.ops.aten
     options = {"is_causal": True, "dropout_p": 0.0}
 
@@ -270,7 +324,7 @@ def torch_ring(group: Any, rotation: str) -> Attend:
 
 
 def deepspeed_ulysses(group: Any) -> Attend:
-    """DeepSpeed's DistributedAttention around torch's attention; takes and returns (B, S/P, H, D), tokens in order.
+    """Make DeepSpeed's DistributedAttention around torch's attention; it takes (B, S/P, H, D).
 
     Raises:
         ImportError: DeepSpeed, or something that it imports, is not installed.
@@ -285,15 +339,5 @@ def deepspeed_ulysses(group: Any) -> Attend:
     comm.init_distributed(
         dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False
     )
-
-    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    module = layer.DistributedAttention(local, group, scatter_idx=2, gather_idx=1)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = module(q, k, v, 0)
-        return out
-
-    return attend
+    module = layer.DistributedAttention(strided, group, scatter_idx=2, gather_idx=1)
+    return lambda q, k, v: cast("Tensor", module(q, k, v, 0))
