@@ -265,6 +265,7 @@ def package(session: nox.Session) -> None:
     unpacked = dist / sdist.name.removesuffix(".tar.gz")
     shutil.rmtree(unpacked / "sp_core")  # what the tests import is the wheel's
     session.chdir(unpacked)
+    session.env.update(_variables("openmpi"))
     session.run("sp-core", "--version")
     session.run("sp-core", "doctor")
     session.run("python", "-m", "pytest", "tests/test_readme.py", "tests/test_examples.py")
@@ -308,8 +309,7 @@ def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, 
     existing = [name for name in (mpi, *MPIS) if HELPED and (homes[name] / "bin").exists()]
     home = homes[existing[0] if existing else mpi]
     python = str(home / "bin" / "python")
-    lines = (ROOT / "ci" / f"env.{mpi}").read_text().splitlines()
-    session.env.update(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    session.env.update(_variables(mpi))
     session.env["PATH"] = os.pathsep.join((str(home / "bin"), os.environ["PATH"]))
     session.env["PYTHONPATH"] = str(ROOT / "tests")  # programs of the tests are modules there
     session.env["PYTHONDONTWRITEBYTECODE"] = ""  # a session starts hundreds of processes
@@ -322,6 +322,12 @@ def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, 
     if others:
         session.run_install(*pip, CONSTRAINTS, "--no-deps", *others)
     return python
+
+
+def _variables(mpi: str) -> dict[str, str]:
+    """Return the environment variables of ci/env.openmpi or ci/env.mpich."""
+    lines = (ROOT / "ci" / f"env.{mpi}").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def _constraints(session: nox.Session, python: str) -> str:
