@@ -19,7 +19,7 @@ from oracle.explore import EXAMPLES, LEAST_HITS, judge, told
 from oracle.ways import to_be_called, to_be_taken
 
 from sp_core import Mask
-from sp_core.testing.remarks import Tally
+from sp_core.testing.session import Remarks, Tally
 
 POSSIBLE, IMPOSSIBLE = universe()
 WAYS = [*to_be_taken(), *to_be_called()]
@@ -125,7 +125,7 @@ def test_counting_in_two_sessions_is_counting_in_one(
     whole, first, second = Tally(), Tally(), Tally()
     for place, example in enumerate(examples):
         for tally in (whole, first if place < cut else second):
-            tally.count(example)
+            tally.count(Remarks(features=example))
             tally.examples, tally.raw, tally.tests = (
                 tally.examples + 1,
                 tally.raw + 2,
@@ -218,9 +218,9 @@ def test_heads_are_counted_by_how_ranks_share_them(
 
 def test_counts_survive_a_file_and_add_up(tmp_path: Path) -> None:
     one = Tally(ratios={"out": 0.1, "dq": 0.3})
-    one.count({"layout=zigzag": True, "ranks=2": True, "grid 1 x 2": False})
+    one.count(Remarks(features={"layout=zigzag": True, "ranks=2": True, "grid 1 x 2": False}))
     (tmp_path / "one.json").write_text(one.text())
-    read = Tally.read(tmp_path / "one.json")
+    read = Tally.parse((tmp_path / "one.json").read_text())
     assert read == one
     read.merge(Tally(examples=3, sizes=Counter({2: 3}), ratios={"out": 0.2}))
     assert (read.examples, read.sizes, read.ratios) == (3, {2: 3}, {"out": 0.2, "dq": 0.3})

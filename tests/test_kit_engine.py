@@ -18,14 +18,13 @@ from sp_core.testing import (
     note,
     profiles,
     record_ratio,
-    remarks,
     session,
     spmd,
     target,
     tier,
 )
 from sp_core.testing.outcome import RankFailure
-from sp_core.testing.remarks import Tally
+from sp_core.testing.session import Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 QUICK = 60
@@ -186,7 +185,7 @@ def test_the_largest_ratio_over_ranks_is_recorded() -> None:
         record_ratio("of the kit's own test", 0.01 * (2 - comm.rank))
 
     body()
-    assert not leads() or remarks.session.ratios["of the kit's own test"] == 0.02
+    assert not leads() or session.current.tally.ratios["of the kit's own test"] == 0.02
 
 
 def test_raw_replay_finds_what_the_checks_hide() -> None:

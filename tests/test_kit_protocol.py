@@ -157,7 +157,7 @@ def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: st
 
 def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
     def report(on: str, a: int, b: int) -> Report:
-        return Report((("a", a), ("b", b)), on, 2, "", ended=not on)
+        return Report({"a": a, "b": b}, on, 2, "")
 
     assert deadlocked([report("a", 1, 0), report("b", 0, 1)])
     assert not deadlocked([report("a", 1, 0), report("a", 1, 0)])
@@ -165,7 +165,7 @@ def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
     assert not deadlocked(
         [report("b", 1, 1), report("", 1, 0)]
     )  # the other has ended, which this one will find out
-    elsewhere = Report((("c", 1),), "", 0, "", ended=True)
+    elsewhere = Report({"c": 1}, "", 0, "")
     assert deadlocked(
         [report("b", 1, 1), report("a", 2, 0), elsewhere]
     )  # a third one that is not part of it has ended
@@ -176,10 +176,10 @@ def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
         awaits: tuple[bool, Ends], sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()
     ) -> Report:
         accepts = () if awaits[0] else (awaits[1],)
-        return Report((), "", 2, "", (awaits,), accepts, sent, received)
+        return Report({}, "", 2, "", (awaits,), accepts, sent, received)
 
     message, other = ("c", 0, 1, 5), ("c", 0, 1, 6)
-    idle = Report((), "", 2, "", ended=True)
+    idle = Report({}, "", 2, "")
     for pattern in (message, ("c", -1, 1, 5), ("c", 0, 1, -1)):
         assert deadlocked([idle, report((False, pattern))])
         assert not deadlocked([report((True, message), (message,)), report((False, pattern))])

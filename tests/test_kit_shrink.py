@@ -18,7 +18,7 @@ from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.outcome import FINISHED
 from sp_core.testing.plan import Example, Fed, Result
-from sp_core.testing.remarks import Remarks
+from sp_core.testing.session import Remarks
 from sp_core.testing.shrink_crash import Jobs, Lost
 
 pytestmark = pytest.mark.mpi_skip
@@ -109,15 +109,23 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
         "a": ["passed"] * 3,
         "b": ["passed", "failed", "passed"],
         "c": ["passed", "passed", "error"],
+        "TestC::d": ["passed"],
     }.items():
         test = f"tests/test_x.py::{name}"
-        ledger.add(test=test)
-        for outcome in phases:
-            text = f"it is \x1b {outcome}" if outcome in ("failed", "error") else ""
-            ledger.add(test=test, outcome=outcome, seconds=0.5, text=text)
-        ledger.add(test=test, ended=True)
-    ledger.add(test="tests/test_x.py::TestC::d")
-    ledger.add(test="tests/test_x.py::TestC::d", outcome="passed", seconds=0.5, text="")
+        ledger.pytest_runtest_logstart(test)
+        for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
+            failed = outcome in ("failed", "error")
+            ledger.pytest_runtest_logreport(
+                SimpleNamespace(
+                    when=phase,
+                    outcome="failed" if failed else outcome,
+                    failed=failed,
+                    duration=0.5,
+                    longreprtext=f"it is \x1b {outcome}",
+                )
+            )
+        if name != "TestC::d":
+            ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:
         file.write('{"test": "tests/test_x.py::e"')  # the last thing that the rank did
     lines = results.told(tmp_path)

@@ -17,7 +17,7 @@ _TAGS = {"failed": "failure", "error": "error", "skipped": "skipped"}
 
 
 class Ledger:
-    """Keep what a session reports, line by line.
+    """Keep what a session reports, line by line; a plugin of pytest.
 
     Args:
         directory: of the launch.
@@ -28,37 +28,40 @@ class Ledger:
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
         self._path.touch()
+        self._case: dict[str, Any] = {}
         if xml:
-            self.add(xml=str(Path(xml).absolute()), suite=suite)
+            self._add(xml=str(Path(xml).absolute()), suite=suite)
 
-    def add(self, **line: Any) -> None:
-        """Add what has become known: of a `test` its `outcome`, `seconds` and `text` in one phase, or that it has `ended`."""
+    def _add(self, **line: Any) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Keep that a test begins."""
+        self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": "", "ended": False}
+        self._add(**self._case)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Add a phase of the test: the worst outcome counts."""
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        self._case["outcome"] = max(self._case["outcome"], outcome, key=_ORDER.index)
+        self._case["seconds"] += report.duration
+        self._case["text"] += report.longreprtext if report.failed else ""
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Keep the outcome of a test."""
+        self._add(**self._case | {"ended": True})
+
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the JUnit file that was asked for, if any, and the tests by name: the worst outcome of all phases, and texts."""
+    """Return the JUnit file that was asked for, if any, and the tests by name."""
     path, wanted, cases = directory / FILE, dict[str, Any](), dict[str, dict[str, Any]]()
     text = path.read_text() if path.exists() else ""
     for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines()):
         if "xml" in line:
             wanted = line
         else:
-            old = cases.get(
-                line["test"], {"outcome": "", "seconds": 0.0, "text": "", "ended": False}
-            )
-            worst = max(old["outcome"], line.get("outcome", ""), key=_ORDER.index)
-            seconds, said = (
-                old["seconds"] + line.get("seconds", 0.0),
-                old["text"] + line.get("text", ""),
-            )
-            cases[line["test"]] = {
-                "outcome": worst,
-                "seconds": seconds,
-                "text": said,
-                "ended": "ended" in line,
-            }
+            cases[line["test"]] = line
     return wanted, cases
 
 

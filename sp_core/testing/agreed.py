@@ -6,21 +6,18 @@ import os
 import sys
 import traceback
 from collections.abc import Generator, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import pytest
 
 from sp_core.launch import watch
 from sp_core.launch.results import Ledger
-from sp_core.testing import remarks, requests
-from sp_core.testing.lockstep import Call, Record, until
+from sp_core.testing import requests
 from sp_core.testing.mpi import MpiCarrier
-from sp_core.testing.outcome import Kind
-from sp_core.testing.session import Session
+from sp_core.testing.session import Session, keep_largest
 
 _RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")
 _MAX_LISTED = 5
-_Report = tuple[str, bool, str]
 
 
 class Ranks:
@@ -45,22 +42,21 @@ class Ranks:
         requests.install()  # before any test takes a class out of mpi4py
         world = MPI.COMM_WORLD
         self.config, self.rank, self.size = config, world.rank, world.size
-        self._lost = False
+        self._session, self._lost = session, False
         self._complaints: list[str] = []
         self._refuse()
         self._watch = watch.start(self.rank)
         watch.limit_phases()
-        self._stdout: TextIO | None = None
-        self._ledger: Ledger | None = None
+        self._stdout = sys.stdout
         if self.rank:
             self._be_quiet()
         else:
             xml = config.getoption("xmlpath", None)
-            self._ledger = Ledger(
-                self._watch.directory, xml, config.getini("junit_suite_name") if xml else ""
-            )
+            suite = config.getini("junit_suite_name") if xml else ""
+            config.pluginmanager.register(Ledger(self._watch.directory, xml, suite))
         self.control = session.control = MpiCarrier(world.Dup())
-        session.command = f"python -m sp_core.testing.launch -n {self.size} -- python -m pytest {_options(session)} {{test}}"
+        launch = f"python -m sp_core.testing.launch -n {self.size}"
+        session.command = f"{launch} -- python -m pytest {_options(session)} {{test}}"
 
     def leave_result(self, exitstatus: int) -> None:
         """Tell the launcher that the session has come to its end."""
@@ -71,12 +67,14 @@ class Ranks:
         expected = self.config.getoption("--sp-expect-ranks")
         if expected is not None and expected != self.size:
             self._usage(
-                f"--sp-expect-ranks {expected} was given, but MPI says that this launch has {self.size}. Start it with mpiexec "
-                f"-n {expected}, the one of the MPI library that this Python's mpi4py uses: another one starts single processes."
+                f"--sp-expect-ranks {expected} was given, but MPI says that this launch has "
+                f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
+                "that this Python's mpi4py uses: another one starts single processes."
             )
         if self.config.getoption("numprocesses", None):
             self._usage(
-                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same tests. Leave -n out."
+                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
+                "tests. Leave -n out."
             )
 
     def _usage(self, text: str) -> NoReturn:
@@ -93,19 +91,18 @@ class Ranks:
         option.basetemp = str(
             self._watch.directory / f"tmp-rank{self.rank}"
         )  # processes that share one clear it for each other
-        self._stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  until the terminal reporter has taken it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Give tests the real standard output back, now that the terminal reporter has its own."""
         (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's own plugin has taken it
-        if self._stdout is not None:
+        if self.rank:
             sys.stdout = self._stdout
-            if (
-                getattr(self.config, "cache", None) is not None
-            ):  # ranks may read what failed last time, and must agree on it
-                vars(self.config.cache).update(set=lambda key, value: None)
+            if (cache := getattr(self.config, "cache", None)) is not None:
+                # ranks may read what failed last time, and must agree on it
+                vars(cache).update(set=lambda key, value: None)
 
     def pytest_report_header(self) -> str:
         """Write which launch this is."""
@@ -129,26 +126,21 @@ class Ranks:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Refuse to run different tests, in which ranks would wait for each other for ever."""
-        if (error := sys.exc_info()[1]) is not None:  # pytest calls this also on its way out
-            self._complaints.append(
-                "left collection:\n" + "".join(traceback.format_exception(error))
-            )
-        everyone = self._everyone(
-            "the end of collection", ([item.nodeid for item in session.items], self._complaints)
-        )
-        ids = [found for found, _ in everyone]
-        different = "".join(
-            _difference(ids, rank) for rank in range(self.size) if ids[rank] != ids[0]
-        )
-        if different:
-            told = "".join(
-                f"\nrank {rank} {text}"
-                for rank, (_, complaints) in enumerate(everyone)
-                for text in complaints
-            )
-            self._usage(
-                f"the ranks collected different tests, or in another order:{different}{told}"
-            )
+        if sys.exc_info()[1] is not None:  # pytest calls this also on its way out
+            self._complaints.append(f"left collection:\n{traceback.format_exc()}")
+        mine = [item.nodeid for item in session.items], self._complaints
+        everyone = self._everyone("the end of collection", mine)
+        common = set.intersection(*(set(ids) for ids, _ in everyone))
+        if any(ids != everyone[0][0] for ids, _ in everyone):
+            lines: list[str] = []
+            for rank, (ids, complaints) in enumerate(everyone):
+                lines += [f"rank {rank}: {text}" for text in complaints]
+                only = [name for name in ids if name not in common]
+                lines += [
+                    f"  not on all ranks, but on rank {rank}: {n}" for n in only[:_MAX_LISTED]
+                ]
+            text = "the ranks collected different tests, or in another order:"
+            self._usage("\n".join([text, *lines]))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -165,27 +157,6 @@ class Ranks:
         """Note that fixtures are torn down."""
         watch.note(f"in the tear-down of {item.nodeid}")
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Keep that a test begins."""
-        self._keep(test=nodeid)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Keep that a test has ended."""
-        self._keep(test=nodeid, ended=True)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome of a phase of a test."""
-        outcome = "error" if report.failed and report.when != "call" else report.outcome
-        text = report.longreprtext if report.failed else ""
-        self._keep(test=report.nodeid, outcome=outcome, seconds=report.duration, text=text)
-
-    def _keep(self, **line: object) -> None:
-        if self._ledger is not None:
-            self._ledger.add(**line)
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
@@ -194,100 +165,75 @@ class Ranks:
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
-            xfail = hasattr(report, "wasxfail")
-            mine = (str(report.outcome), xfail, report.longreprtext if report.failed else "")
-            self._agree(
-                report,
-                self._everyone(
-                    f"{item.nodeid} {report.when}", mine, quiet=report.passed and not xfail
-                ),
+            xfail = (
+                {"passed": "xpassed", "skipped": "xfailed"} if hasattr(report, "wasxfail") else {}
             )
+            mine = xfail.get(report.outcome, report.outcome), report.longreprtext
+            text = self._judged(self._everyone(f"{item.nodeid} {report.when}", mine))
+            if text:
+                report.outcome, report.longrepr = "failed", text
+                vars(report).pop("wasxfail", None)
         return report
 
-    def _everyone(self, point: str, mine: Any, *, quiet: bool = False) -> list[Any]:
-        """Return every rank's value, or nothing if all are quiet.
+    def _everyone(self, point: str, mine: Any) -> list[Any]:
+        """Return every rank's value.
 
         Raises:
             pytest.exit.Exception: the ranks are at different points, so their messages make no
             sense any more.
         """
-        record = Record(Kind.OK if quiet else Kind.SKIP, Call(point).record().digest)
-        records = self.control.drive(until(self.control.post(record)), point)
-        if len({record.digest for record in records}) > 1:
+        everyone = self.control.gather((point, self._complaints, mine))
+        if len({point for point, *_ in everyone}) > 1:
             self._lost = True
-            told = self.control.gather("\n".join([point, *self._complaints]))
-            lines = "".join(f"\n  rank {rank} is at {text}" for rank, text in enumerate(told))
-            pytest.exit(
-                f"the ranks have lost each other:{lines}", returncode=pytest.ExitCode.INTERNAL_ERROR
-            )
-        return (
-            [] if all(record.kind is Kind.OK for record in records) else self.control.gather(mine)
-        )
+            lines = ["the ranks have lost each other:"]
+            for rank, (place, complaints, _) in enumerate(everyone):
+                lines.append("\n".join([f"  rank {rank} is at {place}", *complaints]))
+            pytest.exit("\n".join(lines), returncode=pytest.ExitCode.INTERNAL_ERROR)
+        return [value for *_, value in everyone]
 
-    def _agree(self, report: pytest.TestReport, reports: Sequence[_Report]) -> None:
-        failed = [rank for rank, (outcome, _, _) in enumerate(reports) if outcome == "failed"]
-        if failed and (len(failed) < self.size or len({text for _, _, text in reports}) > 1):
-            text = self._failures(reports, failed)
-        elif not failed and len({(outcome, xfail) for outcome, xfail, _ in reports}) > 1:
-            said = ", ".join(
-                f"rank {rank}: {_word(outcome, xfail)}"
-                for rank, (outcome, xfail, _) in enumerate(reports)
-            )
-            text = f"the ranks disagree about the outcome of this test: {said}"
-        else:
-            return
-        report.outcome, report.longrepr = "failed", text
-        vars(report).pop("wasxfail", None)
-
-    def _failures(self, reports: Sequence[_Report], failed: Sequence[int]) -> str:
-        first = failed[0]
-        text = reports[first][2]
+    def _judged(self, reports: Sequence[tuple[str, str]]) -> str:
+        """Return the text of a failure on some rank, or "" if every rank has the same report."""
+        failed = [rank for rank, (word, _) in enumerate(reports) if word == "failed"]
+        if not failed and len({word for word, _ in reports}) > 1:
+            said = ", ".join(f"rank {rank}: {word}" for rank, (word, _) in enumerate(reports))
+            return f"the ranks disagree about the outcome of this test: {said}"
+        if not failed or len(set(reports)) == 1:
+            return ""
+        first, *others = failed
+        text = reports[first][1]
         if len(failed) < self.size:
-            text += f"\n\nfailed on rank {', '.join(map(str, failed))} of {self.size}; this is what rank {first} says"
-        last_lines = {
-            rank: [line for line in reports[rank][2].splitlines() if line.strip()] or ["failed"]
-            for rank in failed[1:]
-        }
-        others = [f"\nrank {rank}: {lines[-1]}" for rank, lines in last_lines.items()]
-        return text + "".join(line for line in others if "rank 0 has the whole report" not in line)
+            numbers = ", ".join(map(str, failed))
+            text += f"\n\nfailed on rank {numbers} of {self.size}; this is what rank {first} says"
+        for rank in others:
+            last = ["failed", *filter(str.strip, reports[rank][1].splitlines())][-1]
+            text += "" if "rank 0 has the whole report" in last else f"\nrank {rank}: {last}"
+        return text
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Make one exit status for all ranks: the worst."""
         watch.progress()
+        everyone = []
         try:
-            mine = int(session.exitstatus), remarks.session
-            everyone = [] if self._lost else self._everyone("the end of the session", mine)
+            if not self._lost:
+                mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
+                everyone = self._everyone("the end of the session", mine)
         except (
             pytest.exit.Exception
         ) as lost:  # raised here, it would keep other plugins from writing their results
-            everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
         session.exitstatus = max(
-            (status for status, _ in everyone), default=pytest.ExitCode.INTERNAL_ERROR
+            (status for status, *_ in everyone), default=pytest.ExitCode.INTERNAL_ERROR
         )
-        for _, told in everyone:
-            remarks.session.merge(told)
+        for _, ratios, notes in everyone:
+            keep_largest(self._session.tally.ratios, ratios)
+            self._session.notes |= notes
 
 
 def _options(session: Session) -> str:
     """Return the options of pytest that run a test again as in this session."""
     seed = [] if session.seed is None else [f"--hypothesis-seed={session.seed}"]
     device = [] if session.device == "cpu" else [f"--sp-device {session.device}"]
-    return " ".join(
-        ["--with-mpi", *device, *(["--sp-share-gpu"] if session.share_gpu else []), *seed]
-    )
-
-
-def _word(outcome: str, xfail: bool) -> str:
-    return {"passed": "xpassed", "skipped": "xfailed"}.get(outcome, outcome) if xfail else outcome
-
-
-def _difference(everyone: Sequence[Sequence[str]], rank: int) -> str:
-    mine, first = set(everyone[rank]), set(everyone[0])
-    if mine == first:
-        return f"\n  rank {rank} has the tests of rank 0 in another order"
-    only = [f"only rank {rank}: {name}" for name in sorted(mine - first)]
-    only += [f"only rank 0: {name}" for name in sorted(first - mine)]
-    return "".join(f"\n  {line}" for line in only[:_MAX_LISTED])
+    shared = ["--sp-share-gpu"] if session.share_gpu else []
+    return " ".join(["--with-mpi", *device, *shared, *seed])

@@ -39,10 +39,7 @@ AGREED = {
         ),
         "",
     ),
-    **dict.fromkeys(
-        ("Set_info", "allgather", "alltoall", "neighbor_allgather", "neighbor_alltoall"), ""
-    ),
-    **dict.fromkeys(("bcast", "gather", "scatter"), "root"),
+    **dict.fromkeys(("Set_info", "neighbor_allgather", "neighbor_alltoall"), ""),
     "Create_cart": "dims periods reorder",
     "Create_graph": "index edges reorder",
     **dict.fromkeys(("Create_dist_graph", "Create_dist_graph_adjacent"), "reorder"),
@@ -175,7 +172,11 @@ class CheckedComm(Messages):
     def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Make a collective that is not on buffers. All ranks call it with equal arguments, if `AGREED` names them."""
         call = self._bound(name, args, given)
-        self._check_objects(name, call)
+        if "sendobj" in call:  # an object that cannot be sent would stop this rank alone
+            objects = call["sendobj"]
+            if name == "neighbor_alltoall":
+                objects = self._one_each(name, objects, self._raw.outdegree)
+            self._pickle.dumps(objects)
         values = ((key, call[key]) for key in AGREED[name].split())
         text = ", ".join(
             f"{key}={value if value is None else np.asarray(value).tolist()}"
@@ -189,24 +190,6 @@ class CheckedComm(Messages):
             made[1].Wait()
             return self._adopted(made[0], self.children), made[1]
         return self._adopted(made, self.children)
-
-    def _check_objects(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Find a root, a number of objects or an object that would stop this rank alone in the middle of a call."""
-        root = arguments.get("root")
-        self._check_root(name, root)
-        number = {
-            "scatter": self.size,
-            "alltoall": self.size,
-            "neighbor_alltoall": getattr(self._raw, "outdegree", 0),
-        }.get(name)
-        for key in (
-            {"obj", "sendobj"} & arguments.keys()
-            if root in (None, self.rank) or name == "gather"
-            else ()
-        ):
-            self._pickle.dumps(
-                arguments[key] if number is None else self._one_each(name, arguments[key], number)
-            )
 
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
         """Return the result of a call. A communicator becomes a checked one."""
@@ -240,10 +223,6 @@ class CheckedComm(Messages):
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
-
-    def Disconnect(self) -> None:
-        """Free the communicator."""
-        self.Free()
 
     def free(self) -> None:
         """Free the communicator unless it has been freed."""

@@ -26,8 +26,8 @@ _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
     "MAX": max,
     "MIN": min,
 }
-Announced = Counter[tuple[str, int, int]]
-"""Messages by method, other rank and bytes."""
+Announced = Counter[tuple[str, int, int, bool]]
+"""Messages by method, other rank, bytes, and whether other calls may come before they are posted."""
 
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
@@ -35,8 +35,8 @@ def _reduced(op: Any, objects: Sequence[Any]) -> Any:
     return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
 
 
-def _listed(messages: Announced) -> str:
-    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes in messages)
+def _listed(messages: Iterable[tuple[str, int, int, bool]]) -> str:
+    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes, _ in messages)
 
 
 class LockstepComm(Observer, ABC):
@@ -53,7 +53,7 @@ class LockstepComm(Observer, ABC):
     def __init__(self, lockstep: Lockstep, family: Family) -> None:
         self.lockstep = lockstep
         self.family = family
-        self._announced, self._announced_for_later = Announced(), Announced()
+        self._announced = Announced()
         self._exchanges = 0  # since the last clean-up; the same on all ranks
         self._requests: list[Any] = []  # begun, and not yet known to be complete
         self.children = itertools.count()
@@ -156,9 +156,8 @@ class LockstepComm(Observer, ABC):
             what = exchange("announce_exchange", self.rank, self.size, sends, recvs, later)
         self._enter(what)
         self._exchanges += 1
-        announced = self._announced_for_later if later else self._announced
-        announced.update(("Isend", *message) for message in sends)
-        announced.update(("Irecv", *message) for message in recvs)
+        self._announced.update(("Isend", *message, later) for message in sends)
+        self._announced.update(("Irecv", *message, later) for message in recvs)
 
     def announce_call(self, what: str) -> None:
         """Declare that this rank is about to do something, the same on every rank, that is no call of MPI."""
@@ -180,9 +179,11 @@ class LockstepComm(Observer, ABC):
         self._free()
         self.family.members = [other for other in self.family.members if other is not self]
 
+    Disconnect = Free
+
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
         """Raise `CollectiveMismatch` if an announced message was not posted or, with `later`, a request was not found complete."""
-        if missing := self._announced + (self._announced_for_later if later else Announced()):
+        if missing := [message for message in +self._announced if later or not message[3]]:
             raise CollectiveMismatch(
                 f"{before} before all announced messages were posted; missing: {_listed(missing)}"
             )
@@ -279,15 +280,14 @@ class LockstepComm(Observer, ABC):
         self.family.release()
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
-        announced = (
-            self._announced if self._announced[op, peer, nbytes] else self._announced_for_later
-        )
-        if not announced[op, peer, nbytes]:
-            left = _listed(self._announced + self._announced_for_later) or "nothing"
+        message = (op, peer, nbytes, not self._announced[op, peer, nbytes, False])
+        if not self._announced[message]:
+            left = _listed(+self._announced) or "nothing"
             raise CollectiveMismatch(
-                f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; announced and not yet posted: {left}"
+                f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; "
+                f"announced and not yet posted: {left}"
             )
-        announced[op, peer, nbytes] -= 1
+        self._announced[message] -= 1
 
     @abstractmethod
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -299,8 +299,7 @@ class LockstepComm(Observer, ABC):
 
     def _complete(self, clean: bool) -> None:
         """Forget the example. `clean`: it failed on some rank, so first complete the messages under way; all ranks say the same."""
-        self._announced, self._announced_for_later = Announced(), Announced()
-        self._requests, self._exchanges = [], 0
+        self._announced, self._requests, self._exchanges = Announced(), [], 0
         self.lockstep.forget()
 
     @abstractmethod

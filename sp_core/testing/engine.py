@@ -18,11 +18,9 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from sp_core.launch.places import owner
-from sp_core.testing import profiles, remarks, session
+from sp_core.testing import profiles, session
 from sp_core.testing.outcome import RankFailure, failure_class
 from sp_core.testing.plan import Example, Fed, Plan, Result, Search, Spec, Sweep
-from sp_core.testing.remarks import Remarks
 from sp_core.testing.run import ThreadsHung, run_ranks
 
 Body = Callable[..., None]
@@ -143,8 +141,7 @@ def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
         tally.examples += 1
         tally.sizes[len(example.ranks)] += 1
         result = attempt(example)
-        tally.count(result.remarks.features)
-        remarks.session.merge(Remarks(ratios=result.remarks.ratios))
+        tally.count(result.remarks)
         return result
 
     try:
@@ -157,7 +154,7 @@ def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
 
 
 def _on_threads(spec: Spec, example: Example) -> Result:
-    with remarks.collected() as sink:
+    with session.collected() as sink:
         try:
             _, outcomes = run_ranks(
                 len(example.ranks), lambda comm: spec.body(comm, **spec.fixtures, **example.values)
@@ -186,13 +183,9 @@ def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
         return error
     if isinstance(error, RankFailure):
         return type(error)(f"{stories[0]}\n{rerun(spec)}")
-    head, notes = (
-        error.args[0] if error.args else error,
-        map(_useful, getattr(error, "__notes__", [])),
-    )
-    return failure_class(type(error).__name__, "", 0)(
-        "\n".join([f"{head}\n", "\n\n".join(stories), *notes, rerun(spec)])
-    )
+    head = error.args[0] if error.args else error
+    lines = [f"{head}\n", "\n\n".join(stories), *_notes(error), rerun(spec)]
+    return failure_class(type(error).__name__, "", 0)("\n".join(lines))
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -201,22 +194,15 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
+def _notes(error: BaseException) -> list[str]:
+    return [*filter(None, map(str.rstrip, getattr(error, "__notes__", [])))]
+
+
 def _story(bug: RankFailure, plan: Plan) -> str:
-    lines = [str(bug), *filter(None, map(_useful, getattr(bug, "__notes__", [])))]
+    lines = [str(bug), *_notes(bug)]
     if type(bug) in plan.failed:
         lines.append(plan.keeps.format(plan.failed[type(bug)]))
     return "\n".join(lines)
-
-
-def _useful(note: str) -> str:
-    """Return a note of Hypothesis, without its explanation if that names only lines of the kit: those that report failures."""
-    said, found, lines = note.partition("Explanation:\n")
-    own = [
-        line
-        for line in lines.splitlines()
-        if ":" in line and owner(line.strip().rsplit(":", 1)[0]) != "kit"
-    ]
-    return note.rstrip() if not found or len(own) > 1 else said.rstrip()
 
 
 def rerun(spec: Spec) -> str:

@@ -50,9 +50,9 @@ class Carrier(ABC):
     rank: int
     size: int
 
-    @abstractmethod
     def post(self, record: Record) -> Ticket:
         """Begin an exchange of records."""
+        return self.share(record)
 
     @abstractmethod
     def share(self, value: object) -> Ticket:

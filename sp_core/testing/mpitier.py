@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from sp_core.launch import watch
-from sp_core.testing import remarks, session
+from sp_core.testing import session
 from sp_core.testing.checked import CheckedComm
 from sp_core.testing.engine import announce, rerun
-from sp_core.testing.lockstep import Record, until
 from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import (
     FINISHED,
@@ -28,8 +27,8 @@ from sp_core.testing.outcome import (
     first_line,
 )
 from sp_core.testing.plan import Example, Plan, Result, Spec
-from sp_core.testing.remarks import Remarks
 from sp_core.testing.run import run_body
+from sp_core.testing.session import Remarks, collected, keep_largest
 
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
@@ -43,15 +42,6 @@ class _Run:
 
     example: Example
     raw: bool = False
-
-
-@dataclass(frozen=True)
-class _Stop:
-    """An order of rank 0: the test is over, and this is how it ended."""
-
-    error: tuple[str, str, int] | None = None
-    text: str = ""
-    skipped: bool = False
 
 
 _pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
@@ -81,21 +71,16 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
     """Run a test on rank 0: the plan, then its examples without checks. Tell the others how it ended."""
     __tracebackhide__ = True
     control = _control()
-    stop = _Stop(("Interrupted", "", 0), "rank 0 left the test")
+    stop = Outcome(Kind.FAIL, "Interrupted", "rank 0 left the test")
     try:
         lead(spec, plan, lambda example: _order(control, spec, _Run(example)))
         if session.current.raw_replay:
             _replay_raw(control, spec, plan)
-        stop = _Stop()
+        stop = FINISHED
     except BaseException as error:
-        outcome = capture(error)
-        key = getattr(error, "key", (outcome.type, outcome.file, outcome.line))
-        skipped = outcome.kind is Kind.SKIP
-        stop = (
-            _Stop(text=outcome.message, skipped=True)
-            if skipped
-            else _Stop(key, first_line(outcome.message))
-        )
+        stop = capture(error)
+        name, *place = getattr(error, "key", (stop.type, stop.file, stop.line))
+        stop = Outcome(stop.kind, name, stop.message, *place)
         raise
     finally:
         watch.in_flight("")
@@ -109,10 +94,11 @@ def follow(spec: Spec) -> None:
     with _or_abort(control):
         while isinstance(order := control.broadcast(), _Run):
             _take_part(control, spec, order)
-    if order.skipped:
-        pytest.skip(order.text)
-    if order.error is not None:
-        raise failure_class(*order.error)(f"{order.text} (rank 0 has the whole report)")
+    if order.kind is Kind.SKIP:
+        pytest.skip(order.message)
+    if order.kind is not Kind.OK:
+        text = f"{first_line(order.message)} (rank 0 has the whole report)"
+        raise failure_class(order.type, order.file, order.line)(text)
 
 
 def _control() -> MpiCarrier:
@@ -143,22 +129,15 @@ def _order(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
 def _take_part(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
     """Run this rank's part of an example, then gather the outcomes and remarks of all."""
     comm = _communicator(control, order)
-    with remarks.collected() as sink, watch.limit(watch.example_seconds()):
+    with collected() as sink, watch.limit(watch.example_seconds()):
         outcome = FINISHED if comm is None else _ended(spec, comm, order)
         family = None if comm is None or order.raw else comm.family
-        rounds = 0 if family is None else family.rounds
-        records = control.drive(
-            until(control.post(Record(outcome.kind, digest=bool(sink), sends=rounds))), "gather"
-        )
+        everyone = control.gather((outcome, sink, 0 if family is None else family.rounds))
         if family is not None:
-            comm.settle(max(record.sends for record in records))
-        quiet = all(record.kind is Kind.OK and not record.digest for record in records)
-        everyone = (
-            [(FINISHED, Remarks())] * control.size if quiet else control.gather((outcome, sink))
-        )
+            comm.settle(max(rounds for *_, rounds in everyone))
     watch.note(f"waits for the next example of {spec.function.__name__}")
     outcomes, total = [everyone[rank][0] for rank in order.example.ranks], Remarks()
-    for _, remark in everyone:
+    for _, remark, _ in everyone:
         total.merge(remark)
     if order.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
         _pool.pop((order.example.ranks, True), None)  # messages may be left in it
@@ -189,7 +168,7 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     ):
         session.current.tally.raw += 1
         result = _order(control, spec, _Run(example, raw=True))
-        remarks.session.merge(Remarks(ratios=result.remarks.ratios))
+        keep_largest(session.current.tally.ratios, result.remarks.ratios)
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
             head = "raw replay: this example passes with checked communicators and fails without, so its ranks race\n"

@@ -7,8 +7,9 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
 from sp_core.testing.outcome import Kind, Outcome, failure
-from sp_core.testing.remarks import Remarks
+from sp_core.testing.session import Remarks
 
 _SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
 _COPIED = (
@@ -241,14 +242,7 @@ class Fed(Plan):
 
     def run(self, spec: Spec, attempt: Try) -> None:
         """Try the examples that come one by one, until the other side hangs up."""
-        with Client(str(Path(os.environ[RUN_DIR], self.FILE)), "AF_UNIX") as connection:
-            while (example := _received(connection)) is not None:
-                connection.send(attempt(example))
-
-
-def _received(connection: Connection) -> Example | None:
-    try:
-        example: Example = connection.recv()
-    except (EOFError, ConnectionResetError):
-        return None
-    return example
+        address = str(Path(os.environ[RUN_DIR], self.FILE))
+        with Client(address, "AF_UNIX") as connection, suppress(EOFError, ConnectionError):
+            while True:
+                connection.send(attempt(connection.recv()))

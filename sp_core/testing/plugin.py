@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sp_core.launch import watch
-from sp_core.testing import remarks, session
-from sp_core.testing.remarks import Remarks, Tally
-from sp_core.testing.session import Session
+from sp_core.testing import session as kit
+from sp_core.testing.session import Session, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -145,7 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Remember which test runs, for the command that runs it again."""
-    session.current.node_id = "::".join([os.path.relpath(item.path), *item.nodeid.split("::")[1:]])
+    kit.current.node_id = "::".join([os.path.relpath(item.path), *item.nodeid.split("::")[1:]])
     return (yield)
 
 
@@ -167,7 +166,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if session.exitstatus == pytest.ExitCode.OK and any(late for *_, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    tally = _counts()
+    tally = kit.current.tally
     if hasattr(config, "workeroutput"):
         config.workeroutput["sp_core"] = tally.text()
     elif (file := config.getoption("--sp-tally")) is not None:
@@ -176,27 +175,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.stash[_RANKS].leave_result(int(session.exitstatus))
 
 
-def _counts() -> Tally:
-    tally = session.current.tally
-    tally.ratios = remarks.session.ratios
-    return tally
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add the counts of a worker of pytest-xdist."""
     told = getattr(node, "workeroutput", {}).get("sp_core")
     if told is not None:
-        found = Tally.parse(told)
-        session.current.tally.merge(found)
-        remarks.session.merge(Remarks(ratios=found.ratios))
+        kit.current.tally.merge(Tally.parse(told))
 
 
 def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
     """Return the recorded ratios with the limit, and whether they are above it. NaN is above any."""
     option = config.getoption("--sp-max-error-ratio")
     limit = float(config.getini("sp_max_error_ratio") if option is None else option)
-    for name, ratio in sorted(remarks.session.ratios.items(), key=lambda item: -item[1]):
+    for name, ratio in sorted(kit.current.tally.ratios.items(), key=lambda item: -item[1]):
         yield name, ratio, limit, not ratio <= limit
 
 
@@ -204,8 +195,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Write one line of counts, and the worst error over bound."""
-    current, said = session.current, remarks.session
-    if not current.tally.tests and not said.ratios and not said.notes:
+    current = kit.current
+    if not current.tally.tests and not current.tally.ratios and not current.notes:
         return
     terminalreporter.section("sp_core.testing")
     terminalreporter.write_line(current.summary())
@@ -213,7 +204,7 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
         )
-    for note in said.notes:
+    for note in current.notes:
         terminalreporter.write_line(note)
     for name, ratio, limit, late in _worst(config):
         text = f"worst error over bound: {ratio:.3g} in {name}" + (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 DEFAULT = "pr"
 FEWEST = 3
@@ -46,7 +46,12 @@ for (
     _values,
 ) in _OWN.items():  # without deadlines, because times include waiting for other ranks
     settings.register_profile(
-        _name, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True, **_values
+        _name,
+        deadline=None,
+        suppress_health_check=SUPPRESSED,
+        print_blob=True,
+        phases=set(Phase) - {Phase.explain},  # it sees only the thread that draws
+        **_values,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sp_core.launch.places import here
-from sp_core.testing import remarks
+from sp_core.testing import session
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import Call, Message
 from sp_core.testing.mpi import patiently
@@ -307,7 +307,7 @@ def say(name: str) -> None:
         return
     _said.add(name)
     text = f"not checked between ranks: {name}, because {UNCHECKED.get(name, 'this version of the kit does not know it')}"
-    remarks.session.notes[text] = None
+    session.current.notes[text] = None
     print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)
 
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from sp_core import progress
 from sp_core.launch import watch
-from sp_core.testing import remarks
 from sp_core.testing.comm import abandon
 from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
+from sp_core.testing.session import thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import Stopped, ThreadCarrier, ThreadComm, World
 
@@ -92,11 +92,11 @@ class _Rank(threading.Thread):
         self.crash: BaseException | None = (
             None  # a fault of the kit itself: the main thread raises it
         )
-        self._sink = remarks.current()
+        self._sink = thread.sink
 
     def run(self) -> None:
         """Run the body, then end the example."""
-        remarks.enter(self._sink)
+        thread.sink = self._sink
         if (
             "torch" in sys.modules
         ):  # all backward passes on a GPU share one thread of torch, in which one rank would wait for another

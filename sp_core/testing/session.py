@@ -1,13 +1,20 @@
-"""Keep what all tests of a session share: the tier, the device, and the counts printed at its end."""
+"""Keep what all tests of a session share: tier, device and counts. Pass remarks from a body on any rank to the engine.
+
+Remarks are events, features, targets, notes and error ratios.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
-
-from sp_core.testing.remarks import Tally
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +23,109 @@ if TYPE_CHECKING:
     from sp_core.testing.plan import Example, Result, Spec
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_SCHEME = "scheme="
+
+
+@dataclass
+class Remarks:
+    """The remarks of one example, on one rank or on all."""
+
+    events: dict[tuple[str, str], None] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+    features: dict[str, bool] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+    def merge(self, other: Remarks) -> None:
+        """Add another rank's: each event, feature and note once, the largest of each number."""
+        self.events |= other.events
+        self.notes |= other.notes
+        self.features |= other.features
+        keep_largest(self.targets, other.targets)
+        keep_largest(self.ratios, other.ratios)
+
+    def replay(self) -> None:
+        """Hand events, targets and notes to Hypothesis; called by the engine inside an example."""
+        import hypothesis
+
+        for value, payload in self.events:
+            hypothesis.event(value, payload)
+        for label, number in self.targets.items():
+            hypothesis.target(number, label=label)
+        for text in self.notes:
+            hypothesis.note(text)
+
+
+def larger(a: float, b: float) -> float:
+    """Return the larger of two numbers. NaN counts as the largest, because an error that is NaN is the worst."""
+    return a if a != a or a >= b else b
+
+
+def keep_largest(mine: dict[str, float], theirs: Mapping[str, float]) -> None:
+    """Add numbers by name, of which the largest stays."""
+    for name, value in theirs.items():
+        mine[name] = larger(mine.get(name, value), value)
+
+
+@dataclass
+class Tally:
+    """Counts of one session, or of several.
+
+    Attributes:
+        examples: drawn and run.
+        raw: run once more without the checks between ranks.
+        sizes: examples by number of ranks.
+        features: examples by feature.
+        pairs: examples by two features, in alphabetical order.
+        ratios: the worst error over bound of each name.
+        tests: that ran on ranks.
+    """
+
+    examples: int = 0
+    raw: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ratios: dict[str, float] = field(default_factory=dict)
+    tests: int = 0
+
+    def count(self, remarks: Remarks) -> None:
+        """Count one example by its features. Those that are True are counted in pairs too."""
+        self.features.update(list(remarks.features))
+        crossed = sorted(name for name, paired in remarks.features.items() if paired)
+        self.pairs.update(combinations(crossed, 2))
+        keep_largest(self.ratios, remarks.ratios)
+
+    def merge(self, other: Tally) -> None:
+        """Add another session's counts."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                vars(self)[name].update(value)
+            elif isinstance(value, int):
+                vars(self)[name] += value
+        keep_largest(self.ratios, other.ratios)
+
+    def schemes(self) -> dict[str, int]:
+        """Return the examples by scheme."""
+        found = {name: n for name, n in sorted(self.features.items()) if name.startswith(_SCHEME)}
+        return {name.removeprefix(_SCHEME): n for name, n in found.items()}
+
+    def text(self) -> str:
+        """Return JSON that `parse` reads."""
+        pairs = [[*pair, count] for pair, count in sorted(self.pairs.items())]
+        return json.dumps(vars(self) | {"pairs": pairs}, indent=0)
+
+    @classmethod
+    def parse(cls, text: str) -> Tally:
+        """Read the JSON of `text`."""
+        told = json.loads(text)
+        told["sizes"] = Counter({int(size): count for size, count in told["sizes"].items()})
+        told["features"] = Counter(told["features"])
+        told["pairs"] = Counter({(a, b): count for a, b, count in told["pairs"]})
+        return cls(**told)
 
 
 @dataclass
@@ -26,6 +136,7 @@ class Session:
         control: between the ranks of this process's launch.
         ranks: of the launches that `attempt` starts, if an engine outside of them does.
         attempt: tries an example, if ranks are neither threads nor this launch's.
+        notes: lines for the end of the report.
     """
 
     control: MpiCarrier | None = None
@@ -38,6 +149,7 @@ class Session:
     command: str = "python -m pytest {test}"
     node_id: str = ""
     tally: Tally = field(default_factory=Tally)
+    notes: dict[str, None] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Make this the session of the process."""
@@ -57,19 +169,99 @@ class Session:
         """Return one line of counts, and one more if examples have named their scheme."""
         tally, schemes = self.tally, self.tally.schemes()
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
-        line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}; examples by ranks {_listed(tally.sizes)}"
-        return (
-            f"{line}\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features"
-            if schemes
-            else line
-        )
+        line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
+        line += f"; examples by ranks {_listed(tally.sizes)}"
+        if schemes:
+            line += f"\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features"
+        return line
 
 
 def _listed(counts: Mapping[Any, int]) -> str:
     return "{" + ", ".join(f"{name}: {count}" for name, count in sorted(counts.items())) + "}"
 
 
+class _Thread(threading.local):
+    """What belongs to one thread. `sink`: takes its remarks while it runs an example."""
+
+    sink: Remarks | None = None
+
+
 current = Session()
+thread = _Thread()
+_lock = threading.Lock()  # ranks that are threads write to one sink
+
+
+@contextmanager
+def collected() -> Iterator[Remarks]:
+    """Collect the remarks of a block."""
+    before, thread.sink = thread.sink, Remarks()
+    try:
+        yield thread.sink
+    finally:
+        thread.sink = before
+
+
+def event(value: str, payload: str | int | float = "") -> None:
+    """Count a class of examples, as Hypothesis' `event` does; may be called on any rank.
+
+    Args:
+        value: name of the class.
+        payload: more detail, counted separately.
+    """
+    _say(Remarks(events={(value, str(payload)): None}))
+
+
+def features(crossed: Mapping[str, object], alone: Iterable[str] = ()) -> None:
+    """Count the features of the example over the session, and as events; may be called on any rank.
+
+    Args:
+        crossed: the value of each dimension in which examples differ. Pairs of these are counted
+            too.
+        alone: features that are counted only by themselves.
+    """
+    named = {f"{dimension}={value}": True for dimension, value in crossed.items()}
+    named |= dict.fromkeys(alone, False)
+    _say(Remarks(events={(name, ""): None for name in named}, features=named))
+
+
+def target(observation: float, *, label: str = "") -> None:
+    """Let Hypothesis look for examples that make a number large; the largest over the ranks counts.
+
+    Args:
+        observation: finite number.
+        label: tells several targets of one test apart.
+    """
+    _say(Remarks(targets={label: observation}))
+
+
+def note(value: object) -> None:
+    """Show a value with the minimal example. A note that several ranks make is shown once."""
+    _say(Remarks(notes={str(value): None}))
+
+
+def record_ratio(name: str, value: float) -> None:
+    """Record an error divided by its bound. The worst of each name is printed at the end.
+
+    Args:
+        name: of the comparison.
+        value: error over bound; a session whose worst value is above the option
+            `sp_max_error_ratio` (0.5) fails.
+    """
+    _say(Remarks(ratios={name: value}))
+
+
+def _say(remark: Remarks) -> None:
+    """Keep a remark. Outside an example of ours its ratios are kept, and Hypothesis gets the rest."""
+    with _lock:
+        if thread.sink is not None:
+            thread.sink.merge(remark)
+            return
+        keep_largest(current.tally.ratios, remark.ratios)
+    if "hypothesis" in sys.modules:
+        import hypothesis
+
+        if hypothesis.currently_in_test_context():
+            remark.replay()
 
 
 def tier() -> Literal["threads", "mpi"]:
@@ -95,6 +287,7 @@ def device() -> torch.device:
     count = torch.cuda.device_count()
     if local >= count and not (current.share_gpu and count):
         raise DeviceError(
-            f"local rank {local} has no GPU of its own: this machine offers {count}. Pass --sp-share-gpu or start fewer ranks."
+            f"local rank {local} has no GPU of its own: this machine offers {count}. "
+            "Pass --sp-share-gpu or start fewer ranks."
         )
     return torch.device("cuda", local % count)

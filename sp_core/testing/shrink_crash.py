@@ -22,7 +22,7 @@ from sp_core.launch.command import POLL_SECONDS, Launch
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
 from sp_core.testing.plan import Example, Fed, Result, Spec
-from sp_core.testing.remarks import Remarks
+from sp_core.testing.session import Remarks
 
 LOSSES = 25
 END_SECONDS = 20.0

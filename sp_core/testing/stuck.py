@@ -38,11 +38,10 @@ class Report(NamedTuple):
         accepts: the messages that it has begun to receive.
         sent: its messages so far.
         received: those that have come to it.
-        ended: it makes no more calls, which the others find out wherever they meet it.
         every: it waits for all of those, not for one.
     """
 
-    calls: tuple[tuple[str, int], ...]
+    calls: dict[str, int]
     waits_on: str
     size: int
     what: str
@@ -50,24 +49,27 @@ class Report(NamedTuple):
     accepts: tuple[Ends, ...] = ()
     sent: tuple[Ends, ...] = ()
     received: tuple[Ends, ...] = ()
-    ended: bool = False
     every: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it makes no more calls, which the others find out wherever they meet it."""
+        return not self.waits_on and not self.awaits
 
 
 def deadlocked(reports: Sequence[Report]) -> bool:
     """Return whether none of these ranks, all of them waiting, can go on."""
-    calls = [dict(report.calls) for report in reports]
     under_way = Counter(ends for report in reports for ends in report.sent)
     under_way.subtract(ends for report in reports for ends in report.received)
     messages = list(+under_way)
     accepted = [ends for report in reports for ends in report.accepts]
 
-    def may_go_on(rank: int, report: Report) -> bool:
+    def may_go_on(report: Report) -> bool:
         if report.waits_on:
-            comm, turn = report.waits_on, calls[rank][report.waits_on]
+            comm, turn = report.waits_on, report.calls[report.waits_on]
             met = (
-                comm in theirs and (other.ended or theirs[comm] >= turn)
-                for other, theirs in zip(reports, calls, strict=True)
+                comm in other.calls and (other.ended or other.calls[comm] >= turn)
+                for other in reports
             )
             return sum(met) >= report.size
         return not report.ended and (all if report.every else any)(
@@ -79,11 +81,7 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
     waiting = any(report.waits_on or report.awaits for report in reports)
     counted = not any(source < 0 for report in reports for _, source, *_ in report.received)
-    return (
-        waiting
-        and counted
-        and not any(may_go_on(rank, report) for rank, report in enumerate(reports))
-    )
+    return waiting and counted and not any(map(may_go_on, reports))
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
@@ -158,31 +156,18 @@ class Family:
     ) -> Report:
         """Return this rank's report while it waits."""
         named = [(member.lockstep.name, member) for member in self.members]
-        calls = tuple((name, member.lockstep.calls) for name, member in named)
         accepts = tuple(
             (name, *transfer.takes)
             for name, member in named
             for transfer in member._requests
             if transfer.takes
         )
-        sent = tuple(
-            (name, *message[:3]) for name, member in named for message in member.lockstep.sent
+        sent, received = (
+            tuple((name, *m[:3]) for name, member in named for m in getattr(member.lockstep, which))
+            for which in ("sent", "received")
         )
-        received = tuple(
-            (name, *message[:3]) for name, member in named for message in member.lockstep.received
-        )
-        return Report(
-            calls,
-            waits_on,
-            size,
-            what,
-            awaits,
-            accepts,
-            sent,
-            received,
-            not waits_on and not awaits,
-            every,
-        )
+        calls = {name: member.lockstep.calls for name, member in named}
+        return Report(calls, waits_on, size, what, awaits, accepts, sent, received, every)
 
     def release(self) -> None:
         """Let the other ranks complete what this one has started."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from sp_core.errors import CollectiveMismatch
 from sp_core.testing.comm import LockstepComm, forwarded
-from sp_core.testing.lockstep import Call, Carrier, Lockstep, Message, Record, Steps, Ticket
+from sp_core.testing.lockstep import Call, Carrier, Lockstep, Message, Steps, Ticket
 from sp_core.testing.outcome import Mismatched
 from sp_core.testing.signatures import (
     COLLECTIVES,
@@ -421,10 +421,6 @@ class ThreadCarrier(Carrier):
             world_rank,
         )
         self._rounds = 0
-
-    def post(self, record: Record) -> Ticket:
-        """Begin an exchange of records."""
-        return self.share(record)
 
     def share(self, value: object) -> Ticket:
         """Begin an exchange of values."""

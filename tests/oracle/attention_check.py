@@ -21,7 +21,7 @@ from oracle.reference import AttentionReference, GradientReference
 from oracle.strategies import AttentionProblem, placed
 from sp_core.mask import Mask, plan_blocks
 from sp_core.sharding import Sharding
-from sp_core.testing.remarks import features, record_ratio
+from sp_core.testing.session import features, record_ratio
 from sp_core.testing.tolerance import bound, check_close
 
 Scheme = Callable[..., Any]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from oracle.attention_features import points, universe
 from oracle.ways import to_be_called, to_be_taken
-from sp_core.testing.remarks import Tally, larger
+from sp_core.testing.session import Tally, larger
 
 EXAMPLES = 32_000
 LEAST_HITS = 5
@@ -102,7 +102,7 @@ class Round:
             sys.exit(
                 f"this round has failed (exit code {self.process.returncode}); its output is above and in {self.log}"
             )
-        return Tally.read(self.file)
+        return Tally.parse(self.file.read_text())
 
     def end(self) -> None:
         """End it, and with it what it has started."""
@@ -223,7 +223,7 @@ def told(total: Tally, seed: int) -> Iterable[str]:
 def _judged(folder: Path, wanted: int, seed: int) -> int:
     total = Tally()
     for file in sorted(folder.glob("*.json")):
-        total.merge(Tally.read(file))
+        total.merge(Tally.parse(file.read_text()))
     print("\n".join(told(total, seed)))
     faults = judge(total, wanted)
     print("\n".join([f"{len(faults)} faults", *faults[:100]]) if faults else "no fault")
