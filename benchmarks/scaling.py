@@ -398,7 +398,7 @@ def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
     record = next(one.record for outcomes in groups for one in outcomes if one.record.seconds)
     with style.styled():
         figure = Figure(figsize=(10, 4.8), layout="constrained")
-        for axes, kind in zip(figure.subplots(1, 2), (plots.times, plots.speedups), strict=True):
+        for axes, kind in zip(figure.subplots(1, 2), (plots.TIMES, plots.SPEEDUPS), strict=True):
             plots.draw_scaling(axes, series, kind)
             axes.legend()
         text = title(record.case, device).partition(" on ")[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from kit.comparison import CASES, LAYER, RING, ULYSSES, Machine, compared, pair_
 from benchmarks import records
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import recompute
-from benchmarks.compare.__main__ import CODES, cells, summary
 from benchmarks.compare.pairs import coin
-from benchmarks.compare.result import RECORDS, RESULT
+from benchmarks.compare.result import CODES, RECORDS, RESULT, cells, load, summary
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
@@ -32,11 +30,11 @@ def test_made_up_records_are_records(tmp_path: Path) -> None:
 
 def test_identical_sides_have_no_regression(tmp_path: Path) -> None:
     result = compared(tmp_path, Machine())
-    assert result["counts"] == {"no regression": 6}
-    assert (result["exit_code"], result["gateable_share"]) == (0, 1.0)
+    assert result.counts == {"no regression": 6}
+    assert (result.exit_code, result.gateable_share) == (0, 1.0)
     row = rows_of(result)[RING, 1]
-    assert (row["stage"], row["pairs"], row["delta"]) == ("screen", 10, 0.10)
-    assert row["low"] <= row["ratio"] <= row["high"]
+    assert (row.stage, row.pairs, row.delta) == ("screen", 10, 0.10)
+    assert row.low <= row.ratio <= row.high
     assert recompute.check(tmp_path) == []
 
 
@@ -45,16 +43,16 @@ def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> 
     result = compared(tmp_path, machine)
     rows = rows_of(result)
     found = rows.pop((RING, 2))
-    assert (result["exit_code"], found["verdict"], found["stage"], found["slower"]) == (
+    assert (result.exit_code, found.verdict, found.stage, found.slower) == (
         1,
         "regressed",
         "confirm",
         20,
     )
-    assert 1.15 < found["low"] < found["ratio"] < found["high"] < 1.25
-    assert found["explanation"].startswith("slower only at P=2, in attention (+1.")
-    assert found["explanation"].endswith("ms), bytes unchanged")
-    assert {row["verdict"] for row in rows.values()} == {"no regression"}
+    assert 1.15 < found.low < found.ratio < found.high < 1.25
+    assert found.explanation.startswith("slower only at P=2, in attention (+1.")
+    assert found.explanation.endswith("ms), bytes unchanged")
+    assert {row.verdict for row in rows.values()} == {"no regression"}
     confirmed = Counter(
         launch[1:3] + launch[4:] for launch in machine.launches if launch[2] == "confirm"
     )
@@ -64,10 +62,8 @@ def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> 
 
 def test_a_faster_case_is_improved_and_no_failure(tmp_path: Path) -> None:
     result = compared(tmp_path, Machine(slower={(RING, 1): 0.7, (RING, 2): 0.7}))
-    assert (result["counts"], result["exit_code"]) == ({"improved": 2, "no regression": 4}, 0)
-    assert rows_of(result)[RING, 1]["explanation"].startswith(
-        "faster at every P (1, 2), in attention"
-    )
+    assert (result.counts, result.exit_code) == ({"improved": 2, "no regression": 4}, 0)
+    assert rows_of(result)[RING, 1].explanation.startswith("faster at every P (1, 2), in attention")
     assert recompute.check(tmp_path) == []
 
 
@@ -84,8 +80,8 @@ def test_more_messages_are_named(tmp_path: Path) -> None:
         }
     }
     result = compared(tmp_path, Machine(slower={(RING, 2): 1.3}, changes={"head": (0, more)}), (2,))
-    assert "slower at P=2" in rows_of(result)[RING, 2]["explanation"]
-    assert rows_of(result)[RING, 2]["explanation"].endswith(
+    assert "slower at P=2" in rows_of(result)[RING, 2].explanation
+    assert rows_of(result)[RING, 2].explanation.endswith(
         "calls of shift 1 -> 2; messages of shift 2 -> 4"
     )
 
@@ -101,7 +97,7 @@ def test_time_in_a_collective_is_attributed_to_it(tmp_path: Path) -> None:
     machine = Machine(
         slower={(RING, 2): 1.3}, changes={"head": (0, {**waits, "comm": {"shift": count}})}
     )
-    assert ", in shift (+" in rows_of(compared(tmp_path, machine, (2,)))[RING, 2]["explanation"]
+    assert ", in shift (+" in rows_of(compared(tmp_path, machine, (2,)))[RING, 2].explanation
 
 
 @pytest.mark.parametrize(
@@ -159,11 +155,11 @@ def test_what_cannot_be_judged_says_why(
 ) -> None:
     result = compared(tmp_path, machine, (2,))
     row = rows_of(result)[RING, 2]
-    assert row["verdict"] == verdict
-    assert reason in row["reason"]
+    assert row.verdict == verdict
+    assert reason in row.reason
     assert recompute.check(tmp_path) == []
-    if verdict in ("missing", "mismatch") or result["counts"].get(verdict) == len(CASES):
-        assert result["exit_code"] == 3
+    if verdict in ("missing", "mismatch") or result.counts.get(verdict) == len(CASES):
+        assert result.exit_code == 3
 
 
 def test_a_launch_that_is_recorded_twice_is_not_judged(
@@ -178,21 +174,21 @@ def test_a_launch_that_is_recorded_twice_is_not_judged(
 
     monkeypatch.setattr(Machine, "launch", twice)
     result = compared(tmp_path, Machine(), (2,))
-    assert (result["counts"], result["exit_code"]) == ({"missing": 3}, 3)
-    assert "in pair 1 of the screen stage is recorded twice" in result["rows"][0]["reason"]
+    assert (result.counts, result.exit_code) == ({"missing": 3}, 3)
+    assert "in pair 1 of the screen stage is recorded twice" in result.rows[0].reason
 
 
 def test_a_side_without_any_record_is_not_launched_to_the_end(tmp_path: Path) -> None:
     machine = Machine(dead={("head", 2)})
     result = compared(tmp_path, machine)
-    assert (result["counts"], result["exit_code"]) == ({"missing": 3, "no regression": 3}, 3)
+    assert (result.counts, result.exit_code) == ({"missing": 3, "no regression": 3}, 3)
     assert sum(launch[1] == 2 for launch in machine.launches) == 2
     assert recompute.check(tmp_path) == []
 
 
 def test_nothing_measured_is_not_green(tmp_path: Path) -> None:
     machine = Machine(dead={(side, ranks) for side in ("base", "head") for ranks in (1, 2)})
-    assert compared(tmp_path, machine)["exit_code"] == 3
+    assert compared(tmp_path, machine).exit_code == 3
     assert recompute.check(tmp_path) == []
 
 
@@ -200,8 +196,8 @@ def test_doubt_is_red_only_under_strict(tmp_path: Path) -> None:
     machine = Machine(noise=0.02, slower={(LAYER, 1): 1.09})
     result = compared(tmp_path, machine, strict=True)
     row = rows_of(result)[LAYER, 1]
-    assert (row["verdict"], result["exit_code"]) == ("inconclusive", 4)
-    assert row["reason"] == f"about {row['pairs_needed']} pairs would decide"
+    assert (row.verdict, result.exit_code) == ("inconclusive", 4)
+    assert row.reason == f"about {row.pairs_needed} pairs would decide"
     assert recompute.check(tmp_path) == []
 
 
@@ -235,13 +231,13 @@ def test_the_table_shows_everything(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert text in shown
     assert f"Exit code 1: {CODES[1]}" in "\n".join(summary(result))
     assert cells(rows_of(result)[LAYER, 1])[3:9] == ("-",) * 6
-    assert json.loads((tmp_path / RESULT).read_text()) == result
+    assert load(tmp_path / RESULT) == result
 
 
 def test_only_chosen_cases_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = command.parser().parse_args(["main", "--ranks", "1", "--cases", "ring", "layers"])
     machine = Machine()
     result = command.compare(pair_of_sides(), options, machine, tmp_path)
-    assert {row["case"] for row in result["rows"]} == {RING, LAYER}
+    assert {row.case for row in result.rows} == {RING, LAYER}
     assert {launch[4] for launch in machine.launches} == {(LAYER, RING)}
     assert "20 of 20 launches" in capsys.readouterr().out

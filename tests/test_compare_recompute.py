@@ -53,7 +53,7 @@ def test_a_stranger_comes_to_the_same_verdicts(tmp_path: Path) -> None:
         folder.mkdir()
         result = compared(folder, machine_at_random(seed), seed=seed, strict=bool(seed % 2))
         assert recompute.check(folder) == []
-        seen.update(result["counts"])
+        seen.update(result.counts)
     assert set(seen) >= {
         "regressed",
         "improved",
@@ -161,7 +161,7 @@ def test_what_was_tampered_with_shows(
     edit: Callable[[Path], object], complaint: str, tmp_path: Path
 ) -> None:
     result = compared(tmp_path, Machine(slower={(RING, 2): 1.3}), (2,))
-    assert result["rows"][0]["verdict"] == "regressed"
+    assert result.rows[0].verdict == "regressed"
     edit(tmp_path)
     assert complaint in "\n".join(recompute.check(tmp_path))
 

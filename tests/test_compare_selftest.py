@@ -8,13 +8,14 @@ import random
 import runpy
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from kit.comparison import RING, Machine, compared, pair_of_sides
 
 from benchmarks.compare import resample, selftest
+from benchmarks.compare.result import Result, Row, Told
+from benchmarks.compare.rule import Verdict
 from benchmarks.compare.sides import Side
 from benchmarks.launching import UsageError
 
@@ -34,7 +35,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def same_sides() -> tuple[Side, Side]:
     base, head = pair_of_sides()
-    return base, Side("head", head.root, head.python, {**head.told, "sha": base.told["sha"]})
+    return base, Side("head", head.root, head.python, Told("head", base.told.sha))
 
 
 def test_resampling_finds_no_regression_and_a_delay(
@@ -52,7 +53,7 @@ def test_resampling_throws_every_coin_again() -> None:
     draw = random.Random(1)
     alarms = [resample.Stored(0.10, runs).again(draw) for _ in range(200)]
     assert resample.Verdict.REGRESSED not in alarms
-    assert len(set(map(tuple, resample._thrown(runs[0], draw)))) == 2
+    assert len(set(map(tuple, resample.thrown(runs[0], draw)))) == 2
 
 
 def test_resampling_can_fail(
@@ -73,8 +74,13 @@ def test_resampling_can_fail(
     assert resample.main([str(tmp_path)]) == 2
 
 
-def row(case: str, ranks: int, verdict: str) -> dict[str, Any]:
-    return {"case": case, "ranks": ranks, "verdict": verdict, "delta": 0.12}
+def row(case: str, ranks: int, verdict: str) -> Row:
+    return Row(case, ranks, Verdict(verdict), delta=0.12)
+
+
+def result(rows: list[Row], gateable_share: float = 1.0) -> Result:
+    told = Told("HEAD", "a" * 40)
+    return Result(base=told, head=told, rows=rows, gateable_share=gateable_share, exit_code=0)
 
 
 PLANTED = selftest.PLANTED_CASE
@@ -105,16 +111,16 @@ PLANTED = selftest.PLANTED_CASE
         ([], 1),
     ],
 )
-def test_the_selftest_knows_what_must_be_found(rows: list[dict[str, Any]], wrong: int) -> None:
-    assert len(selftest.planted_found({"rows": rows})) == wrong
+def test_the_selftest_knows_what_must_be_found(rows: list[Row], wrong: int) -> None:
+    assert len(selftest.planted_found(result(rows))) == wrong
 
 
 @pytest.mark.parametrize("verdict", ["regressed", "improved", "missing", "mismatch", "new"])
 def test_the_selftest_knows_what_must_not_be_found(verdict: str) -> None:
     rows = [row("a", 1, "no regression"), row("b", 1, verdict)]
-    assert len(list(selftest.nothing_found({"rows": rows, "gateable_share": 1.0}))) == 1
-    assert len(list(selftest.nothing_found({"rows": rows[:1], "gateable_share": 0.5}))) == 1
-    assert list(selftest.nothing_found({"rows": rows[:1], "gateable_share": 0.8})) == []
+    assert len(list(selftest.nothing_found(result(rows, 1.0)))) == 1
+    assert len(list(selftest.nothing_found(result(rows[:1], 0.5)))) == 1
+    assert list(selftest.nothing_found(result(rows[:1], 0.8))) == []
 
 
 def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +129,8 @@ def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.Mo
     path.parent.mkdir(parents=True)
     call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"
     path.write_text(f"import time\nimport torch\n\n\n{call}")
-    side = selftest.plant(Side("head", tmp_path, "python", {"ref": "HEAD", "sha": "a" * 40}), 3.0)
-    assert (side.told["sha"], "200% more work" in side.told["ref"]) == (None, True)
+    side = selftest.plant(Side("head", tmp_path, "python", Told("HEAD", "a" * 40)), 3.0)
+    assert (side.told.sha, "200% more work" in side.told.ref) == (None, True)
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     attention = runpy.run_path(str(path))["ring_attention"]
@@ -144,5 +150,5 @@ def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_as_much_is_planted_as_the_case_needs() -> None:
-    assert selftest.planted_delta([{"rows": [row(PLANTED, 2, "no regression")]}]) == 0.12
+    assert selftest.planted_delta([result([row(PLANTED, 2, "no regression")])]) == 0.12
     assert selftest.planted_delta([]) == 0.10

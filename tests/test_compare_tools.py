@@ -18,6 +18,7 @@ from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command
 from benchmarks.compare import running as launches
 from benchmarks.compare import sides as sides_module
+from benchmarks.compare.result import Told
 from benchmarks.compare.sides import Side, commits, needs, sides
 from benchmarks.launching import Launch, UsageError
 
@@ -101,8 +102,7 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Pa
             ["file0", "file1", "file2"],
         ]
         assert [side.told for side in pair] == [
-            {"ref": ref, "sha": sha, "environment": "shared"}
-            for ref, sha in zip(("main", "side"), hashes, strict=True)
+            Told(ref, sha, "shared") for ref, sha in zip(("main", "side"), hashes, strict=True)
         ]
         (roots[1] / "file2").write_text("changed")
         raise end("the end")
@@ -133,7 +133,13 @@ def test_a_library_with_other_needs_gets_an_environment_of_its_own(
     python, told = sides_module._interpreter(other, Path("folder"))
     assert (python, told.split(":")[0]) == ("folder/bin/python", "its own")
     assert commands[0][1:3] == ("-m", "venv")
-    assert commands[1] == ("constraints.txt", "mpi4py==4", "mpich==5", "torch==2.0", "rich==1")
+    assert commands[1] == (
+        "constraints.txt",
+        "rich==1",
+        "mpi4py==4",
+        "mpich==5",
+        "torch==2.0",
+    )
     assert commands[2][-4:] == ("mpi4py", "torch>=2", "rich", "mpich")
 
 
@@ -165,11 +171,11 @@ def test_the_harness_is_asked_for_cases_and_launches(
     monkeypatch.setattr(launches, "listing", lambda setting, ranks, root, python: plan)
     monkeypatch.setattr(launches, "run_launch", run_launch)
     bench, out, pair = (
-        launches.Bench(Setting(run_id="run")),
+        launches.Bench(Setting(run_id="run"), Launch()),
         tmp_path / "records.jsonl",
         {"stage": "screen", "index": 3},
     )
-    side = Side("head", tmp_path, "a-python", {})
+    side = Side("head", tmp_path, "a-python", Told("head", None))
     assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
@@ -190,7 +196,7 @@ def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launches, "listing", listing)
     with pytest.raises(UsageError, match="base: no sp_core"):
-        launches.Bench(Setting(run_id="run")).listed(pair_of_sides()[0], [1])
+        launches.Bench(Setting(run_id="run"), Launch()).listed(pair_of_sides()[0], [1])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +242,7 @@ def test_an_interruption_keeps_the_records(
         Machine.launch(machine, *arguments)
 
     monkeypatch.setattr(machine, "launch", launch)
-    monkeypatch.setattr(command, "runner", lambda *_: machine)
+    monkeypatch.setattr(command, "bench", lambda *_: machine)
     monkeypatch.setattr(command, "commits", lambda *refs: refs)
     monkeypatch.setattr(command, "sides", lambda *arguments: Still(pair_of_sides()))
     assert command.main(["main", "--out", str(tmp_path)]) == 130

@@ -235,7 +235,7 @@ def test_a_file_that_cannot_be_read_is_a_problem(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(line(GOOD) * 3)
-    monkeypatch.setattr(check, "MAX_FILE", 100)
+    monkeypatch.setattr("benchmarks.files.MAX_BYTES", 100)
     for name, complaint in (
         ("absent", "No such file"),
         (".", "no ordinary file"),

@@ -21,8 +21,10 @@ from kit import records as made
 from markdown_it import MarkdownIt
 from rich.console import Console
 
+from benchmarks.compare.result import ORDER
+from benchmarks.files import ForeignError
 from benchmarks.records import Record, append, parse, reason
-from benchmarks.reporting import comparison, derive, foreign, plots, tables, terminal
+from benchmarks.reporting import comparison, derive, plots, tables, terminal
 from benchmarks.reporting import tables as text
 from benchmarks.reporting.__main__ import main, numbered
 from benchmarks.reporting.page import Page, Section, code, html, markdown
@@ -338,7 +340,7 @@ def test_failures_are_listed_with_their_reason() -> None:
 
 
 def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path) -> None:
-    rows = [made.verdict(name) for name in sorted(comparison.ORDER)] + [
+    rows = [made.verdict(name) for name in sorted(ORDER)] + [
         made.verdict("regressed", 1.4, case="schemes/worst"),
         made.verdict("missing", None),
     ]
@@ -347,7 +349,7 @@ def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path)
     lines = [
         dict(zip(section.tables[0].columns, line, strict=True)) for line in section.tables[0].rows
     ]
-    places = [comparison.ORDER.index(line["verdict"]) for line in lines]
+    places = [ORDER.index(line["verdict"]) for line in lines]
     assert places == sorted(places)
     assert (lines[0]["case"], lines[0]["change"], lines[0]["interval"]) == (
         "schemes/worst",
@@ -371,7 +373,7 @@ def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path)
 def test_a_result_of_another_form_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**made.result(made.verdict("regressed")), **change}))
-    with pytest.raises(foreign.ForeignError, match=re.escape(str(path))):
+    with pytest.raises(ForeignError, match=re.escape(str(path))):
         comparison.read(path)
 
 

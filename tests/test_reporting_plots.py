@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from kit import records as made
 from matplotlib.axis import Axis
@@ -11,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from benchmarks.compare.result import ORDER, Row
 from benchmarks.reporting import comparison, derive, history, plots
 from benchmarks.reporting.style import Picture, short, styled, svg
 
@@ -23,10 +25,7 @@ def pictures() -> list[Picture]:
     """One of every kind, over all records of several runs, some with odd names."""
     several = [record for number in range(3) for record in made.run(number, few=number < 2)]
     rows = derive.rows(made.run(2))
-    compared = [
-        {**made.verdict(v), "case": f"schemes/ring/zigzag/causal/backward-{v}"}
-        for v in comparison.ORDER
-    ]
+    compared = [made.verdict(v, case=f"schemes/ring/zigzag/causal/backward-{v}") for v in ORDER]
     compared.append(
         made.verdict("regressed", case="schemes/$\\frac{1}$")
     )  # no formula, or drawing it would fail
@@ -36,7 +35,7 @@ def pictures() -> list[Picture]:
             *plots.bandwidth(rows),
             *plots.shares(rows),
             *history.pictures(history.collect(several)),
-            *comparison.pictures(compared),
+            *comparison.pictures(msgspec.convert(compared, list[Row])),
         ]
 
 

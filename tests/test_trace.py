@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import sp_core as sp
-from benchmarks.reporting import foreign, timeline
+from benchmarks.files import ForeignError
+from benchmarks.reporting import timeline
 from benchmarks.reporting.trace import rank as clock
 from benchmarks.reporting.trace.__main__ import main
 from benchmarks.reporting.trace.merge import Profile, merge
@@ -183,7 +184,7 @@ def test_a_case_that_makes_no_sense_is_refused_before_anything_starts(
 def test_a_file_that_is_no_trace_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
-    with pytest.raises(foreign.ForeignError, match=r"trace\.json"):
+    with pytest.raises(ForeignError, match=r"trace\.json"):
         timeline.read(path)
 
 

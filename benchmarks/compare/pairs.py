@@ -1,14 +1,20 @@
-"""From records to numbers: which launches make a pair, whether they may be compared, and the row of the result for each case."""
+"""From records to a result: which launches make a pair, whether they may be compared, and a row for each case."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.compare import rule
+from benchmarks.compare.explain import explain
+from benchmarks.compare.result import ORDER, RECORDS, RESULT, Key, Result, Row
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     DELTAS,
@@ -21,55 +27,16 @@ from benchmarks.compare.rule import (
     raised_delta,
     suspicion,
 )
-from benchmarks.records import MEASURED, Record
+from benchmarks.files import write_json
+from benchmarks.records import MEASURED, Record, read
 
-Key = tuple[str, int]
 Place = tuple[str, int, str]
 """Stage, index of the pair, side."""
 
 SIDES = ("base", "head")
 STAGES = {"screen": SCREEN_PAIRS, "confirm": CONFIRM_PAIRS}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a comparison says about one case on one number of ranks.
-
-    Args:
-        case, ranks: what was measured.
-        verdict: the answer, and `reason` why there is none.
-        stage, pairs, slower: the pairs that decided, how many they are, and in how many head took
-            longer.
-        ratio, low, high: median of head / base, and its exact interval.
-        delta, half_width: the smallest change that counts, and the noise of base against itself, as
-            shares.
-        base_s, head_s: median seconds of the pairs that decided.
-        pairs_needed: where inconclusive: how many would decide; None where more than are worth it.
-        flags: what to keep in mind.
-        explanation: where the time went, for a case that changed.
-    """
-
-    case: str
-    ranks: int
-    verdict: Verdict
-    reason: str | None = None
-    stage: str | None = None
-    pairs: int = 0
-    slower: int = 0
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    delta: float | None = None
-    half_width: float | None = None
-    base_s: float | None = None
-    head_s: float | None = None
-    pairs_needed: int | None = None
-    flags: tuple[str, ...] = ()
-    explanation: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return {**asdict(self), "verdict": str(self.verdict), "flags": list(self.flags)}
+Obstacle = tuple[Verdict, str]
+"""A verdict that needs no times, and its reason."""
 
 
 class Group:
@@ -84,154 +51,170 @@ class Group:
             self.twice += [place] * (place in self.at)
             self.at[place] = record
 
-    def stage(self, stage: str) -> list[Record]:
-        """The records of a stage that has to be complete, in the order of its pairs."""
-        return [self.at[place] for place in places(stage) if place in self.at]
+    def of(self, stage: str, *sides: str) -> list[Record]:
+        """Return the records of some sides of a stage that is complete, in the order of its pairs."""
+        return [self.at[place] for place in places(stage, sides or SIDES)]
 
     def seconds(self, stage: str, side: str) -> list[float]:
-        """The time of each launch."""
-        return [self.at[(stage, index, side)].seconds for index in range(STAGES[stage])]
+        """Return the time of each launch."""
+        return [record.seconds for record in self.of(stage, side)]
 
     def logs(self, stage: str) -> list[float]:
-        """log(head / base) of each pair."""
+        """Return log(head / base) of each pair."""
         sides = (self.seconds(stage, side) for side in SIDES)
         return [math.log(head / base) for base, head in zip(*sides, strict=True)]
 
+    @property
+    def floor(self) -> float:
+        """The smallest change that ever counts on the device."""
+        device = self.of("screen")[0].device
+        return DELTAS[device.kind if device else "cpu"]
+
+    @property
+    def delta(self) -> float:
+        """The smallest change that counts, from the screen, so that the second stage cannot move it."""
+        return raised_delta(self.floor, self.seconds("screen", "base"))
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the screen can be judged and looks changed."""
+        return not obstacle(self, "screen") and bool(suspicion(self.logs("screen"), self.delta))
+
 
 def coin(seed: int, stage: str, ranks: int, index: int) -> int:
-    """The throw that orders a pair: 0 lets base go first."""
+    """Throw the coin that orders a pair: 0 lets base go first."""
     return hashlib.sha256(f"{seed}/{stage}/{ranks}/{index}".encode()).digest()[0] & 1
 
 
-def places(stage: str) -> Iterator[Place]:
-    """Every place of a stage."""
-    return ((stage, index, side) for index in range(STAGES[stage]) for side in SIDES)
+def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[Place]:
+    """Yield the places of a stage."""
+    return ((stage, index, side) for index in range(STAGES[stage]) for side in sides)
 
 
 def grouped(records: Iterable[Record]) -> dict[Key, Group]:
-    """The records by what they measure."""
+    """Return the records by what they measure."""
     found: dict[Key, list[Record]] = {}
     for record in records:
         found.setdefault(record.key, []).append(record)
     return {name: Group(some) for name, some in found.items()}
 
 
-def suspects(records: Iterable[Record]) -> list[Key]:
-    """What the second stage has to look at again."""
-    groups = grouped(records)
-    return sorted(
-        name
-        for name, group in groups.items()
-        if _obstacle(group, "screen") is None and _suspicion(group)
+def build(folder: Path, *, strict: bool, listed: Mapping[str, set[Key]], **facts: Any) -> Result:
+    """Judge the records in a folder, and write the result beside them.
+
+    Args:
+        folder: has the records.
+        strict: whether doubt is an error.
+        listed: the cases that each side has.
+        facts: the fields of a `Result` that only the caller knows.
+    """
+    path = folder / RECORDS
+    reading = read(path)
+    groups = grouped(reading.records)
+    names = sorted(listed["base"] | listed["head"])
+    rows = [assess(name, groups.get(name, Group([])), listed) for name in names]
+    for row in rows:
+        if row.stage is not None:
+            sides = (groups[row.key].of(row.stage, side) for side in SIDES)
+            row.explanation = explain(row, rows, *sides)
+    verdicts = [row.verdict for row in rows]
+    result = Result(
+        **facts,
+        cases=dict(listed),
+        records_sha256=hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None,
+        problems=reading.problems,
+        rows=sorted(rows, key=importance),
+        counts=dict(Counter(map(str, verdicts))),
+        gateable_share=rule.gateable_share(verdicts),
+        strict=strict,
+        exit_code=rule.exit_code(verdicts, strict=strict),
     )
+    result.same_commit = result.base.sha == result.head.sha
+    write_json(folder / RESULT, msgspec.to_builtins(result, order="deterministic"))
+    return result
+
+
+def importance(row: Row) -> tuple[int, float, Key]:
+    """Return what sorts rows: the verdict, then how large the change is."""
+    return ORDER.index(row.verdict), -abs(math.log(row.ratio or 1.0)), row.key
 
 
 def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
-    """The row of one case.
+    """Return the row of one case.
 
     Args:
         name: case and number of ranks.
         group: all its records.
         listed: the cases that each side has.
     """
-    row = Row(*name, Verdict.MISSING)
     if name not in listed["head"]:
-        return replace(row, reason="head has lost this case")
+        return Row(*name, Verdict.MISSING, "head has lost this case")
     if name not in listed["base"]:
-        return replace(row, verdict=Verdict.NEW, reason="base has no such case")
-    stage = "screen"
-    obstacle = _obstacle(group, stage)
-    if obstacle is None and _suspicion(group):
-        stage = "confirm"
-        obstacle = _obstacle(group, stage)
-    if obstacle is not None and obstacle[0] is not Verdict.OVERSUBSCRIBED:
-        return replace(row, verdict=obstacle[0], reason=obstacle[1])
-    return _timed(row, group, stage, obstacle)
-
-
-def _timed(row: Row, group: Group, stage: str, obstacle: tuple[Verdict, str] | None) -> Row:
-    """The row of a case whose launches all came out well."""
-    delta, noise = _delta(group), half_width(group.seconds("screen", "base"))
-    if obstacle is not None:
-        logs = group.logs(stage)
-        decision = Decision(obstacle[0], stage, interval(logs), sum(d > 0 for d in logs))
-        reason: str | None = obstacle[1]
+        return Row(*name, Verdict.NEW, "base has no such case")
+    stage = "confirm" if group.is_suspicious else "screen"
+    found = obstacle(group, stage)
+    if found is not None and found[0] is not Verdict.OVERSUBSCRIBED:
+        return Row(*name, *found)
+    logs, delta = group.logs(stage), group.delta
+    if found is not None:
+        decision = Decision(found[0], stage, interval(logs))
     else:
-        decision = judge(
-            group.logs("screen"), group.logs("confirm") if stage == "confirm" else (), delta
-        )
-        reason = _reason(decision, delta)
-    found = decision.interval
+        confirm = logs if stage == "confirm" else ()
+        decision = judge(group.logs("screen"), confirm, delta)
     base, head = (statistics.median(group.seconds(stage, side)) for side in SIDES)
-    return replace(
-        row,
+    low, middle, high = (
+        math.exp(getattr(decision.interval, end)) for end in ("low", "median", "high")
+    )
+    return Row(
+        *name,
         verdict=decision.verdict,
-        reason=reason,
-        stage=decision.stage,
-        pairs=found.count,
-        slower=decision.slower,
-        ratio=math.exp(found.median),
-        low=math.exp(found.low),
-        high=math.exp(found.high),
+        reason=found[1] if found else _reason(decision, delta),
+        stage=stage,
+        pairs=len(logs),
+        slower=sum(d > 0 for d in logs),
+        ratio=middle,
+        low=low,
+        high=high,
         delta=delta,
-        half_width=math.expm1(noise),
+        half_width=math.expm1(half_width(group.seconds("screen", "base"))),
         base_s=base,
         head_s=head,
         pairs_needed=decision.pairs_needed,
-        flags=tuple(_flags(group, stage)),
+        flags=_flags(group.of(stage)),
     )
 
 
 def _reason(decision: Decision, delta: float) -> str | None:
     if decision.verdict is Verdict.UNGATEABLE:
         return f"base against itself varies so much that only {delta:.0%} and more would count"
-    if decision.verdict is Verdict.INCONCLUSIVE:
-        needed = decision.pairs_needed
-        return (
-            f"about {needed} pairs would decide"
-            if needed
-            else "more pairs than are worth it would be needed"
-        )
-    return None
+    if decision.verdict is not Verdict.INCONCLUSIVE:
+        return None
+    needed = decision.pairs_needed
+    return f"{f'about {needed} pairs' if needed else 'more pairs than are worth it'} would decide"
 
 
-def _obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
-    """Why the times of a stage cannot be judged."""
-    failure = _failure(group, stage)
-    if failure is not None:
-        return Verdict.MISSING, failure
-    difference = _difference(
-        group.stage("screen") + (group.stage("confirm") if stage == "confirm" else [])
-    )
-    if difference is not None:
-        return Verdict.MISMATCH, difference
-    transport = group.stage(stage)[0].transport
-    if transport and (transport.oversubscribed or transport.shared_gpu):
-        return Verdict.OVERSUBSCRIBED, "more ranks than " + (
-            "GPUs" if transport.shared_gpu else "cores"
-        )
-    return None
-
-
-def _failure(group: Group, stage: str) -> str | None:
-    """The first launch that left no time, and how many did not."""
+def obstacle(group: Group, stage: str) -> Obstacle | None:
+    """Return why the times of a stage cannot be judged."""
     if group.twice:
-        return f"{_where(group.twice[0])} is recorded twice"
-    bad = [(place, _complaint(group.at.get(place))) for place in places(stage)]
-    bad = [(place, text) for place, text in bad if text]
-    return (
-        f"{len(bad)} of {2 * STAGES[stage]} launches; {_where(bad[0][0])}: {bad[0][1]}"
-        if bad
-        else None
-    )
+        return Verdict.MISSING, f"{_where(group.twice[0])} is recorded twice"
+    told = ((place, _complaint(group.at.get(place))) for place in places(stage))
+    if bad := [(place, text) for place, text in told if text]:
+        share = f"{len(bad)} of {2 * STAGES[stage]} launches"
+        return Verdict.MISSING, f"{share}; {_where(bad[0][0])}: {bad[0][1]}"
+    stages = ("screen",) if stage == "screen" else STAGES
+    if difference := _difference([record for one in stages for record in group.of(one)]):
+        return Verdict.MISMATCH, difference
+    transport = group.of(stage)[0].transport
+    if transport and (transport.oversubscribed or transport.shared_gpu):
+        what = "GPUs" if transport.shared_gpu else "cores"
+        return Verdict.OVERSUBSCRIBED, f"more ranks than {what}"
+    return None
 
 
 def _complaint(record: Record | None) -> str | None:
     if record is None:
         return "no record"
-    if (
-        record.status not in MEASURED
-    ):  # ranks that start unevenly are noise, which the half-width of base includes
+    if record.status not in MEASURED:  # an uneven start is noise, which the half-width includes
         return f"{record.status}: {record.reason}"
     return None if record.seconds else "a time of 0 s"
 
@@ -241,40 +224,22 @@ def _where(place: Place) -> str:
 
 
 def _difference(records: Sequence[Record]) -> str | None:
-    """What differs between launches that must not."""
-    checks: tuple[tuple[str, list[Any]], ...] = (
-        ("fingerprint", [record.env and record.env.fingerprint for record in records]),
-        ("harness", [record.harness_sha for record in records]),
-        ("case", [record.case for record in records]),
-        *(
-            (f"commit of {side}", [r.commit for r in records if r.pair and r.pair.side == side])
-            for side in SIDES
-        ),
-    )
-    for what, values in checks:
-        other = next((value for value in values if value != values[0]), None)
-        if other is not None:
-            return f"the {what} is not the same in all launches: {values[0]} and {other}"
+    """Say what differs between launches that must not."""
+    checks: dict[str, list[Any]] = {
+        "fingerprint": [record.env and record.env.fingerprint for record in records],
+        "harness": [record.harness_sha for record in records],
+        "case": [record.case for record in records],
+    }
+    for side in SIDES:
+        mine = [record.commit for record in records if record.pair and record.pair.side == side]
+        checks[f"commit of {side}"] = mine
+    for what, values in checks.items():
+        for other in values:
+            if other != values[0]:
+                return f"the {what} is not the same in all launches: {values[0]} and {other}"
     return None
 
 
-def _delta(group: Group) -> float:
-    """The smallest change that counts, from the screen, so that the second stage cannot move it."""
-    return raised_delta(floor(group), group.seconds("screen", "base"))
-
-
-def floor(group: Group) -> float:
-    """Return the smallest change that ever counts on the device of a group."""
-    device = group.stage("screen")[0].device
-    return DELTAS[device.kind if device else "cpu"]
-
-
-def _suspicion(group: Group) -> int:
-    return suspicion(group.logs("screen"), _delta(group))
-
-
-def _flags(group: Group, stage: str) -> Iterator[str]:
-    records = group.stage(stage)
+def _flags(records: Sequence[Record]) -> list[str]:
     limited = sum(bool(record.timing and record.timing.skew_limited) for record in records)
-    if limited:
-        yield f"skew-limited in {limited} of {len(records)} launches"
+    return [f"skew-limited in {limited} of {len(records)} launches"] if limited else []

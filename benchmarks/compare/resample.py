@@ -9,7 +9,6 @@ code: 0 no false alarm, and the delay is found in 95 of 100; 1 otherwise; 2 usag
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -17,10 +16,12 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from benchmarks.compare.pairs import SIDES, Group, Key, assess, floor, grouped
-from benchmarks.compare.result import RECORDS, RESULT
+from benchmarks.compare.pairs import SIDES, grouped
+from benchmarks.compare.result import RECORDS, RESULT, Key
+from benchmarks.compare.result import load as load_result
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     JUDGED,
@@ -29,11 +30,13 @@ from benchmarks.compare.rule import (
     judge,
     raised_delta,
 )
+from benchmarks.files import ForeignError
 from benchmarks.launching import Options, UsageError, about, parse
 from benchmarks.records import read
 
 COMPARISONS, DELAYED = 1000, 100
 FOUND_SHARE = 0.95
+SCREENED = JUDGED | {Verdict.UNGATEABLE}
 Pairs = list[tuple[float, float]]
 """Seconds of both launches of each pair of a screen."""
 OPTIONS: Options = {
@@ -71,116 +74,78 @@ class Stored:
         return statistics.median(seconds for run in self.runs for pair in run for seconds in pair)
 
     def again(self, draw: random.Random, extra: float = 0.0) -> Verdict:
-        """The verdict of a resampled comparison, head later by a share of the typical time."""
-        delay = extra * self.typical
-        screen = _thrown(draw.choice(self.runs), draw)
-        confirm = [
-            pair
-            for _ in range(CONFIRM_PAIRS // SCREEN_PAIRS)
-            for pair in _thrown(draw.choice(self.runs), draw)
-        ]
+        """Resample a comparison with head later by a share of the typical time."""
+        screen, *confirm = (
+            thrown(draw.choice(self.runs), draw) for _ in range(1 + CONFIRM_PAIRS // SCREEN_PAIRS)
+        )
         delta = raised_delta(self.floor, [base for base, _ in screen])
         first, again = (
-            [math.log((head + delay) / base) for base, head in pairs] for pairs in (screen, confirm)
+            [math.log((head + extra * self.typical) / base) for base, head in pairs]
+            for pairs in (screen, list(chain(*confirm)))
         )
         return judge(first, again, delta).verdict
 
 
+def thrown(pairs: Pairs, draw: random.Random) -> Pairs:
+    """Exchange base and head of a pair if a coin says so."""
+    return [pair if draw.getrandbits(1) else pair[::-1] for pair in pairs]
+
+
 def load(folders: Sequence[Path]) -> dict[Key, Stored]:
-    """The launches that can be resampled: those of comparisons of a commit with itself, where every pair is there.
+    """Read the screens that can be resampled: of comparisons of a commit with itself.
 
     Raises:
         UsageError: a folder holds something else.
     """
     found: dict[Key, Stored] = {}
     for folder in folders:
-        for name, group in _screens(folder).items():
-            sides = (group.seconds("screen", side) for side in SIDES)
-            found.setdefault(name, Stored(floor(group), [])).runs.append(
-                list(zip(*sides, strict=True))
-            )
+        result = load_result(folder / RESULT)
+        if not result.same_commit:
+            raise UsageError(f"{folder} compares different commits, so it shows more than noise.")
+        groups = grouped(read(folder / RECORDS).records)
+        for name in sorted(row.key for row in result.rows if row.verdict in SCREENED):
+            group = groups[name]
+            pairs = zip(*(group.seconds("screen", side) for side in SIDES), strict=True)
+            found.setdefault(name, Stored(group.floor, [])).runs.append(list(pairs))
     return found
 
 
-def false_alarms(stored: Mapping[Key, Stored], comparisons: int, seed: int) -> Counter[str]:
-    """In how many resampled comparisons anything regressed, and the verdicts of all their cases."""
-    draw, counts = random.Random(seed), Counter[str]()
-    for _ in range(comparisons):
-        verdicts = [case.again(draw) for case in stored.values()]
-        counts.update(verdicts)
-        counts["comparisons with an alarm"] += Verdict.REGRESSED in verdicts
-    return counts
-
-
-def delays(stored: Mapping[Key, Stored], extra: float, seed: int) -> dict[Key, Counter[str]]:
-    """The verdicts of `DELAYED` resampled comparisons of each case, with a delay."""
-    draw = random.Random(seed)
-    return {
-        name: Counter(str(case.again(draw, extra)) for _ in range(DELAYED))
-        for name, case in stored.items()
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the exit code."""
+    """Run the command line; return the exit code."""
     options = parse("resample", (__doc__ or "").partition("\n")[0], OPTIONS, arguments)
     try:
         stored = load(options.folders)
-    except UsageError as error:
+    except (UsageError, ForeignError) as error:
         print(f"resample: {error}", file=sys.stderr)
         return 2
-    return report(stored, options.comparisons, options.extra, options.case, options.seed)
-
-
-def report(
-    stored: Mapping[Key, Stored], comparisons: int, extra: float, case: str, seed: int
-) -> int:
-    """Resample, show what comes of it, and say whether it is as it should be; the exit code."""
-    alarms = false_alarms(stored, comparisons, seed)
-    bad = alarms.pop("comparisons with an alarm")
-    print(
-        f"{comparisons} comparisons of identical commits, {len(stored)} cases each: {bad} say regressed"
-    )
-    print(
-        "verdicts of the cases: "
-        + ", ".join(f"{count} {verdict}" for verdict, count in alarms.most_common())
-    )
+    bad = alarms(stored, options.comparisons, options.seed)
     missed = []
-    for (name, ranks), counts in sorted(delays(stored, extra, seed).items()):
-        judged = sum(counts[verdict] for verdict in JUDGED)
-        found = counts[Verdict.REGRESSED]
+    draw = random.Random(options.seed)
+    for (name, ranks), case in stored.items():
+        counts = Counter(case.again(draw, options.extra) for _ in range(DELAYED))
+        found, judged = counts[Verdict.REGRESSED], DELAYED - counts[Verdict.UNGATEABLE]
         print(
-            f"{name}, P={ranks}, {extra:.0%} more: found {found} of {DELAYED}, {judged} of them quiet enough to be judged"
+            f"{name}, P={ranks}, {options.extra:.0%} more: found {found} of {DELAYED}, "
+            f"{judged} of them quiet enough to be judged"
         )
-        missed += [name] * (case in name and found < FOUND_SHARE * DELAYED)
+        missed += [name] * (options.case in name and found < FOUND_SHARE * DELAYED)
     return int(bool(bad or missed or not stored))
 
 
-def _thrown(pairs: Pairs, draw: random.Random) -> Pairs:
-    """The pairs with base and head exchanged where a coin says so."""
-    return [pair if draw.getrandbits(1) else pair[::-1] for pair in pairs]
-
-
-def _screens(folder: Path) -> dict[Key, Group]:
-    """The cases of a stored comparison that were judged or could have been."""
-    try:
-        result = json.loads((folder / RESULT).read_text())
-        same, listed = (
-            result["same_commit"],
-            {side: {(case, n) for case, n in result["cases"][side]} for side in SIDES},
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder} holds no comparison: {error!r}") from error
-    if not same:
-        raise UsageError(
-            f"{folder} compares different commits; what it measured is not noise alone."
-        )
-    groups = grouped(read(folder / RECORDS).records)
-    return {
-        name: group
-        for name, group in groups.items()
-        if assess(name, group, listed).verdict in JUDGED | {Verdict.UNGATEABLE}
-    }
+def alarms(stored: Mapping[Key, Stored], comparisons: int, seed: int) -> int:
+    """Resample comparisons without a delay, and return in how many of them anything regressed."""
+    draw, counts, bad = random.Random(seed), Counter[str](), 0
+    for _ in range(comparisons):
+        verdicts = [case.again(draw) for case in stored.values()]
+        counts.update(verdicts)
+        bad += Verdict.REGRESSED in verdicts
+    print(
+        f"{comparisons} comparisons of identical commits, {len(stored)} cases each: "
+        f"{bad} say regressed"
+    )
+    shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    print(f"verdicts of the cases: {shown}")
+    return bad
 
 
 if __name__ == "__main__":

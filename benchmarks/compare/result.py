@@ -1,24 +1,27 @@
-"""The result of a comparison: a row for each case, what was compared, and where the records are; as `result.json` beside them."""
+"""The result of a comparison: its form in `result.json`, and how people see it."""
 
 from __future__ import annotations
 
-import hashlib
-import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
 
 from benchmarks.compare import rule
-from benchmarks.compare.pairs import SIDES, Group, Key, Row, assess, grouped
-from benchmarks.compare.rule import JUDGED, Verdict
-from benchmarks.files import write_json
-from benchmarks.records import Record, read
+from benchmarks.compare.rule import GATEABLE_SHARE, ExitCode, Verdict
+from benchmarks.files import read_json
+from benchmarks.records.types import Count, Size
+from benchmarks.reporting.tables import DASH, Table, make, milliseconds, plain, ratio
 
-FORMAT = 1
 RECORDS, RESULT = "records.jsonl", "result.json"
+Key = tuple[str, int]
+"""Case and number of ranks."""
+
+Text = Annotated[str, Meta(max_length=10_000)]
+Ratio = Annotated[float, Meta(gt=1e-9, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1e9)]
 RULE = {
     "screen": {
         "pairs": rule.SCREEN_PAIRS,
@@ -30,160 +33,167 @@ RULE = {
     "max_delta": rule.MAX_DELTA,
     "miss": rule.MISS,
 }
+COLUMNS = (
+    "case",
+    "P",
+    "verdict",
+    "change",
+    "interval",
+    "counts from",
+    "slower pairs",
+    "base (ms)",
+    "head (ms)",
+    "remarks",
+)
+CODES = {
+    0: "nothing regressed",
+    1: "something regressed",
+    3: "not everything could be measured or compared",
+    4: "not everything could be decided",
+}
+NOTE = (
+    "change: median of head / base over pairs of launches, and its exact interval. "
+    "counts from: the smallest change judged. regressed: confirmed by fresh pairs. "
+    "ungateable: base against itself varies too much. inconclusive is not red."
+)
 ORDER = list(Verdict)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What was compared.
+class Row(Struct):
+    """The comparison of one case on one number of ranks.
 
     Args:
-        base, head: "ref" as it was asked for, "sha" that was measured, and "environment" it ran in.
+        case, ranks: what was measured.
+        verdict: the answer, and `reason` why there is none.
+        stage, pairs, slower: the pairs that decided, how many they are, and in how many head took
+            longer.
+        ratio, low, high: median of head / base, and its exact interval.
+        delta, half_width: the smallest change that counts, and the noise of base against itself, as
+            shares.
+        base_s, head_s: median seconds of the pairs that decided.
+        pairs_needed: if inconclusive, how many would decide; None if more than are worth it.
+        flags: reasons to read the row with care.
+        explanation: where the time went, for a case that changed.
+    """
+
+    case: Text
+    ranks: Size
+    verdict: Verdict
+    reason: Text | None = None
+    stage: Text | None = None
+    pairs: Count = 0
+    slower: Count = 0
+    ratio: Ratio | None = None
+    low: Ratio | None = None
+    high: Ratio | None = None
+    delta: Share | None = None
+    half_width: Share | None = None
+    base_s: Share | None = None
+    head_s: Share | None = None
+    pairs_needed: Count | None = None
+    flags: Annotated[list[Text], Meta(max_length=20)] = []
+    explanation: Text | None = None
+
+    @property
+    def key(self) -> Key:
+        """Case and number of ranks."""
+        return self.case, self.ranks
+
+    @property
+    def change(self) -> tuple[float, float, float] | None:
+        """Low, middle and high of head / base, if they were measured."""
+        if self.low is None or self.ratio is None or self.high is None:
+            return None
+        return self.low, self.ratio, self.high
+
+
+class Told(Struct):
+    """One side of a comparison: the name that was asked for, its commit, and its environment."""
+
+    ref: Text
+    sha: Text | None
+    environment: Text = ""
+
+
+class Result(Struct, kw_only=True):
+    """A whole comparison.
+
+    Args:
+        base, head: the sides.
         seed: of the coins.
         ranks: the numbers of ranks.
-        listed: the cases that each side has.
+        cases: the cases that each side has.
+        records, records_sha256: the file of the records, and its hash.
+        problems: what is wrong with the records.
+        rows: a row for each case and number of ranks that either side has.
+        counts: how often each verdict was given.
+        gateable_share: the share of the cases that was quiet enough to be judged.
     """
 
-    base: dict[str, Any]
-    head: dict[str, Any]
-    seed: int
-    ranks: list[int]
-    listed: Mapping[str, set[Key]]
+    format: Literal[1] = 1
+    base: Told
+    head: Told
+    same_commit: bool = False
+    seed: int = 0
+    ranks: list[int] = []
+    cases: dict[str, set[Key]] = {}
+    rule: dict[str, Any] = field(default_factory=lambda: dict(RULE))
+    records: Text = RECORDS
+    records_sha256: Text | None = None
+    problems: Annotated[list[Text], Meta(max_length=10_000)] = []
+    rows: Annotated[list[Row], Meta(max_length=10_000)]
+    counts: dict[str, int] = {}
+    gateable_share: Annotated[float, Meta(ge=0, le=1)]
+    strict: bool = False
+    exit_code: ExitCode
 
 
-def rows(records: list[Record], listed: Mapping[str, set[Key]]) -> list[Row]:
-    """A row for each case that either side has, the most important first."""
-    groups = grouped(records)
-    names = sorted(listed["base"] | listed["head"])
-    found = [assess(name, groups.get(name, Group([])), listed) for name in names]
-    told = [replace(row, explanation=_explained(row, found, groups)) for row in found]
-    return sorted(told, key=lambda row: (ORDER.index(row.verdict), row.case, row.ranks))
+def load(path: Path) -> Result:
+    """Read a result.
 
-
-def build(folder: Path, compared: Compared, *, strict: bool) -> dict[str, Any]:
-    """The result of the records in a folder, as plain values; it is written beside them too."""
-    path = folder / RECORDS
-    reading = read(path)
-    found = rows(reading.records, compared.listed)
-    verdicts = [row.verdict for row in found]
-    result = {
-        "format": FORMAT,
-        "base": compared.base,
-        "head": compared.head,
-        "same_commit": compared.base["sha"] == compared.head["sha"],
-        "seed": compared.seed,
-        "ranks": compared.ranks,
-        "cases": {side: [list(name) for name in sorted(compared.listed[side])] for side in SIDES},
-        "rule": RULE,
-        "records": RECORDS,
-        "records_sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None,
-        "problems": reading.problems,
-        "rows": [row.as_dict() for row in found],
-        "counts": dict(Counter(str(verdict) for verdict in verdicts)),
-        "gateable_share": rule.gateable_share(verdicts),
-        "strict": strict,
-        "exit_code": rule.exit_code(verdicts, strict=strict),
-    }
-    write_json(folder / RESULT, result)
-    return result
-
-
-def _explained(row: Row, found: list[Row], groups: dict[Key, Group]) -> str | None:
-    if row.stage is None:
-        return None
-    records = groups[(row.case, row.ranks)].stage(row.stage)
-    sides = (
-        [record for record in records if record.pair and record.pair.side == side] for side in SIDES
-    )
-    return explain(row, found, *sides)
-
-
-CHANGED = {Verdict.REGRESSED: "slower", Verdict.IMPROVED: "faster"}
-MAIN_SHARE = 0.5  # of the change, for a phase to be named as its place
-Times = dict[str, float]
-
-
-def explain(
-    row: Row, rows: Sequence[Row], base: Sequence[Record], head: Sequence[Record]
-) -> str | None:
-    """The sentence on one row; None where nothing changed.
-
-    Args:
-        row: a case on one number of ranks.
-        rows: all rows of the comparison.
-        base, head: the records of the pairs that decided.
+    Raises:
+        ForeignError: the file holds none.
     """
-    if row.verdict not in CHANGED:
-        return None
-    return ", ".join(
-        [f"{CHANGED[row.verdict]} {_where(row, rows)}", _phase(base, head), _traffic(base, head)]
+    return read_json(path, Result)
+
+
+def table(result: Result) -> Table:
+    """Return a line for each row of a result."""
+    names = [
+        f"{name} {plain(side.ref, 60)} ({plain(side.sha or 'changed')[:10]})"
+        for name, side in (("base", result.base), ("head", result.head))
+    ]
+    title = " against ".join(names) + (": the same commit" if result.same_commit else "")
+    return make(title, COLUMNS, map(cells, result.rows), NOTE)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the texts of one line."""
+    change, times = row.change, (row.base_s, row.head_s)
+    remarks = [text for text in (row.reason, row.explanation, *row.flags) if text]
+    return (
+        plain(row.case),
+        str(row.ranks),
+        row.verdict,
+        DASH if change is None else ratio(change[1]),
+        DASH if change is None else f"{ratio(change[0])} to {ratio(change[2])}",
+        DASH if row.delta is None else f"{row.delta:.1%}",
+        f"{row.slower} of {row.pairs}" if row.pairs else DASH,
+        *(DASH if time is None else milliseconds(time) for time in times),
+        plain("; ".join(remarks), 400),
     )
 
 
-def _where(row: Row, rows: Sequence[Row]) -> str:
-    judged = [other for other in rows if other.case == row.case and other.verdict in JUDGED]
-    alike = [other.ranks for other in judged if other.verdict is row.verdict]
-    numbers = ", ".join(str(ranks) for ranks in sorted(alike))
-    if len(alike) == len(judged):
-        return f"at P={numbers}" if len(judged) == 1 else f"at every P ({numbers})"
-    return f"only at P={numbers}"
-
-
-def _phase(base: Sequence[Record], head: Sequence[Record]) -> str:
-    """The phase that holds most of the change; of communication, the collective that does."""
-    growth = _growth(_phases(base), _phases(head))
-    total = growth.pop("total")
-    name, most = _largest(growth, total)
-    if name == "communication":
-        name, most = _largest(_growth(_collectives(base), _collectives(head)), total)
-    if name is None or most / total < MAIN_SHARE:
-        return "in no single phase"
-    return f"in {name} ({most * 1e3:+.3f} of {total * 1e3:+.3f} ms)"
-
-
-def _largest(growth: Times, total: float) -> tuple[str | None, float]:
-    """What changed most in the direction of the total."""
-    name = max(growth, key=lambda name: growth[name] / total, default=None) if total else None
-    return name, growth[name] if name is not None else 0.0
-
-
-def _growth(base: Times, head: Times) -> Times:
-    return {name: head.get(name, 0.0) - base.get(name, 0.0) for name in {**base, **head}}
-
-
-def _phases(records: Sequence[Record]) -> Times:
-    """Median seconds by phase, of the rank that took longest."""
-    return _medians(
-        [{name: phase.max_s for name, phase in (record.phases or {}).items()} for record in records]
-    )
-
-
-def _collectives(records: Sequence[Record]) -> Times:
-    return _medians(
-        [
-            {name: traffic.seconds for name, traffic in (record.comm or {}).items()}
-            for record in records
-        ]
-    )
-
-
-def _medians(times: Sequence[Times]) -> Times:
-    return {
-        name: statistics.median(one.get(name, 0.0) for one in times)
-        for name in dict.fromkeys(chain(*times))
-    }
-
-
-def _traffic(base: Sequence[Record], head: Sequence[Record]) -> str:
-    """What differs in calls, messages and bytes, which do not vary between launches."""
-    changes = list(_changes(base[0], head[0]))
-    return "; ".join(changes) if changes else "bytes unchanged"
-
-
-def _changes(base: Record, head: Record) -> Iterator[str]:
-    sides = [record.comm or {} for record in (base, head)]
-    for name in dict.fromkeys(chain(*sides)):
-        for what, field in (("calls", "calls"), ("messages", "messages"), ("bytes", "bytes_sent")):
-            before, after = (getattr(side.get(name), field, 0) for side in sides)
-            if before != after:
-                yield f"{what} of {name} {before:,} -> {after:,}"
+def summary(result: Result) -> Iterator[str]:
+    """Sum up a result in a few lines."""
+    counts = Counter(row.verdict for row in result.rows)
+    shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
+    yield f"{shown or 'no case'}. Exit code {result.exit_code}: {CODES[result.exit_code]}."
+    if 0 < result.gateable_share < GATEABLE_SHARE:
+        yield (
+            f"Only {result.gateable_share:.0%} of the cases are quiet enough to be judged, "
+            f"{GATEABLE_SHARE:.0%} should be: is something else running on this machine?"
+        )
+    if result.same_commit:
+        yield "Base and head are the same commit, so this measures the comparison itself."
+    yield from (plain(problem) for problem in result.problems)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import Literal
 
 from benchmarks.statistics import Interval, exact_interval
 
@@ -27,6 +28,9 @@ MAX_DELTA = 0.15
 MISS = 0.02
 GATEABLE_SHARE = 0.8
 MANY_PAIRS = 1000
+
+
+ExitCode = Literal[0, 1, 3, 4]
 
 
 class Verdict(StrEnum):
@@ -48,36 +52,34 @@ JUDGED = {Verdict.REGRESSED, Verdict.IMPROVED, Verdict.UNCHANGED, Verdict.INCONC
 
 @dataclass(frozen=True)
 class Decision:
-    """The verdict on one case.
+    """Return the verdict on one case.
 
     Args:
-        verdict: one of `JUDGED`, or `Verdict.UNGATEABLE`.
+        verdict: the answer.
         stage: "screen" or "confirm": the pairs that decided.
         interval: of the log-ratios of those pairs.
-        slower: how many of them were slower.
         pairs_needed: where inconclusive, how many pairs would decide; None beyond `MANY_PAIRS`.
     """
 
     verdict: Verdict
     stage: str
     interval: Interval
-    slower: int
     pairs_needed: int | None = None
 
 
 def interval(logs: Sequence[float]) -> Interval:
-    """Return the exact interval of the median: k-th smallest to k-th largest, or the widest if there are too few for `MISS`."""
+    """Return the exact interval of the median; the widest one if there are too few for `MISS`."""
     return exact_interval(logs, MISS)
 
 
 def half_width(seconds: Sequence[float]) -> float:
-    """Half the width of the interval between launches of the same commit: each against the one before it, as a log-ratio."""
+    """Return half the width of the interval of log-ratios of each launch to the one before it."""
     found = interval([math.log(after / before) for before, after in pairwise(seconds)])
     return (found.high - found.low) / 2
 
 
 def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
-    """The smallest change that counts for a case: twice the half-width of base against itself, at least `floor`.
+    """Return the smallest change that counts for a case: twice the half-width of base against itself, at least `floor`.
 
     Head has no say in it, so that a commit cannot loosen its own gate.
     """
@@ -85,19 +87,13 @@ def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
 
 
 def suspicion(screen: Sequence[float], delta: float) -> int:
-    """1 where the screen looks slower, -1 where it looks faster, else 0; `CONFIRM_PAIRS` fresh pairs then decide."""
-    _require(
-        len(screen) == SCREEN_PAIRS, f"{len(screen)} screen pairs; the rule is for {SCREEN_PAIRS}."
-    )
-    return (
-        0
-        if delta > MAX_DELTA
-        else _direction(screen, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
-    )
+    """Return 1 if the screen looks slower, -1 if it looks faster, else 0; fresh pairs then decide."""
+    found = _direction(screen, SCREEN_PAIRS, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
+    return found if delta <= MAX_DELTA else 0
 
 
 def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Decision:
-    """The verdict on one case.
+    """Return the verdict on one case.
 
     Args:
         screen: log-ratios of `SCREEN_PAIRS` pairs.
@@ -108,19 +104,26 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     Raises:
         ValueError: too few pairs, or too many.
     """
-    suspected = suspicion(screen, delta)
-    if not suspected:
-        return _decision("screen", screen, 0, delta)
-    _require(
-        len(confirm) == CONFIRM_PAIRS,
-        f"{len(confirm)} pairs to confirm a suspicion; the rule is for {CONFIRM_PAIRS}.",
-    )
-    found = _direction(confirm, CONFIRM_AGREE, math.log1p(delta))
-    return _decision("confirm", confirm, found if found == suspected else 0, delta)
+    suspected, found = suspicion(screen, delta), 0
+    if suspected:
+        found = _direction(confirm, CONFIRM_PAIRS, CONFIRM_AGREE, math.log1p(delta))
+    stage, logs = ("confirm", confirm) if suspected else ("screen", screen)
+    middle, limit = interval(logs), math.log1p(delta)
+    if delta > MAX_DELTA:
+        return Decision(Verdict.UNGATEABLE, stage, middle)
+    if suspected and found == suspected:
+        return Decision(Verdict.REGRESSED if found > 0 else Verdict.IMPROVED, stage, middle)
+    if middle.high < limit:
+        return Decision(Verdict.UNCHANGED, stage, middle)
+    return Decision(Verdict.INCONCLUSIVE, stage, middle, _pairs_needed(middle, limit))
 
 
-def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> int:
-    """1 regressed; 3 missing, mismatch, or nothing judged; 4 inconclusive or too few gateable cases, where strict; else 0."""
+def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> ExitCode:
+    """Return the exit code of a comparison.
+
+    1 regressed; 3 missing, mismatch, or nothing judged; 4 inconclusive or too few gateable cases,
+    if strict; else 0.
+    """
     found = list(verdicts)
     if Verdict.REGRESSED in found:
         return 1
@@ -131,42 +134,28 @@ def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> int:
 
 
 def gateable_share(verdicts: Iterable[Verdict]) -> float:
-    """Of the cases that could be judged, the share that is quiet enough for it; 0 where there is none."""
+    """Return the share of the cases to be judged that is quiet enough; 0 if there is none."""
     counted = [verdict for verdict in verdicts if verdict in JUDGED | {Verdict.UNGATEABLE}]
     return sum(verdict in JUDGED for verdict in counted) / len(counted) if counted else 0.0
 
 
-def _direction(logs: Sequence[float], agree: int, threshold: float) -> int:
+def _direction(logs: Sequence[float], pairs: int, agree: int, threshold: float) -> int:
+    if len(logs) != pairs:
+        raise ValueError(f"{len(logs)} pairs were measured; the rule is for {pairs}.")
     median = statistics.median(logs)
     if sum(d > 0 for d in logs) >= agree and median >= threshold:
         return 1
     return -1 if sum(d < 0 for d in logs) >= agree and median <= -threshold else 0
 
 
-def _decision(stage: str, logs: Sequence[float], found: int, delta: float) -> Decision:
-    middle = interval(logs)
-    slower = sum(d > 0 for d in logs)
-    if delta > MAX_DELTA:
-        return Decision(Verdict.UNGATEABLE, stage, middle, slower)
-    if found:
-        return Decision(Verdict.REGRESSED if found > 0 else Verdict.IMPROVED, stage, middle, slower)
-    if middle.high < math.log1p(delta):
-        return Decision(Verdict.UNCHANGED, stage, middle, slower)
-    return Decision(
-        Verdict.INCONCLUSIVE, stage, middle, slower, _pairs_needed(middle, math.log1p(delta))
-    )
-
-
 def _pairs_needed(found: Interval, limit: float) -> int | None:
-    """How many leave the limit outside of the interval, or zero where the median is beyond the limit; it shrinks as 1/sqrt(n)."""
+    """Return how many pairs leave the limit outside of the interval, which shrinks as 1/sqrt(n).
+
+    If the median is beyond the limit, they leave zero outside.
+    """
     beyond = found.median >= limit
     room = found.median if beyond else limit - found.median
     reach = found.median - found.low if beyond else found.high - found.median
     if reach > room * math.sqrt(MANY_PAIRS / found.count):
         return None
     return max(found.count + 1, math.ceil(found.count * (reach / room) ** 2))
-
-
-def _require(holds: bool, text: str) -> None:
-    if not holds:
-        raise ValueError(text)

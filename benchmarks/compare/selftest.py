@@ -9,22 +9,14 @@ change is made in the worktree, so that the library itself has no switch for it.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks import launching
 from benchmarks.compare import resample
-from benchmarks.compare.__main__ import (
-    INTERRUPTED,
-    USAGE,
-    add_measuring,
-    compare,
-    fresh_folder,
-    runner,
-)
+from benchmarks.compare.__main__ import bench, compare, fresh_folder, guarded, measuring_parser
+from benchmarks.compare.result import Result, Told
 from benchmarks.compare.rule import DELTAS, GATEABLE_SHARE, MAX_DELTA, Verdict
 from benchmarks.compare.sides import Side, commits, sides
 from benchmarks.launching import UsageError
@@ -46,65 +38,42 @@ def ring_attention(*args, comm, **kwargs):
         pass
     return out
 """
-Result = dict[str, Any]
+SEEN = (Verdict.REGRESSED, Verdict.IMPROVED, Verdict.MISSING, Verdict.MISMATCH, Verdict.NEW)
+UNJUDGED = (Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0 where the comparison is right, 1 where it is not, 2 for usage."""
-    made = argparse.ArgumentParser(
-        prog="bench_selftest", description=(__doc__ or "").partition("\n")[0]
-    )
-    made.add_argument(
-        "--same",
-        type=int,
-        default=1,
-        metavar="N",
-        help="comparisons of a commit with itself (default: 1)",
-    )
-    made.add_argument(
-        "--slower",
-        type=int,
-        default=1,
-        metavar="N",
-        help="comparisons with more work on one rank (default: 1)",
-    )
-    add_measuring(made)
+    """Return 0 if the comparison is right, 1 if it is not, 2 for usage."""
+    made = measuring_parser("bench_selftest", __doc__)
+    for flag, what in (("--same", "of a commit with itself"), ("--slower", "with more work")):
+        text = f"comparisons {what} (default: 1)"
+        made.add_argument(flag, type=int, default=1, metavar="N", help=text)
     options = made.parse_args(arguments, argparse.Namespace(strict=False))
-    try:
+
+    def program() -> int:
         complaints = _run(options, fresh_folder(options.out))
-    except UsageError as error:
-        print(f"bench_selftest: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        print(
-            "\nbench_selftest: interrupted, so nothing is judged; the records so far are kept.",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
-    print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
-    return int(bool(complaints))
+        print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
+        return int(bool(complaints))
+
+    return guarded("bench_selftest", program)
 
 
 def _run(options: argparse.Namespace, out: Path) -> list[str]:
-    """All comparisons; what is wrong with them."""
+    """Make all comparisons; return what is wrong with them."""
+
+    def compared(pair: tuple[Side, Side], name: str) -> Result:
+        return compare(pair, options, bench(options, name), fresh_folder(out / name))
+
     head = commits("HEAD", "HEAD")[1]
-    complaints: list[str] = []
+    names = [f"same-{n}" for n in range(options.same)]
     with sides(head, head, ("HEAD", "HEAD")) as pair:
-        same = [
-            compare(pair, options, runner(options, f"same-{n}"), fresh_folder(out / f"same-{n}"))
-            for n in range(options.same)
-        ]
-        complaints += [text for result in same for text in nothing_found(result)]
-        factor = 1 + 2 * planted_delta(same)
-        slower = (pair[0], plant(pair[1], factor))
+        same = [compared(pair, name) for name in names]
+        complaints = [text for result in same for text in nothing_found(result)]
+        slower = (pair[0], plant(pair[1], 1 + 2 * planted_delta(same)))
         for n in range(options.slower):
-            result = compare(
-                slower, options, runner(options, f"slower-{n}"), fresh_folder(out / f"slower-{n}")
-            )
-            complaints += planted_found(result)
-    if same and resample.main(
-        [*(str(out / f"same-{n}") for n in range(options.same)), "--case", PLANTED_CASE]
-    ):
+            complaints += planted_found(compared(slower, f"slower-{n}"))
+    folders = [str(out / name) for name in names]
+    if same and resample.main([*folders, "--case", PLANTED_CASE]):
         complaints.append(
             "resampled comparisons: a false alarm, or a delay that was missed; see above"
         )
@@ -112,7 +81,7 @@ def _run(options: argparse.Namespace, out: Path) -> list[str]:
 
 
 def plant(side: Side, factor: float) -> Side:
-    """More work on the last rank in one scheme, forward only: the call takes `factor` times as long there.
+    """Plant more work on the last rank in one scheme: forward takes `factor` times as long there.
 
     Raises:
         UsageError: the scheme is not where it was.
@@ -120,66 +89,41 @@ def plant(side: Side, factor: float) -> Side:
     path = side.root / PLANTED_IN
     if "def ring_attention(" not in path.read_text():
         raise UsageError(
-            f"{PLANTED_IN} has no ring_attention; plant the work elsewhere (benchmarks/compare/selftest.py)."
+            f"{PLANTED_IN} has no ring_attention; "
+            "plant the work elsewhere (benchmarks/compare/selftest.py)."
         )
     with path.open("a") as file:
         file.write(MORE_WORK.format(factor=factor))
-    return replace(
-        side,
-        told={
-            **side.told,
-            "ref": f"HEAD, {factor - 1:.0%} more work on one rank in {PLANTED_CASE}",
-            "sha": None,
-        },
-    )
+    ref = f"HEAD, {factor - 1:.0%} more work on one rank in {PLANTED_CASE}"
+    return replace(side, told=Told(ref, None, side.told.environment))
 
 
 def planted_delta(same: Sequence[Result]) -> float:
-    """The smallest change that counts for the planted case, as the comparisons of a commit with itself have shown it."""
-    seen = [
-        row["delta"]
-        for result in same
-        for row in result["rows"]
-        if row["case"] == PLANTED_CASE and row["delta"] is not None
-    ]
-    return max((delta for delta in seen if delta <= MAX_DELTA), default=DELTAS["cpu"])
+    """Return the smallest change that counts for the planted case, by comparisons without one."""
+    rows = [row for result in same for row in result.rows if row.case == PLANTED_CASE]
+    seen = [row.delta for row in rows if row.delta is not None and row.delta <= MAX_DELTA]
+    return max(seen, default=DELTAS["cpu"])
 
 
 def nothing_found(result: Result) -> Iterator[str]:
-    """What is wrong with a comparison of a commit with itself."""
-    for row in result["rows"]:
-        if row["verdict"] in (
-            Verdict.REGRESSED,
-            Verdict.IMPROVED,
-            Verdict.MISSING,
-            Verdict.MISMATCH,
-            Verdict.NEW,
-        ):
-            yield f"a commit against itself: {row['case']}, P={row['ranks']} is {row['verdict']}"
-    if result["gateable_share"] < GATEABLE_SHARE:
-        yield f"a commit against itself: only {result['gateable_share']:.0%} of the cases are quiet enough to be judged"
+    """Say what is wrong with a comparison of a commit with itself."""
+    for row in result.rows:
+        if row.verdict in SEEN:
+            yield f"a commit against itself: {row.case}, P={row.ranks} is {row.verdict}"
+    if (share := result.gateable_share) < GATEABLE_SHARE:
+        yield f"a commit against itself: only {share:.0%} of the cases are quiet enough"
 
 
 def planted_found(result: Result) -> list[str]:
-    """What is wrong with a comparison in which one case is slower."""
-    planted = [row for row in result["rows"] if row["case"] == PLANTED_CASE]
-    wrong = [
-        row
-        for row in planted
-        if row["verdict"] not in (Verdict.REGRESSED, Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED)
-    ]
-    wrong += [
-        row
-        for row in result["rows"]
-        if row["case"] != PLANTED_CASE and row["verdict"] == Verdict.REGRESSED
-    ]
-    found = [
-        f"more work in {PLANTED_CASE}: {row['case']}, P={row['ranks']} is {row['verdict']}"
-        for row in wrong
-    ]
-    if not any(row["verdict"] == Verdict.REGRESSED for row in planted):
-        found.append(f"more work in {PLANTED_CASE}: found at no P")
-    return found
+    """Say what is wrong with a comparison in which one case is slower."""
+    planted = [row for row in result.rows if row.case == PLANTED_CASE]
+    wrong = [row for row in planted if row.verdict not in (Verdict.REGRESSED, *UNJUDGED)]
+    others = (row for row in result.rows if row.case != PLANTED_CASE)
+    wrong += [row for row in others if row.verdict is Verdict.REGRESSED]
+    found = [f"{row.case}, P={row.ranks} is {row.verdict}" for row in wrong]
+    if not any(row.verdict is Verdict.REGRESSED for row in planted):
+        found.append("found at no P")
+    return [f"more work in {PLANTED_CASE}: {text}" for text in found]
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.files import ForeignError, read_bytes
 from benchmarks.records.types import MEASURED, Record
 
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
@@ -122,12 +123,10 @@ def short(value: object) -> str:
     return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
 
 
-MAX_FILE = 256 << 20  # bytes
 MAX_PROBLEMS = 20  # of one file that are told; a foreign file has one in every line
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(msgspec.Struct):
     """What a file held.
 
     Args:
@@ -135,8 +134,8 @@ class Reading:
         problems: one line of text for each thing that is not, with file and line.
     """
 
-    records: list[Record] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    records: list[Record] = []
+    problems: list[str] = []
 
 
 def append(path: Path | str, record: Record | dict[str, Any]) -> None:
@@ -162,7 +161,7 @@ def append(path: Path | str, record: Record | dict[str, Any]) -> None:
 
 
 def read(path: Path | str) -> Reading:
-    """All records of a file that can be used, and what is wrong with the rest.
+    """Read the records of a file that can be used, and say what is wrong with the rest.
 
     Args:
         path: a file of JSON lines, from whomever.
@@ -171,42 +170,22 @@ def read(path: Path | str) -> Reading:
         Records and problems; never an exception for what the file holds, or because it is not
         there.
     """
-    path, found, unsaid = Path(path), Reading(), 0
+    found, unsaid = Reading(), 0
     try:
-        for number, line in _lines(path):
+        for number, line in enumerate(io.BytesIO(read_bytes(Path(path))), 1):
             try:
-                found.records.append(parse(line))
+                if line.strip():
+                    found.records.append(parse(line.rstrip(b"\r\n")))
             except RecordError as error:
-                unsaid += len(found.problems) >= MAX_PROBLEMS
-                found.problems.extend(
-                    [f"{path}, line {number}: {error}"]
-                    if len(found.problems) < MAX_PROBLEMS
-                    else []
-                )
-    except (OSError, RecordError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        found.problems.append(f"{path}: {reason}")
+                if len(found.problems) < MAX_PROBLEMS:
+                    found.problems.append(f"{path}, line {number}: {error}")
+                else:
+                    unsaid += 1
+    except ForeignError as error:
+        found.problems.append(str(error))
     if unsaid:
         found.problems.append(f"{path}: {unsaid} more lines cannot be used.")
     return found
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and text of every line that is not empty; one too long is cut where `parse` refuses it."""
-    if path.exists() and not path.is_file():  # a pipe would keep the reader waiting for ever
-        raise RecordError("this is no ordinary file.")
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_FILE:
-            raise RecordError(f"the file has {size} bytes, {MAX_FILE} are allowed. Split it.")
-        number = 0
-        while line := file.readline(MAX_LINE + 2):
-            number += 1
-            whole = line
-            while not whole.endswith(b"\n") and (whole := file.readline(MAX_LINE)):
-                pass
-            if line.strip():
-                yield number, line.rstrip(b"\r\n")
 
 
 def _ends_with_line(descriptor: int) -> bool:

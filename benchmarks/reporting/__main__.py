@@ -9,20 +9,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import launching
+from benchmarks.files import ForeignError
 from benchmarks.launching import Options, UsageError, about, parse, writable
 from benchmarks.records import Record, read
 from benchmarks.reporting import comparison, derive, history, plots, tables, terminal, timeline
-from benchmarks.reporting.foreign import ForeignError
 from benchmarks.reporting.page import Page, Section, write
 from benchmarks.reporting.style import Picture, styled
 
 NOTHING, USAGE = 1, 2
-NO_HISTORY = "no case was measured in two runs or more on the same machine. A history needs the records of several runs."
+NO_HISTORY = (
+    "no case was measured in two runs or more on the same machine. "
+    "A history needs the records of several runs."
+)
 OPTIONS: Options = {
     "records": about(type=Path, nargs="*", metavar="RECORDS", help="files of JSON lines"),
     "--compare": about(type=Path, metavar="RESULT", help="result.json of a comparison"),
@@ -33,7 +36,7 @@ OPTIONS: Options = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write a report; the exit code is 0, 1 if nothing could be used, 2 for arguments that make no sense."""
+    """Write a report; return 0, 1 if nothing could be used, 2 for arguments that make no sense."""
     options = parse("report", "Tables and plots of benchmark records.", OPTIONS, arguments)
     name, problems = "history" if options.history else "report", list[str]()
     try:
@@ -63,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _records(paths: Sequence[Path], problems: list[str]) -> Iterator[Record]:
-    """The records of all files, in their order; problems are added, each naming its file."""
+    """Yield the records of all files, in their order; add problems, each naming its file."""
     for path in paths:
         reading = read(path)
         yield from reading.records
@@ -75,36 +78,34 @@ def _records(paths: Sequence[Path], problems: list[str]) -> Iterator[Record]:
 def _sections(
     records: Sequence[Record], options: argparse.Namespace, problems: list[str]
 ) -> list[Section]:
-    """The verdicts, the newest setting in full, the history, a timeline."""
-    found: dict[Path, list[Section]] = {}
-    for reader, path in ((comparison.read, options.compare), (timeline.read, options.trace)):
+    """Return the verdicts, the newest setting in full, the history, a timeline."""
+
+    def foreign(reader: Callable[[Path], Section], path: Path | None) -> list[Section]:
         try:
-            found[path] = [] if path is None else [reader(path)]
+            return [] if path is None else [reader(path)]
         except ForeignError as error:
             problems.append(str(error))
-    groups = derive.by_setting(records)
-    run = list(_run(groups)) if groups else []
+            return []
+
     return [
-        *found.get(options.compare, []),
-        *run,
+        *foreign(comparison.read, options.compare),
+        *_run(derive.by_setting(records)),
         *_history(records),
-        *found.get(options.trace, []),
+        *foreign(timeline.read, options.trace),
     ]
 
 
 def _run(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
-    """The settings, and the newest of them as plots and tables."""
+    """Yield the settings, and the newest of them as plots and tables."""
+    if not groups:
+        return
     newest, records = list(groups.items())[-1]
     rows = derive.rows(records)
-    text = (
-        f"Below: commit {newest.commit}{', head of the comparison' * (newest.side == 'head')}."
-        if len(groups) > 1
-        else ""
-    )
+    side = ", head of the comparison" * (newest.side == "head")
+    text = f"Below: commit {newest.commit}{side}." * (len(groups) > 1)
     failed = tables.failures(records)
-    yield Section(
-        "What was measured", text, (tables.settings(groups), *([failed] if failed else []))
-    )
+    shown = (tables.settings(groups), *([failed] if failed else []))
+    yield Section("What was measured", text, shown)
     for title, note, pictures in (
         (
             "Scaling",
@@ -118,13 +119,9 @@ def _run(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
             plots.bandwidth(rows),
         ),
     ):
-        found = numbered(pictures)
-        left_out = (
-            f" {len(found) - plots.MAX_PICTURES} more plots are left out."
-            if len(found) > plots.MAX_PICTURES
-            else ""
-        )
-        if found:
+        if found := numbered(pictures):
+            more = len(found) - plots.MAX_PICTURES
+            left_out = f" {more} more plots are left out." * (more > 0)
             yield Section(title, note + left_out, (), found[: plots.MAX_PICTURES])
     if rows:
         yield Section("Numbers", tables.LEGEND, tuple(tables.per_ranks(rows)))
@@ -136,21 +133,21 @@ def numbered(pictures: Iterable[Picture]) -> tuple[Picture, ...]:
     total, seen = Counter(picture.title for picture in every), Counter[str]()
     found = []
     for picture in every:
-        seen[picture.title] += 1
-        part = (
-            f" ({seen[picture.title]} of {total[picture.title]})"
-            if total[picture.title] > 1
-            else ""
-        )
-        found.append(replace(picture, title=picture.title + part))
+        title, same = picture.title, total[picture.title]
+        seen[title] += 1
+        part = f" ({seen[title]} of {same})" if same > 1 else ""
+        found.append(replace(picture, title=title + part))
     return tuple(found)
 
 
 def _history(records: Sequence[Record]) -> list[Section]:
-    """Times over commits, if there are several runs."""
+    """Return times over commits, if there are several runs."""
     series = history.collect(records)
     pictures = numbered(history.pictures(series))[: plots.MAX_PICTURES]
-    text = "One point for each run: the median over its launches. Only runs on the same machine and software are compared."
+    text = (
+        "One point for each run: the median over its launches. "
+        "Only runs on the same machine and software are compared."
+    )
     return [Section("History", text, tuple(history.alerts(series)), pictures)] if series else []
 
 

@@ -26,16 +26,15 @@ from numpy.typing import NDArray
 
 from benchmarks.records import Record
 from benchmarks.reporting.derive import CAVEATS, flags, setting_of
-from benchmarks.reporting.plots import LINES
+from benchmarks.reporting.plots import LINES, grouped, parts
 from benchmarks.reporting.style import (
     INK,
     Axes,
     Picture,
-    blank,
     hollow,
-    legend,
     line,
     log_axis,
+    picture,
     plain_ticks,
 )
 from benchmarks.reporting.tables import Table, make, milliseconds, plain, ratio
@@ -79,7 +78,7 @@ class Series:
 
 
 def collect(records: Iterable[Record]) -> list[Series]:
-    """All series with more than one run.
+    """Return all series with more than one run.
 
     The launches of a comparison, which belong to pairs, are no history; nor are those of a case
     that has since been given another size or another way to do it under the same name.
@@ -96,79 +95,68 @@ def collect(records: Iterable[Record]) -> list[Series]:
 
 
 def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record]]) -> Series:
-    points = tuple(_point(commit, group) for (_, commit), group in runs.items())
+    points = tuple(
+        Point(
+            commit,
+            statistics.median(record.seconds for record in group),
+            any(set(CAVEATS) & set(flags(record)) for record in group),
+        )
+        for (_, commit), group in runs.items()
+    )
     return Series(*place, points, tuple(changes([point.seconds for point in points])))
 
 
-def _point(commit: str, group: list[Record]) -> Point:
-    seconds = statistics.median(record.seconds for record in group)
-    return Point(commit, seconds, any(set(CAVEATS) & set(flags(record)) for record in group))
-
-
-def alerts(series: Iterable[Series]) -> list[Table]:
-    """Every change, the largest first; nothing where there is no history."""
-    every = list(series)
-    found = [(one, change) for one in every for change in one.changes]
+def alerts(series: Sequence[Series]) -> list[Table]:
+    """Return a table of every change, the largest first; none if there is no history."""
+    found = [(one, change) for one in series for change in one.changes]
     found.sort(key=lambda pair: -abs(math.log(pair[1].ratio)))
-    note = f"{len(every)} series were searched, and about one in a hundred is marked by chance. An alert, not a verdict."
-    columns = ("case", "P", "commit", "before (ms)", "after (ms)", "change", "p")
-    lines = [_alert(one, change) for one, change in found] or [("no change found", *[""] * 6)]
-    return [make("Changes of level", columns, lines, note)] if every else []
-
-
-def _alert(series: Series, change: Change) -> tuple[str, ...]:
-    point = series.points[change.at]
-    later = next((other.at for other in series.changes if other.at > change.at), len(series.points))
-    after = statistics.median(p.seconds for p in series.points[change.at : later])
-    before, name = after / change.ratio, point.commit
-    times = milliseconds(before), milliseconds(after)
-    return (
-        plain(series.case),
-        str(series.ranks),
-        plain(name),
-        *times,
-        ratio(change.ratio),
-        f"{change.p:.4f}",
+    note = (
+        f"{len(series)} series were searched, and about one in a hundred is marked by chance. "
+        "An alert, not a verdict."
     )
+    columns = ("case", "P", "commit", "before (ms)", "after (ms)", "change", "p")
+    lines = [
+        (
+            plain(one.case),
+            str(one.ranks),
+            plain(one.points[change.at].commit),
+            milliseconds(change.before),
+            milliseconds(change.after),
+            ratio(change.ratio),
+            f"{change.p:.4f}",
+        )
+        for one, change in found
+    ]
+    nothing = ("no change found", *[""] * 6)
+    return [make("Changes of level", columns, lines or [nothing], note)] if series else []
 
 
 def pictures(series: Sequence[Series]) -> Iterator[Picture]:
-    """A plot for each case on each machine; those with changes first."""
-    places = sorted({(one.case, one.fingerprint) for one in series})
-    groups = [[one for one in series if (one.case, one.fingerprint) == place] for place in places]
+    """Draw a plot for each case on each machine; those with changes first."""
+    groups = [group for _, group in grouped(series, lambda one: (one.case, one.fingerprint))]
     for group in sorted(groups, key=lambda group: not any(one.changes for one in group)):
-        for part in (group[i : i + LINES] for i in range(0, len(group), LINES)):
-            figure, axes = blank()
-            draw(axes, part)
-            legend(axes)
-            yield Picture("History", plain(f"{group[0].case}: time over commits"), figure)
+        for part in parts(group, LINES):
+            yield picture("History", f"{group[0].case}: time over commits", draw, part)
 
 
 def draw(axes: Axes, group: Sequence[Series]) -> None:
-    """Time against commits, a line for each P; a dashed vertical line where a level changed."""
-    longest = max(group, key=lambda one: len(one.points))
+    """Draw time against commits, a line for each P; a dashed vertical line where a level changed."""
+    longest = max((one.points for one in group), key=len)
     for number, one in enumerate(group):
-        offset = len(longest.points) - len(one.points)  # the newest runs under one another
+        offset = len(longest) - len(one.points)  # the newest runs under one another
         points = [(float(offset + i), point.seconds * 1e3) for i, point in enumerate(one.points)]
         line(axes, number, points, [point.doubtful for point in one.points], f"P = {one.ranks}")
+    log_axis(axes.yaxis)
+    for one in group:
         for change in one.changes:
-            axes.axvline(offset + change.at - 0.5, color=INK, linestyle="--", linewidth=1)
-    if any(one.changes for one in group):
-        axes.plot([], [], color=INK, linestyle="--", label="level changed")
-    hollow(
-        axes, ["doubtful"] if any(point.doubtful for one in group for point in one.points) else []
-    )
-    axes.set_xlabel("commit (in order of recording)")
-    axes.set_ylabel("time of one step (ms)")
-    log_axis(axes.yaxis, [point.seconds * 1e3 for one in group for point in one.points])
-    _name_commits(axes, [point.commit for point in longest.points])
-
-
-def _name_commits(axes: Axes, commits: Sequence[str]) -> None:
-    """As many commits by name as fit, the last one among them."""
-    step = math.ceil(len(commits) / LABELS)
-    places = list(range(len(commits) - 1, -1, -step))[::-1]
-    plain_ticks(axes.xaxis, places, [plain(commits[place])[:7] for place in places])
+            at = len(longest) - len(one.points) + change.at - 0.5
+            axes.axvline(at, color=INK, linestyle="--", linewidth=1, label="level changed")
+    doubtful = any(point.doubtful for one in group for point in one.points)
+    hollow(axes, ["doubtful"] * doubtful)
+    axes.set(xlabel="commit (in order of recording)", ylabel="time of one step (ms)")
+    step = math.ceil(len(longest) / LABELS)  # as many commits by name as fit, the last among them
+    places = list(range(len(longest) - 1, -1, -step))[::-1]
+    plain_ticks(axes.xaxis, places, [plain(longest[place].commit)[:7] for place in places])
     axes.tick_params("x", rotation=90)
 
 
@@ -187,17 +175,23 @@ class Change:
 
     Args:
         at: index of the first value of the new level.
-        ratio: median after over median before.
+        before, after: medians of the two levels.
         p: share of shuffled series with as large a difference.
     """
 
     at: int
-    ratio: float
+    before: float
+    after: float
     p: float
+
+    @property
+    def ratio(self) -> float:
+        """Median after over median before."""
+        return self.after / self.before
 
 
 def changes(values: Sequence[float], *, seed: int = 0) -> list[Change]:
-    """Where the level of a series moved.
+    """Find where the level of a series moved.
 
     Args:
         values: positive numbers in the order in which they were measured.
@@ -211,15 +205,17 @@ def changes(values: Sequence[float], *, seed: int = 0) -> list[Change]:
     recent = values[start:]
     splits = sorted(_splits(np.log(recent), 0, len(recent), np.random.default_rng(seed)))
     edges = [0, *(at for at, _ in splits), len(recent)]
-    medians = [statistics.median(recent[a:b]) for a, b in pairwise(edges) if a < b]
-    ratios = [after / before for before, after in pairwise(medians)]
-    return [Change(start + at, ratio, p) for (at, p), ratio in zip(splits, ratios, strict=True)]
+    levels = pairwise(statistics.median(recent[a:b]) for a, b in pairwise(edges) if a < b)
+    return [
+        Change(start + at, before, after, p)
+        for (at, p), (before, after) in zip(splits, levels, strict=True)
+    ]
 
 
 def _splits(
     logs: Values, first: int, last: int, chance: np.random.Generator
 ) -> Iterator[tuple[int, float]]:
-    """(index, p) of every change in logs[first:last]."""
+    """Yield (index, p) of every change in logs[first:last]."""
     found = _split(logs[first:last], chance) if last - first >= 2 * SIDE else None
     if found is not None:
         at, p = first + found[0], found[1]
@@ -229,7 +225,7 @@ def _splits(
 
 
 def _split(logs: Values, chance: np.random.Generator) -> tuple[int, float] | None:
-    """The best split and its p, where it is a change."""
+    """Return the best split and its p, if it is a change."""
     scores = _scores(logs[None])[0]
     at = int(scores.argmax()) + SIDE
     if abs(np.median(logs[at:]) - np.median(logs[:at])) < math.log(LEAST):
@@ -241,15 +237,14 @@ def _split(logs: Values, chance: np.random.Generator) -> tuple[int, float] | Non
 
 
 def _scores(series: Values) -> Values:
-    """The squared t statistic of each series (a row) at each split, as share of the spread that the split explains."""
+    """Return the squared t statistic of each series (a row) at each split.
+
+    It is the share of the spread that the split explains.
+    """
     n = series.shape[1]
     centred = series - series.mean(1, keepdims=True)
     before = np.arange(1, n)[SIDE - 1 : n - SIDE]
     sums = np.cumsum(centred, 1)[:, SIDE - 1 : n - SIDE]
-    scores: Values = (
-        sums**2
-        * n
-        / (before * (n - before))
-        / np.maximum((centred**2).sum(1, keepdims=True), 1e-300)
-    )
+    spread = np.maximum((centred**2).sum(1, keepdims=True), 1e-300)
+    scores: Values = sums**2 * n / (before * (n - before)) / spread
     return scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
 MARKERS = "osD^vP"
 INK, GRID = "#1b1f24", "#8a8f98"
 SIZE = (4.6, 3.7)  # inches; a phone shows one plot beside nothing else
+PRETENDED: dict[str, Any] = {"linestyle": ":", "linewidth": 1}
+"""A line that nobody measured."""
+
 LABEL = 44  # characters of a name in a plot
 HALF = 26  # of one that leaves room for another beside it
 TICKS = {
@@ -88,38 +91,52 @@ def styled() -> Iterator[None]:
         yield
 
 
-def blank(width: float = SIZE[0], height: float = SIZE[1]) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes."""
+def picture(
+    kind: str,
+    title: str,
+    draw: Callable[..., None],
+    *what: Any,
+    size: tuple[float, float] = SIZE,
+    columns: int = 2,
+) -> Picture:
+    """Draw one pair of axes with a legend below, where it covers nothing.
+
+    Args:
+        kind, title: of the picture.
+        draw: draws `what` into the axes.
+        what: more arguments of `draw`.
+        size: in inches.
+        columns: of the legend, if its words are short.
+    """
     from matplotlib.figure import Figure as Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes, *what)
+    handles, labels = axes.get_legend_handles_labels()
+    if named := dict(zip(labels, handles, strict=True)):
+        fitting = 1 if max(map(len, named)) > HALF else columns
+        figure.legend(named.values(), named, loc="outside lower center", ncols=fitting)
+    return Picture(kind, plain(title), figure, size[0] > SIZE[0])
 
 
 def svg(figure: Figure) -> str:
-    """A figure as SVG for the inside of a page: its ink takes the colour of the text around it."""
+    """Return a figure as SVG for the inside of a page, whose ink is that of the text around it."""
     file = io.StringIO()
     with styled():
         figure.savefig(
             file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )
     text = file.getvalue()
-    inside = re.sub(
-        "<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL
-    )  # matplotlib repeats every text as a comment
-    return inside.replace(INK, "currentColor")
+    drawn = text[text.index("<svg") :].replace(INK, "currentColor")
+    return re.sub("<!--.*?-->", "", drawn, flags=re.DOTALL)  # comments repeat every text
 
 
 def short(name: object) -> str:
-    """A name that fits into a legend or beside an axis: names begin alike, so that the middle is left out."""
-    whole = (
-        plain(name).encode("latin-1", "replace").decode("latin-1")
-    )  # letters that every font has
-    return (
-        whole
-        if len(whole) <= LABEL
-        else f"{whole[: LABEL // 3]}…{whole[-(LABEL - LABEL // 3 - 1) :]}"
-    )
+    """Cut the middle of a name for a legend or beside an axis: names begin alike."""
+    whole = plain(name).encode("latin-1", "replace").decode("latin-1")  # every font has these
+    ends = whole[: LABEL // 3], whole[-(LABEL - LABEL // 3 - 1) :]
+    return whole if len(whole) <= LABEL else "…".join(ends)
 
 
 def line(
@@ -129,75 +146,56 @@ def line(
     doubtful: Sequence[bool],
     label: str,
 ) -> None:
-    """One series; what must be read with care has a hollow marker."""
+    """Draw one series; what must be read with care has a hollow marker."""
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=short(label))
-    for hollow in (False, True):
-        chosen = [point for point, mark in zip(points, doubtful, strict=True) if mark is hollow]
-        if chosen:
-            face = "none" if hollow else colour
-            axes.plot(
-                *zip(*chosen, strict=True),
-                color=colour,
-                marker=marker,
-                markersize=6,
-                mfc=face,
-                linestyle="none",
-            )
+    for point, mark in zip(points, doubtful, strict=True):
+        face = "none" if mark else colour
+        axes.plot(*point, color=colour, marker=marker, markersize=6, mfc=face, linestyle="none")
 
 
 def hollow(axes: Axes, flags: Sequence[str]) -> None:
     """Say in the legend what a hollow marker means."""
     if flags:
-        axes.plot(
-            [],
-            [],
-            color=GRID,
-            marker="o",
-            mfc="none",
-            linestyle="none",
-            label=f"hollow: {' or '.join(flags)}",
-        )
-
-
-def legend(axes: Axes, columns: int = 2) -> None:
-    """The legend below the plot, where it covers nothing."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        fitting = 1 if max(map(len, labels)) > HALF else columns
-        figure = axes.get_figure(root=False)
-        assert figure is not None
-        figure.legend(handles, labels, loc="outside lower center", ncols=fitting)
+        label = f"hollow: {' or '.join(flags)}"
+        axes.plot([], color=GRID, marker="o", mfc="none", linestyle="none", label=label)
 
 
 def ranks_axis(axes: Axes, ranks: Sequence[int]) -> None:
-    """The x axis is the number of ranks, each power of two as far from the next."""
+    """Make the x axis the number of ranks, each power of two as far from the next."""
     axes.set_xscale("log", base=2)
     axes.set_xlabel("ranks P (number)")
     plain_ticks(axes.xaxis, sorted(set(ranks)))
 
 
-def log_axis(axis: Axis, values: Sequence[float]) -> None:
-    """A logarithmic axis with few, plain numbers."""
+def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
+    """Make the y axis a list from top to bottom."""
+    plain_ticks(axes.yaxis, range(len(labels)), labels)
+    axes.set(ylabel=name, ylim=(len(labels) - 0.5, -0.5))
+
+
+def log_axis(axis: Axis) -> None:
+    """Make the y axis logarithmic, with few, plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.axes.set_yscale("log")
-    growth = max(values) / min(values)
+    low, high = axis.axes.dataLim.intervaly
+    growth = high / low
     subs = next(multiples for limit, multiples in TICKS.items() if growth < limit)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    axis.axes.set_ylim(min(values) / growth**0.08 / 1.05, max(values) * growth**0.08 * 1.05)
+    axis.axes.set_ylim(low / growth**0.08 / 1.05, high * growth**0.08 * 1.05)
 
 
 def tick(value: float) -> str:
-    """A tick without needless digits."""
+    """Write a tick without needless digits."""
     shown = significant(value, 2)
     return shown.rstrip("0").rstrip(".") if "." in shown else shown
 
 
 def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
-    """Ticks at these places and nowhere else."""
+    """Set ticks at these places and nowhere else."""
     from matplotlib.ticker import NullLocator
 
     axis.set_minor_locator(NullLocator())

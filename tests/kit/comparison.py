@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.pairs import Key
-from benchmarks.compare.result import RECORDS, Compared, build
+from benchmarks.compare.pairs import build
+from benchmarks.compare.result import RECORDS, Key, Result, Row, Told
 from benchmarks.compare.running import Session
 from benchmarks.compare.sides import Side
 
@@ -22,7 +22,7 @@ CASES = (RING, ULYSSES, LAYER)
 
 @dataclass
 class Machine:
-    """A `Runner` whose times are drawn.
+    """A `Bench` whose times are drawn.
 
     Args:
         seed: of the noise.
@@ -102,7 +102,7 @@ def record(
         "harness_sha": "a" * 64,
         "status": "ok",
         "reason": None,
-        "commit": {"sha": side.told["sha"], "merge_base": None, "branch": None, "dirty": False},
+        "commit": {"sha": side.told.sha, "merge_base": None, "branch": None, "dirty": False},
         "case": {
             "id": case,
             "layer": layer,
@@ -180,7 +180,7 @@ def pair_of_sides() -> tuple[Side, Side]:
             name,
             Path("nowhere"),
             "python",
-            {"ref": name, "sha": letter * 40, "environment": "shared"},
+            Told(name, letter * 40, "shared"),
         )
         for name, letter in (("base", "b"), ("head", "c"))
     )
@@ -194,18 +194,17 @@ def compared(
     *,
     seed: int = 11,
     strict: bool = False,
-) -> Json:
+) -> Result:
     """The result of a whole comparison on a made-up machine."""
     sides = pair_of_sides()
     listed = {side.name: machine.listed(side, ranks) for side in sides}
     Session(machine, sides, seed, folder / RECORDS, lambda *_: None).run(
         listed["base"] & listed["head"]
     )
-    return build(
-        folder, Compared(sides[0].told, sides[1].told, seed, list(ranks), listed), strict=strict
-    )
+    facts = {"base": sides[0].told, "head": sides[1].told, "seed": seed, "ranks": list(ranks)}
+    return build(folder, strict=strict, listed=listed, **facts)
 
 
-def rows_of(result: Json) -> dict[Key, Json]:
+def rows_of(result: Result) -> dict[Key, Row]:
     """The rows by case and ranks."""
-    return {(row["case"], row["ranks"]): row for row in result["rows"]}
+    return {row.key: row for row in result.rows}
