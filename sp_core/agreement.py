@@ -7,9 +7,10 @@ not agree do the texts follow; a rank that leaves sends none.
 
 from __future__ import annotations
 
-import hashlib
+import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from sp_core.transport.base import wait
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-RECORD_BYTES = 64
-_FIELDS = RECORD_BYTES // 8
+_RECORD = struct.Struct("q8sq40s")
+RECORD_BYTES = _RECORD.size
 ERRORS: tuple[type[Exception], ...] = (
     errors.ShapeError,
     errors.DtypeError,
@@ -95,16 +96,12 @@ class Question:
         state: State = State.CALLS,
     ) -> None:
         self._comm, self._call, self._error = comm, call, error
-        record = np.zeros(_FIELDS, np.int64)
-        record[:3] = (state if error is None else State.REFUSES, _hash(call), value)
-        beginning = np.frombuffer((_text(error) if error else call).encode(), np.uint8)[
-            : record[3:].nbytes
-        ]
-        record[3:].view(np.uint8)[: beginning.size] = beginning
-        self._record, self._records = (
-            record,
-            np.empty((comm.size, _FIELDS), np.int64),
-        )  # MPI holds only their addresses
+        digest = blake2b(call.encode(), digest_size=8).digest()
+        beginning = (_text(error) if error else call).encode()
+        state = state if error is None else State.REFUSES
+        record = np.frombuffer(_RECORD.pack(state, digest, value, beginning), np.int64)
+        # MPI holds only their addresses
+        self._record, self._records = record, np.empty((comm.size, record.size), np.int64)
         self.request = comm.Iallgather(record, self._records.reshape(-1))
 
     def test(self) -> bool:
@@ -148,27 +145,19 @@ class Questions:
         return not self._open
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
-    )
-
-
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
-    texts = _gather_texts(comm, f"{_kind(error)}|{call if error is None else _text(error)}")
-    kinds, messages = zip(*(text.split("|", 1) for text in texts), strict=True)
+    kinds, texts = zip(
+        *comm.allgather((_kind(error), call if error is None else _text(error))), strict=True
+    )
     if not any(failed):
-        raise CollectiveMismatch(_differences(messages))
+        raise CollectiveMismatch(_differences(texts))
     first = failed.index(True)
-    others = [
-        rank
-        for rank, bad in enumerate(failed)
-        if bad and rank != first and messages[rank] != messages[first]
+    lines = [
+        f"rank {rank}: {text}"
+        for rank, text in enumerate(texts)
+        if rank == first or (failed[rank] and text != texts[first])
     ]
-    lines = [f"rank {first}: {messages[first]}"] + [
-        f"rank {rank}: {messages[rank]}" for rank in others
-    ]
-    raise ERRORS[int(kinds[first])]("\n".join(lines)) from error
+    raise ERRORS[kinds[first]]("\n".join(lines)) from error
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
@@ -204,12 +193,3 @@ def _differences(calls: Sequence[str]) -> str:
     return "\n".join(
         ["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines]
     )
-
-
-def _gather_texts(comm: Intracomm, text: str) -> list[str]:
-    mine = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.empty(comm.size, np.int64)
-    comm.Allgather(np.array([mine.size], np.int64), sizes)
-    everything = np.empty(int(sizes.sum()), np.uint8)
-    comm.Allgatherv(mine, [everything, sizes.tolist()])
-    return [part.tobytes().decode() for part in np.split(everything, np.cumsum(sizes)[:-1])]

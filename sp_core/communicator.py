@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
@@ -15,10 +13,11 @@ from torch import Tensor
 from sp_core import agreement, progress
 from sp_core.counters import Counters
 from sp_core.errors import DeviceError, RankError
+from sp_core.observer import observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
-from sp_core.transport.counter import SharedCounter, make_counter
+from sp_core.transport.counter import MpiCounter
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -28,19 +27,8 @@ if TYPE_CHECKING:
 Check = Literal["agree", "off"]
 MAX_TAG = 32767
 """The largest tag that the MPI standard guarantees."""
-MADE_LATER = ("_comm", "_owned", "transport", "window", "no_window")
+MADE_LATER = ("_comm", "_owned", "scratch", "transport", "window", "no_window")
 """Attributes that a `Reordered` gets in its first use."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options that all communicators of a mesh share; as in `Communicator`."""
-
-    device: torch.device
-    transport: str | HostWrapper
-    check: Check
-    algorithm: str | Mapping[str, str]
-    tuning: Tuning | None
 
 
 class NotCopied:
@@ -87,28 +75,17 @@ class Communicator(NotCopied):
         nodes: Sequence[int] = (),
         tuning: Tuning | None = None,
     ) -> None:
-        options = Options(torch.device(device), transport, check, algorithm, tuning)
-        self._describe(comm.rank, comm.size, name, tuple(nodes) or (0,) * comm.size, options)
-        self._control = (
-            comm.Dup()
-        )  # apart from transfers under way, whose calls have an order of their own
+        self._describe(comm.rank, comm.size, name, nodes or (0,) * comm.size)
+        self.device, self.check, self.tuning = torch.device(device), check, tuning
+        self._asked, self.algorithms = transport, defaults(algorithm)
+        # apart from transfers under way, whose calls have an order of their own
+        self._control = comm.Dup()
         self._open(comm, (self._control, comm))
 
-    def _describe(
-        self, rank: int, size: int, name: str, nodes: Sequence[int], options: Options
-    ) -> None:
-        """Set the attributes that need no other rank."""
-        self.rank, self.size, self.name, self.nodes, self.options = (
-            rank,
-            size,
-            name,
-            tuple(nodes),
-            options,
-        )
-        self.device, self.check, self.tuning = options.device, options.check, options.tuning
-        self.algorithms = defaults(options.algorithm)
+    def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int]) -> None:
+        """Set what is this rank's own and needs no other rank."""
+        self.rank, self.size, self.name, self.nodes = rank, size, name, tuple(nodes)
         self.counters = Counters()
-        self.scratch = Scratch(self.device)
         self._pending: list[Handle] = []
         self._declined: list[agreement.Question] = []
         self._progress = progress.of_this_rank()
@@ -117,17 +94,16 @@ class Communicator(NotCopied):
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
         """Make transport and window over `comm`, which only this object uses. The communicators in `owned` are freed in the end."""
-        self._comm, self._owned = comm, owned
+        self._comm, self._owned, self.scratch = comm, owned, Scratch(self.device)
         try:
-            self.transport = make_transport(self.options.transport, comm, self.device, self.poll)
+            self.transport = make_transport(self._asked, comm, self.device, self.poll)
         except DeviceError:  # on every rank
             for each in owned:
                 each.Free()
             raise
         self.window, why_not = make_window(self.transport.name, comm, self.device)
-        self.no_window = why_not or (
-            "" if self.window else f"it was made with transport={self.options.transport!r}"
-        )
+        without = "" if self.window else f"it was made with transport={self._asked!r}"
+        self.no_window = why_not or without
 
     @property
     def is_made(self) -> bool:
@@ -170,10 +146,10 @@ class Communicator(NotCopied):
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
         return self.track(self.transport.exchange(sends, recvs))
 
-    def counter(self) -> SharedCounter:
+    def counter(self) -> MpiCounter:
         """Make a counter that gives each number to one rank. Every rank calls this, and frees it in the end."""
         self.agree_on(lambda: f"counter() on {self.name}")
-        return make_counter(self._comm)
+        return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
         """Let every `poll` and `wait` of this rank test a handle until it is complete."""
@@ -279,7 +255,7 @@ class Communicator(NotCopied):
 
     def ask_to_free(self) -> list[agreement.Question]:
         """Start to compare whether every rank is about to free this communicator."""
-        if self._freed:
+        if self._freed or not self.is_made:
             return []
         self.counters["control"].add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
         return [
@@ -292,7 +268,8 @@ class Communicator(NotCopied):
         Args:
             is_agreed: whether the ranks have compared that all of them are about to do so.
         """
-        if self._freed:
+        if self._freed or not self.is_made:
+            self._freed = True
             return
         try:
             if not is_agreed:
@@ -316,9 +293,8 @@ class Communicator(NotCopied):
         """Make the next comparison of the other ranks an error, without waiting for them."""
         if not self._freed:
             with suppress(Exception):  # the error that is the reason says more
-                self._declined.append(
-                    agreement.Question(self._control, why, state=agreement.State.FAILS)
-                )
+                question = agreement.Question(self._control, why, state=agreement.State.FAILS)
+                self._declined.append(question)
                 self._progress.keep(self._declined[-1:])
 
     def _leave(self, *, together: bool) -> None:
@@ -330,20 +306,6 @@ class Communicator(NotCopied):
         self.transport.close(together=together)
         if self.window is not None:
             self.window.close(together=together)
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.free()
-        else:
-            self.abandon()
 
 
 class Reordered(Communicator):
@@ -362,8 +324,10 @@ class Reordered(Communicator):
     def __init__(
         self, other: Communicator, order: Sequence[int], name: str, nodes: Sequence[int]
     ) -> None:
-        self._describe(order.index(other.rank), other.size, name, nodes, other.options)
-        self._control, self._other, self._order = other._control, other, tuple(order)
+        shared = {key: value for key, value in vars(other).items() if key not in MADE_LATER}
+        vars(self).update(shared)
+        self._describe(order.index(other.rank), other.size, name, nodes)
+        self._other, self._order = other, tuple(order)
 
     def __getattr__(self, name: str) -> Any:
         if name not in MADE_LATER:
@@ -382,16 +346,6 @@ class Reordered(Communicator):
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         told = super()._agree(call, value, error)
         return tuple(told[place] for place in self._order)
-
-    def ask_to_free(self) -> list[agreement.Question]:
-        """As in the base class. Nothing is sent if it was never used."""
-        return super().ask_to_free() if self.is_made else []
-
-    def free(self, *, is_agreed: bool = False) -> None:
-        """As in the base class. Nothing is sent if it was never used."""
-        if self.is_made:
-            super().free(is_agreed=is_agreed)
-        self._freed = True
 
 
 AgreeOn = Callable[..., tuple[int, ...]]

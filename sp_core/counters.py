@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 
 @dataclass
@@ -41,33 +41,23 @@ class Count:
         )
 
 
-class Counters:
+class Counters(dict[str, Count]):
     """What a communicator has sent, by operation. `control` counts the comparisons between ranks."""
 
-    def __init__(self) -> None:
-        self._counts: dict[str, Count] = {}
-
-    def __getitem__(self, operation: str) -> Count:
-        """Return the count of one operation. Make it at zero if there is none."""
-        count = self._counts.get(
-            operation
-        )  # asked in every call: `setdefault` would make a Count each time
-        if count is None:
-            count = self._counts[operation] = Count()
+    def __missing__(self, operation: str) -> Count:
+        """Return the count of an operation that was not called: a new one, at zero."""
+        count = self[operation] = Count()
         return count
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Return all counts as plain numbers."""
-        return {
-            name: {f.name: getattr(count, f.name) for f in fields(count)}
-            for name, count in self._counts.items()
-        }
+        return {name: asdict(count) for name, count in self.items()}
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        self._counts.clear()
+        self.clear()
 
     def total(self, *, control: bool = False) -> Count:
         """Return the sum over all operations, without `control` unless asked for."""
-        chosen = [count for name, count in self._counts.items() if control or name != "control"]
+        chosen = [count for name, count in self.items() if control or name != "control"]
         return sum(chosen, Count())

@@ -9,41 +9,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 
-class Question(Protocol):
-    """A comparison over the ranks that is under way, and MPI's request of it."""
-
-    request: Any
-
-    def test(self) -> bool:
-        """Return whether it is answered."""
-        ...
-
-
-class Source(Protocol):
-    """A communicator on which something may have been started."""
-
-    def advance(self) -> bool:
-        """Let everything started make progress. Return False once nothing is left."""
-        ...
-
-
 class Progress:
-    """The communicators of one rank on which something has been started. They are weakly referenced."""
+    """The communicators of one rank on which something has been started. They are weakly referenced.
+
+    Attributes:
+        kept: comparisons whose answers nobody waits for any more, until MPI has done with their
+            memory. `request` is MPI's request of each.
+    """
 
     def __init__(self) -> None:
-        self._busy: WeakKeyDictionary[Source, None] = WeakKeyDictionary()
-        self.kept: list[Question] = []
+        self._busy: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.kept: list[Any] = []
 
-    def add(self, source: Source) -> None:
-        """Poll a communicator from now on, until nothing on it is left."""
+    def add(self, source: Any) -> None:
+        """Call the `advance` of a communicator in every poll from now on, until it returns False."""
         self._busy[source] = None
 
-    def keep(self, questions: Sequence[Question]) -> None:
-        """Keep questions, whose answers nobody waits for any more, until MPI has done with their memory."""
+    def keep(self, questions: Sequence[Any]) -> None:
+        """Keep comparisons whose answers nobody waits for any more."""
         self.kept = [question for question in self.kept if not question.test()] + list(questions)
 
     @property
@@ -58,20 +45,14 @@ class Progress:
                 self._busy.pop(source, None)
 
 
-class _Rank(threading.local):
-    """The progress of the rank that runs in this thread. Tests run several ranks in one process."""
-
-    def __init__(self) -> None:
-        self.progress = Progress()
-
-
-_RANK = _Rank()
+_RANK = threading.local()
 
 
 def of_this_rank() -> Progress:
     """Return the progress of the rank whose thread calls this.
 
     A communicator asks once, when it is made. Threads in which torch runs a backward then poll the
-    same communicators.
+    same communicators. Tests run several ranks in one process.
     """
-    return _RANK.progress
+    found: Progress = vars(_RANK).setdefault("progress", Progress())
+    return found

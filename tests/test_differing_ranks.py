@@ -13,7 +13,6 @@ from domains.declared import Subject
 from domains.differing import alone, compared, faults, known_of, unchecked
 from domains.subjects import SUBJECTS
 
-from sp_core.agreement import _gather_texts
 from sp_core.testing import run_threads, spmd
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
@@ -43,8 +42,8 @@ def check_arguments(comm: Any, subject: Subject) -> None:
 def check_calls(comm: Any, subject: Subject) -> None:
     """Let one rank call once more than the others, then once less. Ranks along other axes may have other errors."""
     for is_extra in (True, False):
-        told = _gather_texts(
-            comm, alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra)
+        told = comm.allgather(
+            alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra)
         )
         assert {bool(text) for text in told} == {"a call on one rank" not in subject.allowed}, told
 

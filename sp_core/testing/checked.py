@@ -23,7 +23,7 @@ from sp_core.testing.signatures import Edges, Flow, op_of
 from sp_core.testing.stuck import Detector, Family
 
 if TYPE_CHECKING:
-    from sp_core.transport.counter import SharedCounter
+    from sp_core.transport.counter import MpiCounter
 
 AGREED = {
     **dict.fromkeys(
@@ -215,7 +215,7 @@ class CheckedComm(Messages):
             MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]"
         )
 
-    def make_counter(self) -> SharedCounter:
+    def make_counter(self) -> MpiCounter:
         """Return a counter that these ranks share."""
         from sp_core.transport.counter import (
             MpiCounter,

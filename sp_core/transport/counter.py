@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-
-from sp_core.observer import observer_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -15,26 +13,8 @@ HOME = 0
 """The rank whose memory holds the number."""
 
 
-class SharedCounter(Protocol):
-    """Gives 0, 1, 2, ... to whichever rank asks next."""
-
-    def take(self) -> int:
-        """Return the next number, which no other rank gets."""
-        ...
-
-    def free(self) -> None:
-        """Give the memory back; every rank calls this."""
-        ...
-
-
-def make_counter(comm: Intracomm) -> SharedCounter:
-    """Make a counter over the ranks of a communicator. Every rank calls this. A checked communicator makes its own kind."""
-    own: SharedCounter | None = observer_of(comm).make_counter()
-    return MpiCounter(comm) if own is None else own
-
-
 class MpiCounter:
-    """A window of eight bytes, in which the library's own atomic addition counts.
+    """Give 0, 1, 2, ... to whichever rank asks next: the library's own atomic addition in a window of eight bytes.
 
     Args:
         comm: an mpi4py communicator; all its ranks make this together.
@@ -55,13 +35,13 @@ class MpiCounter:
         self._window.Lock_all(MPI.MODE_NOCHECK)
 
     def take(self) -> int:
-        """Return the next number."""
+        """Return the next number, which no other rank gets."""
         one, got = np.ones(1, np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op(one, got, HOME, 0, self._sum)
         self._window.Flush(HOME)
         return int(got[0])
 
     def free(self) -> None:
-        """Free the window."""
+        """Give the memory back; every rank calls this."""
         self._window.Unlock_all()
         self._window.Free()

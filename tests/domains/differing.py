@@ -17,7 +17,6 @@ from torch import Tensor
 import sp_core as sp
 from domains.declared import Call, Subject, Values
 from domains.trial import REFUSALS, finished
-from sp_core.agreement import _gather_texts
 from sp_core.llama import LlamaConfig, Sampling
 from sp_core.scheduling import Plan, gpipe
 from sp_core.testing import run_threads
@@ -332,12 +331,12 @@ def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
         for difference in told:
             if not difference.is_valid:
                 call.arguments = dict(given)
-                yield fault(difference, _gather_texts(comm, outcome(call, difference, comm)))
+                yield fault(difference, comm.allgather(outcome(call, difference, comm)))
         call.arguments = given
         call.judge(finished(call()))
     for difference in told:
         if difference.is_valid:
-            yield fault(difference, _gather_texts(comm, answer(subject, drawn, difference, comm)))
+            yield fault(difference, comm.allgather(answer(subject, drawn, difference, comm)))
 
 
 def unchecked(subject: Subject, difference: Difference) -> str:
