@@ -24,7 +24,7 @@ from sp_core import measuring
 from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError
 from sp_core.machine import cores, cpu_model, loaded_library
-from sp_core.mesh import Mesh
+from sp_core.mesh import Mesh, read_nodes
 from sp_core.probing import bounded, in_job, last_line, launch_problem
 from sp_core.schedules import defaults
 from sp_core.transport import NAMES
@@ -190,7 +190,7 @@ VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TRANSPORT": _known_transport,
     "SP_ALGORITHM": defaults,
     "SP_TUNING": lambda given: find(dict, given),
-    "SP_NODES": lambda given: [int(number) for number in given.split(",")],
+    "SP_NODES": lambda given: read_nodes(given.split(",")),
 }
 """How the value of each variable is read."""
 

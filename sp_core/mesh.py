@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
-from sp_core import agreement, arguments, axes, progress
+from sp_core import agreement, arguments, progress
 from sp_core.communicator import Check, Communicator, NotCopied, Reordered
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
-from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, wait
-from sp_core.tuning import FileError, Tuning, find
+from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, choose, wait
+from sp_core.tuning import Tuning, find
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -83,33 +85,31 @@ class Mesh(NotCopied):
         **axes: int,
     ) -> None:
         arguments.check(comm=comm)  # without it no rank can be asked: an error of this rank
-        self.axes = dict(axes)
-        self.rank: int = comm.rank
-        self.size: int = comm.size
+        self.axes, self.rank, self.size = dict(axes), int(comm.rank), int(comm.size)
         self._check: Check = check
         self._algorithm = os.environ.get("SP_ALGORITHM", "auto") if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._freed = False
-        self.device, error = _resolved(device)
-        self._transport = transport = _meant(transport, self.device.type)
-        given = os.environ.get("SP_NODES", "").split(",") if nodes is None else _shown(nodes)
-        constants, tuning_error = _constants(tuning, self.rank)
-        error = error or self._problem() or self._nodes_problem(given) or tuning_error
-        call = f"Mesh(axes={self.axes}, device={self.device.type}, {transport=}, {check=}"
-        call += f", algorithm={self._algorithm!r}, nodes={given})"
+        constants = error = None
+        call = ""  # the other ranks do not compare the call of a rank that refuses it
+        try:
+            self._check_arguments()
+            self.device = _device(device)
+            self._transport = _transport(transport, self.device)
+            nodes = read_nodes(nodes, self.size)
+            constants = _constants(tuning, self.rank)
+            call = f"Mesh(axes={self.axes}, device={self.device.type}, transport={self._transport!r}, {check=}"
+            call += f", algorithm={self._algorithm!r}, nodes={nodes})"
+        except (TypeError, ValueError) as found:
+            error = found
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
-        self._nodes = (
-            tuple(map(int, given)) if given != [""] else tuple(number // 2 for number in told)
-        )
+        self._nodes = nodes or [number // 2 for number in told]
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
         self._comm = comm.Dup()
         try:
-            for names in (
-                names
-                for number in range(1, len(self.axes) + 1)
-                for names in combinations(self.axes, number)
-            ):
-                self._add(names)
+            for number in range(1, len(self.axes) + 1):
+                for names in combinations(self.axes, number):
+                    self._add(names)
         except DeviceError:  # on every rank: a transport that is not here
             self.free()
             raise
@@ -134,9 +134,7 @@ class Mesh(NotCopied):
                 f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once."
             )
         if names not in self._made:
-            self._made[names] = (
-                self._reordered(names) if names else self._make(names, self._alone())
-            )
+            self._made[names] = self._later(names)
         return self._made[names]
 
     def coordinate(self, axis: str) -> int:
@@ -147,13 +145,10 @@ class Mesh(NotCopied):
         """Free every communicator of the mesh, on every rank; a second call does nothing."""
         if self._freed:
             return
-        order = sorted(
-            self._made, key=lambda names: (names == axes.in_order(self.axes, names), names)
-        )
+        # communicators of ranks in another order before those whose ranks they number
+        order = sorted(self._made, key=lambda names: (names == self._in_order(names), names))
         try:
-            questions = [
-                question for names in order for question in self._made[names].ask_to_free()
-            ]
+            questions = [each for names in order for each in self._made[names].ask_to_free()]
             wait(agreement.Questions(questions), progress.of_this_rank().poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
@@ -186,8 +181,9 @@ class Mesh(NotCopied):
     def _add(self, names: tuple[str, ...]) -> None:
         """Make a communicator. If its transport is refused on some ranks of the mesh, refuse it on all ranks."""
         error = None
+        groups = self._groups(names)
+        color, key = map(int, np.argwhere(groups == self.rank)[0])
         try:
-            color, key = axes.place(self.axes, self.rank, names)
             self._made[names] = self._make(names, cast("Intracomm", self._comm.Split(color, key)))
         except DeviceError as found:
             error = found
@@ -200,109 +196,122 @@ class Mesh(NotCopied):
             device=self.device,
             transport=self._transport,
             check=self._check,
-            name=axes.title(names),
+            name=_title(names),
             algorithm=self._algorithm,
             nodes=self._nodes_of(self._members(names)),
             tuning=self.tuning,
         )
 
-    def _reordered(self, names: tuple[str, ...]) -> Communicator:
-        usual = axes.in_order(self.axes, names)
+    def _later(self, names: tuple[str, ...]) -> Communicator:
+        """Make a communicator without the other ranks: of this rank alone, or of the ranks of another one."""
+        if not names:
+            own = observer_of(self._comm).alone()  # a checked communicator makes its own
+            if own is None:
+                from mpi4py import MPI
+
+                own = MPI.COMM_SELF.Dup()
+            return self._make(names, cast("Intracomm", own))
+        usual = self._in_order(names)
         ranks, mine = self._members(usual), self._members(names)
-        return Reordered(
-            self._made[usual],
-            [ranks.index(rank) for rank in mine],
-            axes.title(names),
-            self._nodes_of(mine),
-        )
+        order = [ranks.index(rank) for rank in mine]
+        return Reordered(self._made[usual], order, _title(names), self._nodes_of(mine))
 
-    def _alone(self) -> Intracomm:
-        """Make a communicator of this rank alone. A checked communicator makes its own."""
-        own = observer_of(self._comm).alone()
-        if own is not None:
-            return cast("Intracomm", own)
-        from mpi4py import MPI
+    def _in_order(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return some axes in the order of the mesh."""
+        return tuple(axis for axis in self.axes if axis in names)
 
-        return MPI.COMM_SELF.Dup()
+    def _groups(self, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
+        """Return the ranks of all groups along some axes: one row for each group, in the order of its members."""
+        others = [axis for axis in self.axes if axis not in names]
+        places = [list(self.axes).index(axis) for axis in (*others, *names)]
+        count = math.prod(self.axes[axis] for axis in names)
+        grid = np.arange(self.size).reshape(tuple(self.axes.values())).transpose(places)
+        return grid.reshape(-1, count)
 
     def _members(self, names: tuple[str, ...]) -> list[int]:
-        return axes.members(self.axes, self.size, self.rank, names)
+        """Return the ranks of this rank's group along some axes."""
+        return next(row for row in self._groups(names).tolist() if self.rank in row)
 
     def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return axes.numbered([self._nodes[rank] for rank in ranks])
+        """Return the number of each rank's node, from 0 in the order of their lowest ranks."""
+        order = list(dict.fromkeys(self._nodes[rank] for rank in ranks))
+        return tuple(order.index(self._nodes[rank]) for rank in ranks)
 
-    def _problem(self) -> Exception | None:
-        """Return what is wrong with the arguments on this rank."""
-        try:
-            for length in self.axes.values():
-                arguments.check(size=length)
-            defaults(self._algorithm)
-        except (TypeError, ValueError) as error:
-            return error
-        bad = [axis for axis, length in self.axes.items() if length < 1]
-        if bad or not self.axes or math.prod(self.axes.values()) != self.size:
-            sizes = (
-                " x ".join(f"{axis}={length}" for axis, length in self.axes.items()) or "no axes"
-            )
-            return ShapeError(
-                f"the mesh {sizes} has {math.prod(self.axes.values())} ranks, the communicator has {self.size}. "
+    def _check_arguments(self) -> None:
+        for length in self.axes.values():
+            arguments.check(size=length)
+        defaults(self._algorithm)
+        ranks = math.prod(self.axes.values())
+        if min(self.axes.values(), default=0) < 1 or ranks != self.size:
+            sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items())
+            raise ShapeError(
+                f"the mesh {sizes or 'of no axes'} has {ranks} ranks, the communicator has {self.size}. "
                 "Choose sizes >= 1 whose product is the number of ranks."
             )
         if self._check not in ("agree", "off"):
-            return ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")
-        return self._device_problem()
+            raise ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")
 
-    def _nodes_problem(self, given: Sequence[str]) -> Exception | None:
-        if given == [""] or (
-            len(given) == self.size and all(text.strip().lstrip("-").isdecimal() for text in given)
-        ):
-            return None
-        return ValueError(
-            f"nodes {given} were given for {self.size} ranks. Pass nodes=, or SP_NODES, with one whole number per rank."
+
+def _title(names: tuple[str, ...]) -> str:
+    """Return what error messages call the communicator along some axes."""
+    return "mesh[" + ", ".join(map(repr, names)) + "]"
+
+
+def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[int]:
+    """Read the node of each rank from an argument, or from the environment's SP_NODES.
+
+    Args:
+        nodes: whole numbers, also as text; None for the environment.
+        size: how many there must be, if that is known.
+
+    Returns:
+        The numbers; none if neither names any.
+
+    Raises:
+        ValueError: what is there is not one whole number per rank.
+    """
+    given = os.environ.get("SP_NODES")
+    if nodes is None and not given:
+        return []
+    nodes = str(given).split(",") if nodes is None else nodes
+    texts = list(map(str, nodes)) if hasattr(nodes, "__iter__") else [repr(nodes)]
+    if size not in (None, len(texts)) or not all(re.fullmatch(r"\s*-?\d+\s*", x) for x in texts):
+        raise ValueError(
+            f"nodes {texts} were given for {size or 'some'} ranks. Pass nodes=, or SP_NODES, with one whole number per rank."
         )
-
-    def _device_problem(self) -> Exception | None:
-        offered = NAMES.get(self.device.type, ())
-        if isinstance(self._transport, HostWrapper) and self.device.type == "cpu":
-            return None
-        if not offered or self._transport not in ("auto", *offered):
-            return DeviceError(
-                f"device {str(self.device)!r} with transport {self._transport!r} was asked for; kinds of device and their "
-                f"transports are {NAMES}. Pass one of these, or transport='auto'."
-            )
-        return None
+    return list(map(int, texts))
 
 
-def _meant(transport: str | HostWrapper, kind: str) -> str | HostWrapper:
+def _transport(transport: str | HostWrapper, device: torch.device) -> str | HostWrapper:
     """Replace "auto" by the transport that SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
-    for_others = any(named in names for names in NAMES.values()) and named not in NAMES.get(
-        kind, ()
-    )
-    return named if transport == "auto" and not for_others else transport
+    kinds = [kind for kind, names in NAMES.items() if named in names]
+    if transport == "auto" and (device.type in kinds or not kinds):
+        transport = named
+    choose(transport, device)
+    return transport
 
 
-def _resolved(device: torch.device | str | None) -> tuple[torch.device, Exception | None]:
-    """Return the device with its index, and what is wrong with it."""
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device with its index."""
     try:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
-        return torch.device("cpu"), DeviceError(
-            f"device={device!r} was given: {str(error).splitlines()[0]} Pass 'cpu' or 'cuda'."
-        )
+        text = str(error).splitlines()[0]
+        raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
     if found.type != "cuda":
-        return found, None
+        return found
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return found, DeviceError(
+        raise DeviceError(
             "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or install torch with CUDA."
         )
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= count:
-        return found, DeviceError(
+        raise DeviceError(
             f"device {str(found)!r} was asked for; there are {count} CUDA devices, cuda:0 to cuda:{count - 1}."
         )
-    return torch.device("cuda", index), None
+    return torch.device("cuda", index)
 
 
 def fingerprint() -> dict[str, str]:
@@ -317,23 +326,10 @@ def fingerprint() -> dict[str, str]:
     }
 
 
-def _shown(nodes: Sequence[int]) -> list[str]:
-    return list(map(str, nodes)) if hasattr(nodes, "__iter__") else [repr(nodes)]
-
-
-def _constants(
-    tuning: Tuning | str | Path | None, rank: int
-) -> tuple[Tuning | None, Exception | None]:
-    """Return the constants that were asked for, on rank 0, and what is wrong with them."""
+def _constants(tuning: Tuning | str | Path | None, rank: int) -> Tuning | None:
+    """Return the constants that were asked for, on rank 0."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
-        return None, TypeError(
-            f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'."
-        )
+        raise TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
     if rank:
-        return None, None
-    if isinstance(tuning, Tuning):
-        return tuning, None
-    try:
-        return find(fingerprint, tuning), None
-    except FileError as error:
-        return None, error
+        return None
+    return tuning if isinstance(tuning, Tuning) else find(fingerprint, tuning)

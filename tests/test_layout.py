@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     (
         "arguments",
-        "axes",
         "errors",
         "machine",
         "launch",

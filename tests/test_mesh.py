@@ -14,7 +14,7 @@ from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
 from sp_core.counters import Count, Counters
-from sp_core.mesh import _resolved
+from sp_core.mesh import _device
 from sp_core.testing import given, run_threads, spmd
 
 SHAPES = {
@@ -87,8 +87,11 @@ def test_a_gpu_is_the_current_one_unless_it_is_numbered(
 ) -> None:
     for name, value in {"is_available": True, "device_count": 2, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    device, error = _resolved(asked)
-    assert found in (str(device) if error is None else str(error))
+    if found.startswith("cuda"):
+        assert str(_device(asked)) == found
+        return
+    with pytest.raises(sp.DeviceError, match=found):
+        _device(asked)
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])
