@@ -31,35 +31,95 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
     from tokenizers import Tokenizer
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 REFUSED = 2
 """The exit code where something is wrong with what was asked for."""
 
 
+_MODEL: dict[str, dict[str, Any]] = {
+    "--model": {
+        "required": True,
+        "metavar": "DIR",
+        "help": "folder with config.json, *.safetensors, tokenizer.json",
+    },
+    "--prompt": {
+        "required": True,
+        "action": "append",
+        "help": "text to continue; may be given several times",
+    },
+    "--scheme": {
+        "help": "attention over the ranks that share a prompt; default: what they are named after"
+    },
+    "--tp-sp": {
+        "action": "store_true",
+        "help": "tensor ranks share the tokens of a prompt, too, between their layers",
+    },
+    "--algorithm": {
+        "help": "of collectives: ring, or all_reduce=ring,all_gather=bruck; "
+        "default: that of the MPI library"
+    },
+    "--dtype": {
+        "choices": ("float64", "float32", "bfloat16", "float16"),
+        "help": "in which to compute; default: that of the weights",
+    },
+    "--device": {
+        "choices": ("cpu", "cuda"),
+        "default": "cpu",
+        "help": "where to compute (default: cpu)",
+    },
+    "--timeout": {
+        "type": float,
+        "default": 86400.0,
+        "help": "seconds for ranks that are started (default: a day)",
+    },
+}
+_AXES = {
+    "dp": "replicas, which share the prompts",
+    "pp": "stages that hold the layers one after the other",
+    "ring": "ranks of a ring, which share each prompt",
+    "ulysses": "ranks that share each prompt by heads",
+    "tp": "ranks that share the weights",
+}
+_GENERATE: dict[str, dict[str, Any]] = {
+    "--max-tokens": {
+        "type": int,
+        "default": 64,
+        "help": "how many tokens to add at most (default: 64)",
+    },
+    "--temperature": {
+        "type": float,
+        "default": 0.0,
+        "help": "0 takes the most likely token (default)",
+    },
+    "--top-k": {"type": int, "help": "only from so many of the most likely tokens"},
+    "--top-p": {
+        "type": float,
+        "help": "only from the most likely tokens that together have this probability",
+    },
+    "--seed": {"type": int, "default": 0, "help": "of the random numbers (default: 0)"},
+}
+_LOGITS: dict[str, dict[str, Any]] = {
+    "--top": {"type": int, "default": 5, "help": "how many tokens to show (default: 5)"}
+}
+
+
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parsers of both commands."""
-    writer = commands.add_parser(
-        "generate", help="continue prompts with a LLaMA, over several ranks"
-    )
-    _add_model(writer, AXES)
-    writer.add_argument(
-        "--max-tokens", type=int, default=64, help="how many tokens to add at most (default: 64)"
-    )
-    writer.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the most likely token (default)"
-    )
-    writer.add_argument("--top-k", type=int, help="only from so many of the most likely tokens")
-    writer.add_argument(
-        "--top-p",
-        type=float,
-        help="only from the most likely tokens that together have this probability",
-    )
-    writer.add_argument("--seed", type=int, default=0, help="of the random numbers (default: 0)")
-    reader = commands.add_parser(
-        "logits", help="show the most likely next tokens of prompts, with their log-probabilities"
-    )
-    _add_model(reader, AXES[1:])
-    reader.add_argument("--top", type=int, default=5, help="how many tokens to show (default: 5)")
+    """Add the parsers of both commands. Only `generate` takes replicas."""
+    axes: dict[str, dict[str, Any]] = {
+        f"--{axis}": {"type": int, "default": 1, "metavar": "N", "help": f"{text} (default: 1)"}
+        for axis, text in _AXES.items()
+    }
+    without = {name: options for name, options in axes.items() if name != "--dp"}
+    for command_name, text, table in (
+        ("generate", "continue prompts with a LLaMA, over several ranks", axes | _GENERATE),
+        (
+            "logits",
+            "show the most likely next tokens of prompts, with their log-probabilities",
+            without | _LOGITS,
+        ),
+    ):
+        parser = commands.add_parser(command_name, help=text)
+        for name, options in {**_MODEL, **table}.items():
+            parser.add_argument(name, **options)
 
 
 def main(
@@ -91,66 +151,13 @@ def main(
     ranks = math.prod(sizes.values())
     if ranks == 1:
         return _run(options, sizes, comm)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that what was started is ended
+    # so that the ranks that were started are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    words = [sys.executable, "-m", "sp_core", *arguments]
     try:
-        return command.run(
-            ranks, [sys.executable, "-m", "sp_core", *arguments], timeout=options.timeout
-        )
+        return command.run(ranks, words, timeout=options.timeout)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def _add_model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="folder with config.json, *.safetensors, tokenizer.json",
-    )
-    parser.add_argument(
-        "--prompt",
-        required=True,
-        action="append",
-        help="text to continue; may be given several times",
-    )
-    helps = {
-        "dp": "replicas, which share the prompts",
-        "pp": "stages that hold the layers one after the other",
-        "ring": "ranks of a ring, which share each prompt",
-        "ulysses": "ranks that share each prompt by heads",
-        "tp": "ranks that share the weights",
-    }
-    for axis in axes:
-        parser.add_argument(
-            f"--{axis}", type=int, default=1, metavar="N", help=f"{helps[axis]} (default: 1)"
-        )
-    parser.add_argument(
-        "--scheme",
-        help="attention over the ranks that share a prompt; default: what they are named after",
-    )
-    parser.add_argument(
-        "--tp-sp",
-        action="store_true",
-        help="tensor ranks share the tokens of a prompt, too, between their layers",
-    )
-    parser.add_argument(
-        "--algorithm",
-        help="of collectives: ring, or all_reduce=ring,all_gather=bruck; default: that of the MPI library",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="in which to compute; default: that of the weights"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=86400.0,
-        help="seconds for ranks that are started (default: a day)",
-    )
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,17 +46,11 @@ class Checkpoint:
         self.folder = Path(folder)
         places = self._read_index() if (self.folder / INDEX).exists() else {}
         if not places and not (self.folder / SINGLE).exists():
-            pickled = sorted(
-                path.name
-                for pattern in ("*.bin", "*.pt", "*.pth")
-                for path in self.folder.glob(pattern)
+            pickled = [x.name for x in self.folder.glob("*") if x.suffix in (".bin", ".pt", ".pth")]
+            raise CheckpointError(
+                f"{self.folder} has neither {SINGLE} nor {INDEX}. Of the pickled files "
+                f"{sorted(pickled)} none is ever unpickled; convert them to safetensors."
             )
-            hint = (
-                f" There is {pickled[0]}, which would have to be unpickled and never is: convert it to safetensors."
-                if pickled
-                else ""
-            )
-            raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {INDEX}.{hint}")
         files = sorted(set(places.values())) or [SINGLE]
         self._files = {file: _opened(self.folder / file, len(files)) for file in files}
         self._places = places or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
@@ -190,9 +184,7 @@ def load(
                 f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in {folder} are those of {layers}. "
                 "They belong to different models."
             )
-        model = Llama(
-            config, grid, dtype=_one_dtype(checkpoint) if dtype is None else dtype, tp_sp=tp_sp
-        )
+        model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
         _check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
         found.append(model)
@@ -202,38 +194,29 @@ def load(
     return found[0]
 
 
-def _one_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
+    """Return the dtype to compute in: the one asked for, or else the one of all tensors."""
     dtypes = {checkpoint.dtype(name) for name in checkpoint.names if not name.endswith(_UNUSED)}
-    if len(dtypes) != 1:
+    if asked is None and len(dtypes) != 1:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise CheckpointError(
-            f"the weights in {checkpoint.folder} have the dtypes {', '.join(names)}. Say in which one to compute: dtype=..."
+            f"the weights in {checkpoint.folder} have the dtypes {', '.join(names)}. "
+            "Say in which one to compute: dtype=..."
         )
-    return dtypes.pop()
+    return asked or dtypes.pop()
 
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Refuse weights that lack a tensor of the model, or that have one which the model does not use."""
-    expected = parameter_names(model)
-    missing = sorted(expected - set(checkpoint.names))
-    if missing:
-        raise CheckpointError(
-            f"{_some(missing)} missing from the weights in {checkpoint.folder}; config.json asks for them."
-        )
+    expected, names = parameter_names(model), set(checkpoint.names)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    extra = sorted(
-        name for name in set(checkpoint.names) - expected - tied if not name.endswith(_UNUSED)
-    )
-    if extra:
+    missing = sorted(expected - names)
+    extra = sorted(name for name in names - expected - tied if not name.endswith(_UNUSED))
+    if missing or extra:
         raise CheckpointError(
-            f"{_some(extra)} in {checkpoint.folder}, for which a model with its config.json has no place."
+            f"of the tensors of a model with its config.json {len(missing)} are missing from "
+            f"{checkpoint.folder}, {missing[:3]}; {len(extra)} more are there, {extra[:3]}."
         )
-    for name in expected:
-        checkpoint.dtype(name)
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {'is' if len(names) == 1 else 'are'}"
 
 
 def save(
@@ -275,29 +258,19 @@ def save(
             )
         return f"save({folder}, {max_file_bytes}) on {everyone.name}"
 
+    def on_first(write: Callable[[], None]) -> None:
+        everyone.agree_on(call, partial(_attempt, write, Path(folder), everyone.rank))
+
     everyone.agree_on(call)
     target = Path(folder)
-    files = _files(
-        {checkpoint_name(name): weight for name, weight in model.named_parameters()}, max_file_bytes
-    )
+    weights = {checkpoint_name(name): weight for name, weight in model.named_parameters()}
+    files = _files(weights, max_file_bytes)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-
-    def on_first(write: Callable[[], None]) -> None:
-        everyone.agree_on(
-            lambda: f"save({target}, {max_file_bytes}) on {everyone.name}",
-            partial(_attempt, write, target, everyone.rank),
-        )
-
     try:
         on_first(partial(_begin, model.grid.stages.size, target, draft))
         for file, weights in files.items():
-            on_first(
-                partial(
-                    _write,
-                    {name: _gathered(weight, model).cpu() for name, weight in weights.items()},
-                    draft / file,
-                )
-            )
+            whole = ((name, _gathered(weight, model).cpu()) for name, weight in weights.items())
+            on_first(partial(_write, dict(whole), draft / file))
         on_first(partial(_end, model, tokenizer, files, draft, target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has its name by now
@@ -319,11 +292,8 @@ def _files(
     """Assign the weights to files in their order. A file takes as many as fit into `limit` bytes, but at least one."""
     groups: list[dict[str, nn.Parameter]] = [{}]
     for name, weight in weights.items():
-        if (
-            limit is not None
-            and groups[-1]
-            and sum(map(_size, (*groups[-1].values(), weight))) > limit
-        ):
+        together = sum(map(_size, (*groups[-1].values(), weight)))
+        if limit is not None and groups[-1] and together > limit:
             groups.append({})
         groups[-1][name] = weight
     if len(groups) == 1:
@@ -345,12 +315,10 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
         if rank == 0:
             write()
     except (OSError, ModuleNotFoundError) as error:
-        hint = (
-            " pip install 'sp-core[llama]' installs it."
-            if isinstance(error, ModuleNotFoundError)
-            else ""
-        )
-        raise CheckpointError(f"{target} cannot be written: {error}.{hint}") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {error}. It takes room on the disk, and what "
+            "pip install 'sp-core[llama]' installs."
+        ) from error
 
 
 def _begin(stages: int, target: Path, draft: Path) -> None:

@@ -76,6 +76,10 @@ class LlamaConfig:
                 f"num_attention_heads={self.num_attention_heads} and num_key_value_heads={self.num_key_value_heads} were given; "
                 "the first must be a multiple of the second."
             )
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise CheckpointError(f"{name}={value!r} was given, needed a number of at least 0.")
         try:
             self.rope()
         except (ShapeError, ValueError, TypeError) as error:
@@ -124,34 +128,25 @@ class LlamaConfig:
                 raise CheckpointError(
                     f"{name}={values[name]!r} is not supported; only {supported[0]!r} is."
                 )
-        missing = [name for name in _SIZES if name not in values]
+        names = cls.__dataclass_fields__
+        given = {name: values[name] for name in names if values.get(name) is not None}
+        missing = [name for name in _SIZES if name not in given]
         if missing:
             raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")
-        hidden, heads = values["hidden_size"], values["num_attention_heads"]
-        head_dim = values.get("head_dim") or (
-            hidden // heads if _is_size(heads) and _is_size(hidden) else 0
-        )
-        return cls(
-            **{name: values[name] for name in _SIZES},
-            num_key_value_heads=values.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            rms_norm_eps=_number(values, "rms_norm_eps", 1e-6),
-            **_rope(values),
-            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_position_embeddings=values.get("max_position_embeddings", 2048),
-            eos_token_id=_tokens(values.get("eos_token_id")),
-        )
+        hidden, heads = given["hidden_size"], given["num_attention_heads"]
+        divides = _is_size(heads) and _is_size(hidden)
+        inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 0}
+        others = {**_rope(values), "eos_token_id": _tokens(values.get("eos_token_id"))}
+        return cls(**{**inferred, **given, **others})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a `config.json` from which `from_dict` makes this configuration again."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        scaling = dict(self.rope_scaling) if self.rope_scaling else None
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             "hidden_act": "silu",
-            **values,
-            "rope_scaling": scaling,
+            **vars(self),
+            "rope_scaling": self.rope_scaling and dict(self.rope_scaling),
             "eos_token_id": list(self.eos_token_id),
         }
 
@@ -181,13 +176,6 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _number(values: Mapping[str, Any], name: str, default: float) -> float:
-    value = values.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise CheckpointError(f"{name}={value!r} was given, needed a number of at least 0.")
-    return float(value)
-
-
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return base and scaling. Older files have an entry for each; those of transformers 5 have one, `rope_parameters`."""
     joint = values.get("rope_parameters") or {}
@@ -196,7 +184,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"the scaling of the rotary embedding is {scaling!r}, needed an object or null."
         )
-    base = _number({**values, **joint}, "rope_theta", 10000.0)
+    base = {"rope_theta": 10000.0, **values, **joint}["rope_theta"]
     kept = {name: value for name, value in scaling.items() if name != "rope_theta"}
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return {"rope_theta": base, "rope_scaling": None if is_plain else kept}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -66,18 +66,15 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
-        p = ((order.values - order.values[0]) / self.temperature).softmax(
-            0
-        )  # at most 0: no quotient is infinity
+        # at most 0: no quotient is infinity
+        p = ((order.values - order.values[0]) / self.temperature).softmax(0)
         if self.top_k is not None:
             p[self.top_k :] = 0
         if self.top_p is not None:
             p[p.cumsum(0) - p >= self.top_p * p.sum()] = 0
         chances = p.cumsum(0)
-        drawn = (
-            torch.rand((), generator=random, dtype=torch.float64).to(chances.device) * chances[-1]
-        )
-        return int(order.indices[int((chances <= drawn).sum())])
+        uniform = torch.rand((), generator=random, dtype=torch.float64).to(chances.device)
+        return int(order.indices[int((chances <= uniform * chances[-1]).sum())])
 
 
 def generate(
@@ -115,7 +112,7 @@ def generate(
     check_model(model)
     grid = model.grid
     stop = model.config.eos_token_id if stop is None else stop
-    sampling = Sampling() if sampling is None else sampling
+    sampling = sampling or Sampling()
     grid.everyone.agree_on(
         lambda: (
             f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))})"
@@ -123,41 +120,44 @@ def generate(
         lambda: _check(model, prompts, max_tokens, sampling, stop, on_token),
     )
     share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
-    decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in share])
-    new = {
-        number: list(prompts[number]) for number in share
-    }  # for each sequence the tokens that the decoder has not seen
-    results: dict[int, list[int]] = {number: [] for number in share}
-    randoms = {number: sampling.random(number) for number in share}
-    step = decoder.prefill
-    for _ in range(max_tokens if share else 0):
-        logits, step = step(list(new.values())), decoder.decode
-        going_on = [number for number, tokens in new.items() if tokens]
-        new = {number: [] for number in share}
-        chosen = torch.tensor(
-            [
-                sampling.choose(row, randoms[number])
-                for number, row in zip(going_on, logits, strict=True)
-            ]
-        )
-        for number, token in zip(
-            going_on, broadcast(chosen.to(logits.device), comm=grid.model).tolist(), strict=True
-        ):
+    results = {number: list[int]() for number in share}
+    if share:
+        for number, token in _chosen(model, prompts, share, max_tokens, sampling, stop):
             results[number].append(token)
-            new[number] = [] if token in stop else [token]
             if on_token is not None:
                 on_token(number, token)
+    line = [number for tokens in results.values() for number in (len(tokens), *tokens)]
+    own = torch.tensor(line, dtype=torch.int64, device=grid.replicas.device)
+    everybodys = iter(all_gather(own, comm=grid.replicas).tolist())
+    # each sequence travels behind its length
+    return [list(islice(everybodys, length)) for length in everybodys]
+
+
+def _chosen(
+    model: Llama,
+    prompts: Tokens,
+    share: range,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """Yield the tokens of this replica's prompts with the numbers of these, as they are chosen."""
+    decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in share])
+    randoms = {number: sampling.random(number) for number in share}
+    # for each sequence the tokens that the decoder has not seen
+    new, step = {number: list(prompts[number]) for number in share}, decoder.prefill
+    for _ in range(max_tokens):
+        logits, step = step(list(new.values())), decoder.decode
+        going_on = [number for number in share if new[number]]
+        rows = zip(going_on, logits, strict=True)
+        chosen = torch.tensor([sampling.choose(row, randoms[number]) for number, row in rows])
+        tokens = broadcast(chosen.to(logits.device), comm=model.grid.model).tolist()
+        new = {number: [] for number in share}
+        for number, token in zip(going_on, tokens, strict=True):
+            yield number, token
+            new[number] = [] if token in stop else [token]
         if not any(new.values()):
             break
-    line = [number for tokens in results.values() for number in (len(tokens), *tokens)]
-    everybodys = iter(
-        all_gather(
-            torch.tensor(line, dtype=torch.int64, device=grid.replicas.device), comm=grid.replicas
-        ).tolist()
-    )
-    return [
-        list(islice(everybodys, length)) for length in everybodys
-    ]  # each sequence travels behind its length
 
 
 def _check(

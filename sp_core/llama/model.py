@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
+from sp_core.nn.layers import attended, pre_norm
 from sp_core.nn.loss import check_shard
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project, sum_over_ranks
 from sp_core.nn.rope import Rope
@@ -56,30 +58,43 @@ class Pass:
     lengths: Lengths = None
 
 
-class Attention(nn.Module):
-    """Causal self-attention. A key/value head that several ranks read is on each of them."""
+class Layer(nn.Module):
+    """A pre-norm block of grouped heads and SwiGLU. Each rank holds the key/value heads it reads.
 
-    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
+    Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6 (SwiGLU).
+    """
+
+    def __init__(
+        self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool
+    ) -> None:
         super().__init__()
-        hidden, dim = config.hidden_size, config.head_dim
-        heads, kv_heads = split_heads(
-            config.num_attention_heads, config.num_key_value_heads, comm.size
-        )
-        width = config.num_attention_heads * dim
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = split_heads(num_heads, num_kv_heads, comm.size)
         cut = tuple((range(part.start * dim, part.stop * dim),) for part in heads)
         kv_held = tuple(
-            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(heads)))
-            for heads in kv_heads
+            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(slots)))
+            for slots in kv_heads
         )
-        shared = (
-            sum(map(len, kv_held)) > config.num_key_value_heads
-        )  # the gradients of shared heads are parts of a sum
-        kv = Placement((config.num_key_value_heads * dim, hidden), 0, kv_held, partial=shared)
-        self.head_dim = dim
-        self.q_proj = Weight(Placement((width, hidden), 0, cut), comm, dtype)
-        self.k_proj = Weight(kv, comm, dtype)
-        self.v_proj = Weight(kv, comm, dtype)
-        self.o_proj = Weight(Placement((hidden, width), 1, cut), comm, dtype)
+        # the gradients of key/value heads that several ranks hold are parts of a sum
+        shared = sum(map(len, kv_held)) > num_kv_heads
+        kv = Placement((num_kv_heads * dim, hidden), 0, kv_held, partial=shared)
+        self.head_dim, width = dim, num_heads * dim
+        held = partial(Weight, comm=comm, dtype=dtype)
+        norm = partial(Norm, hidden, config.rms_norm_eps, comm, dtype, partial=tp_sp)
+        weights = {
+            "q_proj": held(Placement((width, hidden), 0, cut)),
+            "k_proj": held(kv),
+            "v_proj": held(kv),
+            "o_proj": held(Placement((hidden, width), 1, cut)),
+        }
+        self.input_layernorm, self.self_attn = norm(), nn.ModuleDict(weights)
+        weights = {
+            "gate_proj": held(Placement.split((inner, hidden), 0, comm.size)),
+            "up_proj": held(Placement.split((inner, hidden), 0, comm.size)),
+            "down_proj": held(Placement.split((hidden, inner), 1, comm.size)),
+        }
+        self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
 
     def forward(
         self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths
@@ -89,58 +104,21 @@ class Attention(nn.Module):
         Communication:
             That of `project`, `attend` and `sum_over_ranks`.
         """
-        projected = project(x, self.q_proj, self.k_proj, self.v_proj, lengths=lengths)
-        q, k, v = (y.unflatten(2, (-1, self.head_dim)) for y in projected)
-        out = attend(rope.apply(q, positions), rope.apply(k, positions), v)
-        return sum_over_ranks(out.flatten(2), self.o_proj, lengths=lengths)
+        weights: Any = (*self.self_attn.values(), *self.mlp.values())
+        q, k, v, o, gate, up, down = weights
 
+        def attention(y: Tensor) -> Tensor:
+            projected = project(y, q, k, v, lengths=lengths)
+            out = attended(projected, self.head_dim, rope, positions, attend)
+            return sum_over_ranks(out, o, lengths=lengths)
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)).
+        def feed_forward(y: Tensor) -> Tensor:
+            gates, ups = project(y, gate, up, lengths=lengths)
+            return sum_over_ranks(F.silu(gates) * ups, down, lengths=lengths)
 
-    Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
-    """
-
-    def __init__(self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = Weight(Placement.split((inner, hidden), 0, comm.size), comm, dtype)
-        self.up_proj = Weight(Placement.split((inner, hidden), 0, comm.size), comm, dtype)
-        self.down_proj = Weight(Placement.split((hidden, inner), 1, comm.size), comm, dtype)
-
-    def forward(self, x: Tensor, lengths: Lengths) -> Tensor:
-        """Map x (B, S*, E) to (B, S*, E).
-
-        Communication:
-            That of `project` and `sum_over_ranks`.
-        """
-        gate, up = project(x, self.gate_proj, self.up_proj, lengths=lengths)
-        return sum_over_ranks(F.silu(gate) * up, self.down_proj, lengths=lengths)
-
-
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
-
-    def __init__(
-        self, config: LlamaConfig, comm: Communicator, dtype: torch.dtype, tp_sp: bool
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(
-            config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp
+        return pre_norm(
+            x, self.input_layernorm, attention, self.post_attention_layernorm, feed_forward
         )
-        self.self_attn = Attention(config, comm, dtype)
-        self.post_attention_layernorm = Norm(
-            config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp
-        )
-        self.mlp = FeedForward(config, comm, dtype)
-
-    def forward(
-        self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths
-    ) -> Tensor:
-        """Map x (B, S*, E) to (B, S*, E)."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, positions, attend, lengths)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), lengths)
-        return out
 
 
 class Llama(nn.Module):
@@ -199,9 +177,8 @@ class Llama(nn.Module):
                 Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype
             )
         self.rope = config.rope()
-        slots = split_heads(config.num_attention_heads, config.num_key_value_heads, comm.size)[1][
-            comm.rank
-        ]
+        heads = config.num_attention_heads, config.num_key_value_heads
+        slots = split_heads(*heads, comm.size)[1][comm.rank]
         self.kv_heads = sorted(set(slots))
         self.slots = (
             None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]

@@ -12,10 +12,8 @@ from torch import Tensor
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
-_MULTIPLIERS = (
-    0xBF58476D1CE4E5B9 - 2**64,
-    0x94D049BB133111EB - 2**64,
-)  # as signed 64-bit numbers, which torch has
+# as signed 64-bit numbers, which torch has
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _SHIFTS = (30, 27, 31)
 _BITS = 53
 
@@ -51,29 +49,21 @@ def dropout(
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
     16, for the hash.
     """
-    if not 0 <= p < 1:
-        raise ValueError(f"p={p} was given; pass a probability in [0, 1).")
-    if not 0 <= seed < 2**62:
-        raise ValueError(f"seed={seed} was given; pass one in [0, 2^62).")
+    if not (0 <= p < 1 and 0 <= seed < 2**62):
+        raise ValueError(f"{p=} and {seed=} were given; pass p in [0, 1), and seed in [0, 2^62).")
     if not x.dtype.is_floating_point:
         raise DtypeError(f"a tensor of {x.dtype} was given; dropout needs a floating one.")
-    if x.dim() < 3 or len(positions) != x.shape[1]:
+    numbers = (len(positions), None if features is None else len(features))
+    if x.dim() < 3 or numbers[0] != x.shape[1] or numbers[1] not in (None, x.shape[-1]):
         raise ShapeError(
-            f"{len(positions)} positions for a tensor of shape {tuple(x.shape)}; pass (B, S, ..., E) and S positions."
-        )
-    if features is not None and len(features) != x.shape[-1]:
-        raise ShapeError(
-            f"{len(features)} features for a last dim of {x.shape[-1]}; pass the global number of each."
+            f"{numbers[0]} positions and {numbers[1]} features for a tensor of shape "
+            f"{tuple(x.shape)}; pass (B, S, ..., E), S positions, and E features or None."
         )
     if not training or p == 0:
         return x
-    middle = [range(length) for length in x.shape[2:-1]]
-    places = [
-        range(x.shape[0]),
-        positions,
-        *middle,
-        range(x.shape[-1]) if features is None else features,
-    ]
+    places = [range(x.shape[0]), positions, *map(range, x.shape[2:])]
+    if features is not None:
+        places[-1] = features
     kept = _uniform(seed, places, x.device) >= p
     dropped: Tensor = x * kept.to(x.dtype) * (1.0 / (1.0 - p))
     return dropped

@@ -61,11 +61,8 @@ class Placement:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part of a rank."""
-        return (
-            *self.shape[: self.dim],
-            sum(map(len, self.held[rank])),
-            *self.shape[self.dim + 1 :],
-        )
+        cut = sum(map(len, self.held[rank]))
+        return (*self.shape[: self.dim], cut, *self.shape[self.dim + 1 :])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a rank, from the whole parameter."""
@@ -149,22 +146,23 @@ def reduce_gradients(
         lambda: wanted.extend(_placed(parameters, tensor, lambda p: p.requires_grad)),
         *(tensor, data),
     )
-    for parameter, _ in wanted:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif overlaps(parameter.grad):
-            parameter.grad = parameter.grad.contiguous()
-    gradients = [parameter.grad for parameter, _ in wanted if parameter.grad is not None]
+    gradients = [_own_gradient(parameter) for parameter, _ in wanted]
     _sum_in_place(gradients, data)
-    shared = [
-        (x, placement)
-        for x, (_, placement) in zip(gradients, wanted, strict=True)
-        if placement.partial
-    ]
+    pairs = zip(gradients, wanted, strict=True)
+    shared = [(x, placement) for x, (_, placement) in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
     _sum_in_place(wholes, tensor)
     for (x, placement), whole in zip(shared, wholes, strict=True):
         x.copy_(placement.take(whole, tensor.rank))
+
+
+def _own_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient as memory of its own; zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif overlaps(parameter.grad):
+        parameter.grad = parameter.grad.contiguous()
+    return parameter.grad
 
 
 @torch.no_grad()
@@ -197,30 +195,25 @@ def clip_gradient_norm(
     All of these on every rank.
     """
     wanted: Placed = []
+    others = () if stages is None else (stages,)
 
     def check() -> None:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
             raise ValueError(
-                f"max_norm={max_norm!r} was given; pass a number above 0, or infinity to only measure."
+                f"{max_norm=} was given; pass a number above 0, or infinity to only measure."
             )
         wanted.extend(_placed(parameters, tensor, lambda p: p.grad is not None))
 
-    others = () if stages is None else (stages,)
-    _agree_in_turn(
-        lambda: f"clip_gradient_norm({max_norm=})",
-        check,
-        tensor,
-        *others,
-        own=lambda: _listed(wanted),
-    )
+    call = f"clip_gradient_norm({max_norm=})"
+    _agree_in_turn(lambda: call, check, tensor, *others, own=lambda: _listed(wanted))
     gradients = [(p.grad, placement) for p, placement in wanted if p.grad is not None]
-    own = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in gradients:
-        own += torch.linalg.vector_norm(
-            placement.counted(x, tensor.rank), dtype=torch.float64
-        ).square()
-    total = all_reduce(own, comm=tensor)
-    norm = float((total if stages is None else all_reduce(total, comm=stages)).sqrt())
+        counted = placement.counted(x, tensor.rank)
+        total += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
+    for comm in (tensor, *others):
+        total = all_reduce(total, comm=comm)
+    norm = float(total.sqrt())
     if not norm < torch.inf:
         raise ValueError(
             f"the norm of the gradients is {norm}; skip this step, or look for what overflows."

@@ -9,7 +9,9 @@ dim, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from sp_core.collectives.build import check_tensor
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.mask import Mask
+from sp_core.mask import Mask, Positions
 from sp_core.nn.dropout import dropout
 from sp_core.nn.rope import Rope
 from sp_core.schemes import allgather_kv_attention
@@ -28,7 +30,7 @@ from sp_core.sharding import Sharding
 
 Device = torch.device | None
 Dtype = torch.dtype | None
-
+Function = Callable[[Tensor], Tensor]
 
 Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """An attention scheme, such as `allgather_kv_attention`: called with q, k, v and the keywords comm, sharding and mask."""
@@ -90,6 +92,32 @@ class ReplicatedLayer(nn.Module):
 def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     """Apply the linear layer of that name."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def attended(
+    projected: Iterable[Tensor],
+    head_dim: int,
+    rope: Rope | None,
+    positions: Positions,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate, attend: (B, S, H D)."""
+    q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
+    if rope is not None:
+        q, k = rope.apply(q, positions), rope.apply(k, positions)
+    return attend(q, k, v).flatten(2)
+
+
+def pre_norm(
+    x: Tensor, norm1: Function, attention: Function, norm2: Function, feed_forward: Function
+) -> Tensor:
+    """Compute x + attention(norm1(x)), then x + feed_forward(norm2(x)).
+
+    Source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture,
+    arXiv:2002.04745, figure 1 b.
+    """
+    x = x + attention(norm1(x))
+    return x + feed_forward(norm2(x))
 
 
 class _Norm(ReplicatedLayer):
@@ -194,9 +222,7 @@ class SelfAttention(ReplicatedLayer):
                 f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads must be a multiple "
                 "of num_kv_heads, and divide hidden unless head_dim is given."
             )
-        self.head_dim = head_dim or hidden // num_heads
-        self.attention = attention
-        self.rope = rope
+        self.head_dim, self.attention, self.rope = head_dim or hidden // num_heads, attention, rope
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, width, bias, device, dtype)
         self.k_proj = nn.Linear(hidden, kv_width, bias, device, dtype)
@@ -211,13 +237,10 @@ class SelfAttention(ReplicatedLayer):
         """
         weights = self.weights(x, sharding)
         projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
-        q, k, v = (y.unflatten(2, (-1, self.head_dim)) for y in projected)
-        if self.rope is not None:
-            positions = sharding.positions(self.comm.rank).to(x.device)
-            q, k = self.rope.apply(q, positions), self.rope.apply(k, positions)
-        out = self.attention(q, k, v, comm=self.comm, sharding=sharding, mask=mask)
-        assert isinstance(out, Tensor)
-        return linear(out.flatten(2), weights, "o_proj")
+        positions = sharding.positions(self.comm.rank).to(x.device)
+        attend: Any = partial(self.attention, comm=self.comm, sharding=sharding, mask=mask)
+        out = attended(projected, self.head_dim, self.rope, positions, attend)
+        return linear(out, weights, "o_proj")
 
 
 class FeedForward(ReplicatedLayer):
@@ -279,9 +302,6 @@ class TransformerBlock(nn.Module):
     Raises:
         ShapeError: numbers of heads that do not divide.
         ValueError: another `norm`.
-
-    Source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture,
-    arXiv:2002.04745, figure 1 b.
     """
 
     def __init__(
@@ -349,21 +369,22 @@ class TransformerBlock(nn.Module):
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 
-        drops = self.training and self.dropout != 0
-        if drops:
+        p = self.dropout if self.training else 0.0
+        if p:
             self.comm.agree_on(call)
+        mask = self.mask if mask is None else mask
 
         def drop(y: Tensor, place: int) -> Tensor:
             positions = sharding.positions(self.comm.rank)
-            return (
-                dropout(y, self.dropout, seed=2 * (seed or 0) + place, positions=positions)
-                if drops
-                else y
-            )
+            return dropout(y, p, seed=2 * (seed or 0) + place, positions=positions)
 
-        mask = self.mask if mask is None else mask
-        x = x + drop(self.attention(self.norm1(x), sharding=sharding, mask=mask), 0)
-        return x + drop(self.feed_forward(self.norm2(x)), 1)
+        return pre_norm(
+            x,
+            self.norm1,
+            lambda y: drop(self.attention(y, sharding=sharding, mask=mask), 0),
+            self.norm2,
+            lambda y: drop(self.feed_forward(y), 1),
+        )
 
 
 def check_sharding(sharding: Sharding, comm: Communicator, layer: str) -> None:

@@ -51,9 +51,7 @@ class Rope:
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         self.head_dim = head_dim
-        self.base = float(base)
-        self.scaling = dict(scaling) if scaling else None
-        self._frequencies = _frequencies(head_dim, self.base, self.scaling)
+        self._frequencies = _frequencies(head_dim, float(base), scaling)
 
     def apply(self, x: Tensor, positions: Positions) -> Tensor:
         """Rotate queries or keys by the angles of their global positions.
@@ -79,9 +77,8 @@ class Rope:
             raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = position_tensor(positions, x.device).double().outer(self._frequencies.to(x.device))
-        cos, sin = (
-            t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin())
-        )  # (S, 1, head_dim / 2)
+        # (S, 1, head_dim / 2)
+        cos, sin = (t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
         a, b = x.to(dtype).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -90,16 +87,12 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) 
     """Return the radians per token of each pair of dims, float64 (head_dim / 2,). The scaling "default" is none."""
     plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
-    if scaling is None or kind == "default":
+    if not scaling or kind == "default":
         return plain
-    if kind not in _FIELDS:
+    missing = [field for field in _FIELDS.get(str(kind), ("rope_type",)) if field not in scaling]
+    if kind not in _FIELDS or missing:
         raise ValueError(
-            f"scaling has rope_type {kind!r}, needed one of {sorted(_FIELDS)}, or None for no scaling"
-        )
-    missing = [field for field in _FIELDS[kind] if field not in scaling]
-    if missing:
-        raise ValueError(
-            f"scaling of rope_type {kind!r} lacks {missing}, needed {list(_FIELDS[kind])}"
+            f"scaling has rope_type {kind!r} and lacks {missing}, needed one of {_FIELDS}, or None"
         )
     return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
 

@@ -3,20 +3,19 @@
 Plans are made of integers, without communication. `sp_core.llama` carries them out.
 """
 
-from sp_core.scheduling.pictures import picture
 from sp_core.scheduling.pipeline import (
     Slot,
     Timeline,
     bubble_share,
     gpipe,
     one_forward_one_backward,
+    picture,
     prefill_only,
+    split_stages,
     timeline,
 )
-from sp_core.scheduling.plan import Plan
+from sp_core.scheduling.plan import Plan, Work
 from sp_core.scheduling.policies import POLICIES, balanced, contiguous, dynamic, padded, round_robin
-from sp_core.scheduling.stages import split_stages
-from sp_core.scheduling.work import Work
 
 __all__ = [
     "POLICIES",

@@ -1,4 +1,4 @@
-"""The order in which the stages of a pipeline run micro-batches, and the resulting time line, as plain data.
+"""The stages of a pipeline: their layers, the order of their micro-batches, and the time line.
 
 F of batch b on stage s needs F of b on s - 1;  B of b on s needs B of b on s + 1, and F of b on the
 last stage
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from sp_core.errors import ShapeError
@@ -105,27 +106,24 @@ def timeline(
     """
     done: dict[tuple[int, Slot], float] = {}
     placed: list[list[tuple[Slot, float, float]]] = [[] for _ in orders]
-    total = sum(map(len, orders))
-    while len(done) < total:
-        before = len(done)
-        for stage, order in enumerate(orders):
-            while len(placed[stage]) < len(order):
-                slot = order[len(placed[stage])]
-                wanted = needs(slot, stage, len(orders))
-                if not all(need in done for need in wanted):
-                    break
-                start = max(
-                    [
-                        placed[stage][-1][2] if placed[stage] else 0.0,
-                        *(done[need] for need in wanted),
-                    ]
-                )
-                done[stage, slot] = start + seconds(stage, slot)
-                placed[stage].append((slot, start, done[stage, slot]))
-        if len(done) == before:
+    waiting = [list(order) for order in orders]
+
+    def needed(stage: int) -> tuple[tuple[int, Slot], ...]:
+        return needs(waiting[stage][0], stage, len(orders))
+
+    while any(waiting):
+        stages = [stage for stage, slots in enumerate(waiting) if slots]
+        ready = [stage for stage in stages if done.keys() >= set(needed(stage))]
+        if not ready:
             raise ShapeError(
-                f"the stages wait for each other for ever after {len(done)} of {total} slots; reorder {orders}."
+                f"the stages wait for each other for ever after {len(done)} slots; reorder {orders}."
             )
+        for stage in ready:
+            free = placed[stage][-1][2] if placed[stage] else 0.0
+            start = max([free, *(done[need] for need in needed(stage))])
+            slot = waiting[stage].pop(0)
+            done[stage, slot] = start + seconds(stage, slot)
+            placed[stage].append((slot, start, done[stage, slot]))
     return Timeline(tuple(map(tuple, placed)), max(done.values(), default=0.0))
 
 
@@ -143,3 +141,76 @@ def _check(stages: int, batches: int) -> None:
         raise ShapeError(
             f"{stages} stages and {batches} micro-batches were given; needed at least 1 of each."
         )
+
+
+def picture(shown: Timeline, unit: float = 1.0) -> str:
+    """Draw a time line.
+
+    Args:
+        shown: what to draw.
+        unit: time of one column; a forward shows its number, a backward the number and a prime,
+            waiting shows dots.
+
+    Returns:
+        Lines of text, the last of which tells the bubble.
+    """
+    names = [_name(slot) for slots in shown.stages for slot, _, _ in slots]
+    cell = max(map(len, names), default=1) + 1
+    lines = []
+    for stage, slots in enumerate(shown.stages):
+        columns = ["." * (cell - 1)] * round(shown.end / unit)
+        for slot, start, stop in slots:
+            first, last = round(start / unit), round(stop / unit)
+            columns[first:last] = [_name(slot)] * (last - first)
+        lines.append(f"stage {stage} |" + "".join(column.rjust(cell) for column in columns))
+    return "\n".join([*lines, f"bubble: {shown.bubble:.1%} of the stages' time"])
+
+
+def _name(slot: Slot) -> str:
+    return f"{slot.batch}'" if slot.direction == "B" else str(slot.batch)
+
+
+def split_stages(
+    layers: Sequence[float], stages: int, *, first: float = 0, last: float = 0
+) -> tuple[range, ...]:
+    """Give each stage consecutive layers, at least one, so that the most costly stage costs as little as possible.
+
+    Args:
+        layers: what each layer costs.
+        stages: how many there are.
+        first: what the first stage has to do besides, such as the embedding.
+        last: what the last one has, such as the head.
+
+    Returns:
+        The layers of each stage. Equally good splits are told apart by their stages before the
+        last, which are split as evenly as can be, and then by fewer layers on the first stages.
+
+    Raises:
+        ShapeError: no stage, or more of them than layers.
+    """
+    count = len(layers)
+    if not 1 <= stages <= count:
+        raise ShapeError(
+            f"{stages} stages were asked for, for {count} layers; each stage needs one. Use pp <= {count}."
+        )
+    before = list(accumulate(layers, initial=0.0))
+
+    def cost(start: int, stop: int, stage: int) -> float:
+        return before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
+
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (cost(0, stop, 0), (0, stop)) for stop in range(count + 1)
+    ]
+    for stage in range(1, stages):
+        best = [
+            min(
+                (
+                    (max(best[cut][0], cost(cut, stop, stage)), (*best[cut][1], stop))
+                    for cut in range(stage, stop)
+                ),
+                default=(float("inf"), ()),
+            )
+            for stop in range(count + 1)
+        ]
+    cuts = best[count][1]
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))

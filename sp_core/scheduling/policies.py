@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sp_core.errors import ShapeError
-from sp_core.scheduling.plan import Plan, deal, imbalance
-from sp_core.scheduling.work import Work
+from sp_core.scheduling.plan import Plan, Work, deal, imbalance
 from sp_core.segments import split_ranges
 
 Policy = Callable[[Sequence[int], int, Work], Plan]
@@ -38,9 +38,8 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     if not tolerance > 0:
         raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    allowed = (
-        tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)
-    )  # then the last one placed cannot end too late
+    # then the last one placed cannot end too late
+    allowed = tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)
     most = sum(work.of(lengths[number]) > allowed for number in order)
     tried: dict[int, Plan] = {}
 
@@ -48,11 +47,9 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
         tried[count] = _longest_first(lengths, size, work, order, count)
         return imbalance(tried[count].loads(work)) <= 1 + tolerance
 
-    low, high = (0, 0) if is_enough(0) else (min(1, most), most)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
-    is_enough(high)
+    if not is_enough(0):
+        bisect_left(range(most), True, lo=1, key=is_enough)
+        is_enough(most)
     return min(
         tried.values(),
         key=lambda plan: (max(1 + tolerance, imbalance(plan.loads(work))), len(plan.sharded)),
