@@ -439,6 +439,8 @@ def test_tests_run_in_the_order_given_and_a_file_is_imported_when_it_is_due(
     (tmp_path / "conftest.py").write_text(
         "import pytest\n@pytest.fixture\ndef log(request):\n"
         "    print('ran', request.node.name)\n    return request.node.name\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    assert all(isinstance(item, pytest.Item) for item in items)\n"
     )
     body = "def test_{0}1(log): assert log\ndef test_{0}2(log): assert log != 'test_b2'\n"
     for name in "abc":

@@ -55,9 +55,15 @@ class Order:
 
     def pytest_collection(self, session: pytest.Session) -> bool:
         """Find the files."""
-        names = dict.fromkeys(map(_file, self._ids))
-        self._files = {node.nodeid: node for node in session.perform_collect(names, genitems=False)}
+        session.perform_collect(dict.fromkeys(map(_file, self._ids)), genitems=False)
         return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Collector]) -> None:
+        """Take the files, before pytest-mpi sees no mark at them and skips them."""
+        if not self._files:
+            self._files = {node.nodeid: node for node in items}
+            items.clear()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run the tests to the first failure. For the tear-down pytest needs the file that is next."""
