@@ -1,16 +1,25 @@
-"""Every public call over its declared domain: each named part of each parameter is drawn, and judged against a reference."""
+"""Every public call over its declared domain: each part of each parameter is drawn and judged."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
-from domains.declared import Subject
+import torch
+from domains.declared import Subject, Values
 from domains.public import without_domain
 from domains.report import changed, committed, impossible_pairs, parts_of
-from domains.subjects import SUBJECTS
-from domains.trial import draw_singles
+from domains.subjects import BY_NAME, SUBJECTS
+from domains.tensors import normal
+from domains.trial import draw_singles, finished
+from oracle.collective_cases import MEMORIES, in_memory
+from torch import Tensor
+
+from sp_core.testing import run_threads
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 
@@ -58,3 +67,78 @@ def test_a_parameter_without_a_domain_is_seen() -> None:
     fewer = {name: parts for name, parts in subject.factors.items() if name != "sizes"}
     assert "all_gather(sizes)" in without_domain([replace(subject, factors=fewer)])
     assert not [name for name in without_domain([subject]) if name.startswith("all_gather(")]
+
+
+def lying(x: Tensor, memory: str) -> Tensor:
+    """Return a tensor in memory as named; "rows apart" means with NaN between rows."""
+    if memory == "rows apart" and x.dim():
+        beside = torch.full_like(x[..., :1], torch.nan)
+        return torch.cat([beside, x, beside], -1)[..., 1:-1]
+    return in_memory(x, memory) if x.dim() else x
+
+
+SHOWING = {"x.gradient": "True", "x.shape": "more dims"}
+"""Parts with which a result has a gradient that may lie in memory in several ways."""
+DIFFERENTIABLE = [
+    (subject, {name: part for name, part in SHOWING.items() if name in subject.factors})
+    for subject in SUBJECTS
+    if {"v.upstream", "x.upstream", "q.upstream", "tensors.upstream"} & {*subject.factors}
+    and subject.name != "Rope"  # whose result is no tensor
+]
+DIFFERENTIABLE += [
+    (BY_NAME["loss.next_token_loss"], {}),
+    (BY_NAME["llama.Llama.forward"], {}),
+    (BY_NAME["llama.Llama.forward"], {"tp_sp": "True", "mesh.axes": "tp"}),
+]
+
+
+@pytest.mark.parametrize(("subject", "parts"), DIFFERENTIABLE, ids=lambda x: getattr(x, "name", ""))
+def test_an_upstream_gradient_may_lie_in_memory_in_any_way(
+    subject: Subject, parts: dict[str, str]
+) -> None:
+    """It stays as it is, and so does the memory beside it."""
+    drawn = subject.draw(subject.base | parts, SEED)
+    run_threads(subject.ranks(drawn), partial(check_upstream, subject, drawn))
+
+
+def check_upstream(subject: Subject, drawn: Values, comm: Any) -> None:
+    with subject.prepare(comm, drawn) as call:
+        made = finished(call())
+        results = [y for y in (made if isinstance(made, tuple) else [made]) if y.requires_grad]
+        leaves = leaves_of(results)
+        assert leaves
+        for memory in (*MEMORIES, "rows apart"):
+            dtypes = [str(y.dtype).removeprefix("torch.") for y in results]
+            numbers = [normal(1, y.shape, dtype) for y, dtype in zip(results, dtypes, strict=True)]
+            upstream = [lying(x, memory) for x in numbers]
+            before = [stored(x).clone() for x in upstream]
+            wanted = gradients(results, leaves, [x.clone(memory_format=PLAIN) for x in upstream])
+            found = gradients(results, leaves, upstream)
+            torch.testing.assert_close(found, wanted, msg=f"{{}} {memory}".format)
+            assert all(map(torch.equal, map(stored, upstream), before)), memory
+
+
+PLAIN = torch.contiguous_format
+
+
+def gradients(
+    results: list[Tensor], leaves: list[Tensor], upstream: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(results, leaves, upstream, retain_graph=True)
+
+
+def leaves_of(results: list[Tensor]) -> list[Tensor]:
+    """Return all leaves that results depend on."""
+    found: dict[Any, Tensor | None] = {}
+    ahead: list[Any] = [y.grad_fn for y in results]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found[node] = getattr(node, "variable", None)
+            ahead += [further for further, _ in node.next_functions]
+    return [x for x in found.values() if x is not None]
+
+
+def stored(x: Tensor) -> Tensor:
+    """Return all memory that a tensor is a view of."""
+    return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())

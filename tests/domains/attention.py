@@ -8,16 +8,15 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from oracle.attention_check import Shards, ascending, compare
-from oracle.strategies import DTYPES, LAYOUTS, LISTED, STORAGES, AttentionProblem
+from oracle.attention_check import Shards, compare
+from oracle.strategies import DTYPES, EVERY_LAYOUT, STORAGES, AttentionProblem
 
 import sp_core as sp
-from domains import situations
+from domains import masks, situations
 from domains.declared import Call, Draw, Parts, Subject, Values, spans, values
-from domains.situations import COMMUNICATOR, SITUATIONS
+from domains.situations import SITUATIONS, on_group
 from sp_core.schemes import SCHEMES
 
-EVERY_LAYOUT = (*LAYOUTS, LISTED)
 MAGNITUDES = (1.0, 30.0, 1e3)
 
 
@@ -48,33 +47,16 @@ def size_of(drawn: Values) -> int:
     return int(drawn["mesh.ring"]) * int(drawn["mesh.ulysses"])
 
 
-def boundaries(
+def pair(
     chance: Random, drawn: Values, number: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Document boundaries of the queries and of the keys, empty documents included."""
-    count = chance.randint(*number) - 1
-    problem = problem_of(drawn | {"mask.documents": None})
-    ends = [
-        sharding_end(problem.sharding(size_of(drawn))),
-        sharding_end(problem.kv_sharding(size_of(drawn))),
-    ]
-    queries = (0, *sorted(chance.randint(0, ends[0]) for _ in range(count)), ends[0])
+    """Return document boundaries of the queries and of the keys, empty documents included."""
+    problem, size = problem_of(drawn | {"mask.documents": None}), size_of(drawn)
+    count = chance.randint(*number)
+    queries = masks.boundaries(chance, count, 0, problem.sharding(size).end)
     if drawn["kv_sharding"] == "own":
         return queries, queries
-    return queries, (0, *sorted(chance.randint(0, ends[1]) for _ in range(count)), ends[1])
-
-
-def sharding_end(sharding: sp.Sharding) -> int:
-    """One more than the greatest position."""
-    return max(ascending(sharding), default=-1) + 1
-
-
-def documents() -> Parts:
-    """Numbers of packed documents."""
-    named = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64), "65 to 200": (65, 200)}
-    return {"none": lambda c, v: None} | {
-        name: partial(boundaries, number=number) for name, number in named.items()
-    }
+    return queries, masks.boundaries(chance, count, 0, problem.kv_sharding(size).end)
 
 
 def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
@@ -123,7 +105,12 @@ COMMON: dict[str, Parts] = {
         "a shard and more": partial(window, shards=(4, 8)),
         "wider than the sequence": lambda c, v: v["q.seq_len"] + c.randint(1, 99),
     },
-    "mask.documents": documents(),
+    "mask.documents": {"none": lambda c, v: None}
+    | {
+        name: partial(pair, number=number)
+        for name, number in (("1", (1, 1)), ("2 to 6", (2, 6)), ("7 to 64", (7, 64)))
+    }
+    | {"65 to 200": partial(pair, number=(65, 200))},
     "softmax_scale": values(None, 0.25, 0.0, -0.5),
     "return_lse": values("without gradient", "with gradient", "not asked"),
 }
@@ -181,18 +168,12 @@ def judge(name: str, shards: Shards, arguments: Values, result: Any) -> None:
     compare(name, shards, found if lse is None else {**found, "lse": lse})
 
 
-@contextmanager
-def on_a_communicator(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A scheme along one axis of a mesh; every other group of ranks has a problem of its own."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        problem = problem_of(
-            drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
-        )
-        shards = Shards(problem, group.rank, group.size, group.device)
-        inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
-        arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
-        yield Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments))
+def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
+    """Call a scheme on a group of ranks."""
+    shards = Shards(problem_of(drawn), group.rank, group.size, group.device)
+    inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
+    arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
+    return Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments))
 
 
 @contextmanager
@@ -240,13 +221,7 @@ RAISED = ("inner=gpipe", "inner=contiguous")
 """What a function of the user raises while it computes is an error of its rank."""
 
 SUBJECTS = [
-    Subject(
-        f"{name}_attention",
-        COMMUNICATOR | COMMON | more | SITUATIONS,
-        partial(on_a_communicator, name),
-        situations.ranks,
-        allowed=RAISED,
-    )
+    on_group(f"{name}_attention", COMMON | more, partial(on_a_communicator, name), allowed=RAISED)
     for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
 ]
 SUBJECTS.append(Subject("hybrid_attention", GRID | COMMON | SITUATIONS, on_a_grid, grid_ranks))

@@ -10,12 +10,11 @@ from oracle import reference
 from torch import Tensor
 
 import sp_core as sp
-from domains import layers, numeric, situations
-from domains.attention import sharding_end
-from domains.declared import Parts, Subject, Values, spans, values
+from domains import layers, numeric
+from domains.declared import Call, Parts, Values, spans, values
 from domains.layers import COMMON, LOWER, TOKENS, WIDTHS, Kind, Weights, precision
-from domains.masks import DOCUMENTS
-from domains.situations import COMMUNICATOR, SITUATIONS
+from domains.masks import documents
+from domains.situations import on_group
 from sp_core.schemes import SCHEMES
 
 ROPE_BASE = 100.0
@@ -41,18 +40,16 @@ def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
     )
 
 
-def boundaries(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
-    """Return document boundaries of which most lie among the tokens."""
-    end = sharding_end(layers.sharding_of(drawn, drawn["comm.ranks"]))
-    first = min(drawn["sharding.start"], end)
-    return (0, *sorted(chance.randint(first, end) for _ in range(chance.randint(*number) - 1)), end)
+def tokens_of(drawn: Values) -> tuple[int, int]:
+    """Return the first position that a token may have, and the end of all."""
+    end = layers.sharding_of(drawn, drawn["comm.ranks"]).end
+    return min(drawn["sharding.start"], end), end
 
 
 MASK: dict[str, Parts] = {
     "mask.causal": values(True, False),
     "mask.window": {"none": lambda c, v: None} | spans((1, 1), (2, 9), (10, 200)),
-    "mask.documents": {"none": lambda c, v: None}
-    | {name: partial(boundaries, number=number) for name, number in DOCUMENTS.items()},
+    "mask.documents": documents(tokens_of, (1, 1), (2, 6), (7, 64), (65, 300)),
 }
 ATTENTION: dict[str, Parts] = {
     "x.magnitude": TOKENS["x.magnitude"]
@@ -102,10 +99,9 @@ def attended(
     """Self-attention of the whole sequence."""
     seen = reference.visible(positions, positions, **mask_of(drawn))
     base = None if drawn["rope"] is None else ROPE_BASE
+    heads = drawn["num_heads"]
     return rounding(
-        reference.self_attention(
-            rounding(x), weights, drawn["num_heads"], positions, base, seen, rounding=rounding
-        )
+        reference.self_attention(rounding(x), weights, heads, positions, base, seen, None, rounding)
     )
 
 
@@ -131,15 +127,12 @@ def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, roundin
     )
 
 
-def masked(comm: Any, drawn: Values, *, kind: Kind) -> Any:
+def masked(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
     """Put the mask into the call or into the constructor, as drawn."""
-    mask = sp.Mask(**mask_of(drawn))
-    here = drawn.get("(mask)", "call")
-    other = sp.Mask(causal=not drawn["mask.causal"])
-    made = {"constructor": mask, "call": None, "both": other}[here]
-    return layers.on_ranks(
-        kind, comm, drawn | {"mask": made, "(call mask)": None if here == "constructor" else mask}
-    )
+    mask, other = sp.Mask(**mask_of(drawn)), sp.Mask(causal=not drawn["mask.causal"])
+    ways = {"constructor": (mask, None), "call": (None, mask), "both": (other, mask)}
+    made, called = ways[drawn.get("(mask)", "call")]
+    return layers.on_ranks(kind, group, drawn | {"mask": made, "(call mask)": called})
 
 
 HEADS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "attention", "rope", "bias")
@@ -155,26 +148,17 @@ BLOCK: dict[str, Parts] = {
     }
     | spans((0, 99), (2**31, 2**40)),
 }
-ON_RANKS = COMMUNICATOR | TOKENS | ATTENTION | MASK
-KINDS = {
-    "SelfAttention": (Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask")), {}),
-    "TransformerBlock": (
-        Kind(
-            sp.TransformerBlock,
-            (*HEADS, "ffn_hidden", "gated", "norm", "mask", "dropout"),
-            block,
-            ("x", "sharding", "mask", "seed"),
-        ),
-        BLOCK,
-    ),
-}
+NAMES = (*HEADS, "ffn_hidden", "gated", "norm", "mask", "dropout")
+KINDS = (
+    ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
+    (BLOCK, Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed"))),
+)
 SUBJECTS = [
-    Subject(
-        name,
-        ON_RANKS | more | COMMON | LOWER | SITUATIONS,
-        partial(masked, kind=kind),
-        situations.ranks,
-        (f"{name}.forward",),
+    on_group(
+        kind.made.__name__,
+        TOKENS | ATTENTION | MASK | more | COMMON | LOWER,
+        partial(masked, kind),
+        covers=(f"{kind.made.__name__}.forward",),
     )
-    for name, (kind, more) in KINDS.items()
+    for more, kind in KINDS
 ]

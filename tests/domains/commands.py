@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -122,7 +121,7 @@ def ranks(drawn: Values) -> int:
 @contextmanager
 def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A command inside of a job, on a folder that one rank writes."""
-    case = replace(case_of(drawn, drawn["--model.dtype"]), stops=drawn["--model.stops"])
+    case = case_of(drawn)
     with folder_of(comm) as folder:
         if comm.rank == 0:
             written(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
@@ -149,13 +149,26 @@ SLOW = {
 """Parts that cost much, which are drawn in rows of their own."""
 
 
+def pure(
+    name: str,
+    factors: Mapping[str, Parts],
+    make: Callable[[Values], Call],
+    *covers: str,
+    **more: Any,
+) -> Subject:
+    """Return the subject of a function that knows no communicator."""
+    return Subject(
+        name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers, **more
+    )
+
+
 def values(*items: Any) -> Parts:
-    """A part for each value, named as it prints."""
+    """Return a part for each value, named as it prints."""
     return {str(item): (lambda _, __, item=item: item) for item in items}
 
 
 def spans(*bounds: tuple[int, int]) -> Parts:
-    """Parts that are ranges of whole numbers, bounds included."""
+    """Return parts that are ranges of whole numbers, bounds included."""
     return {
         str(low) if low == high else f"{low} to {high}": (
             lambda chance, _, b=(low, high): chance.randint(*b)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,21 +14,12 @@ from oracle import reference
 from oracle.once import once
 from torch import Tensor
 
-from domains import models, situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.models import (
-    FEW_CALLS,
-    SCHEMES,
-    SITUATIONS,
-    SMALL,
-    Expected,
-    architecture,
-    case_of,
-    meshes,
-)
+from domains import models
+from domains.declared import Call, Parts, Values, spans, values
+from domains.models import FEW_CALLS, SCHEMES, SMALL, Expected, architecture, meshes, on_model
 from domains.sampling import SAMPLING
 from domains.situations import CALLS, LATE_SECONDS
-from sp_core.llama import Decoder, Sampling, generate, prefill_unequal
+from sp_core.llama import Decoder, Llama, Sampling, generate, prefill_unequal
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan
 
@@ -80,32 +69,23 @@ def last_logits(
     )
 
 
-@contextmanager
-def decoder(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A decoder in which sequences already are; each call adds the same tokens."""
-    case = case_of(drawn, drawn["model.dtype"])
-    count, calls = drawn["room.sequences"], CALLS[drawn["(call)"]]
-    before = [0 if drawn["(history)"] == "none" else 3 + number % 2 for number in range(count)]
-    sequences = models.text(
-        case, [old + more for old, more in zip(before, drawn["tokens"], strict=True)]
-    )
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
-        room = [
-            old + calls * more + drawn["room.spare"]
-            for old, more in zip(before, drawn["tokens"], strict=True)
-        ]
-        made = Decoder(model, room, micro_batches=drawn["micro_batches"])
-        if drawn["(history)"] == "prefill":
-            made.prefill([tokens[:old] for tokens, old in zip(sequences, before, strict=True)])
-        if drawn["(history)"] == "prefill and decode":
-            made.prefill([tokens[: old - 1] for tokens, old in zip(sequences, before, strict=True)])
-            made.decode(
-                [tokens[old - 1 : old] for tokens, old in zip(sequences, before, strict=True)]
-            )
-        given = {"tokens": [tokens[old:] for tokens, old in zip(sequences, before, strict=True)]}
-        old = [tokens[:length] for tokens, length in zip(sequences, before, strict=True)]
-        yield Call(getattr(made, name), given, partial(judge_decoder, case, given, old, calls))
+def decoder(name: str, case: Case, model: Llama, drawn: Values) -> Call:
+    """Call a decoder in which sequences already are; each call adds the same tokens."""
+    calls, new = CALLS[drawn["(call)"]], models.text(case, drawn["tokens"])
+    before = [0 if drawn["(history)"] == "none" else 3 + number % 2 for number in range(len(new))]
+    old = models.text(case, before)
+    room = [
+        len(past) + calls * len(more) + drawn["room.spare"]
+        for past, more in zip(old, new, strict=True)
+    ]
+    made = Decoder(model, room, micro_batches=drawn["micro_batches"])
+    if drawn["(history)"] == "prefill":
+        made.prefill(old)
+    if drawn["(history)"] == "prefill and decode":
+        made.prefill([past[:-1] for past in old])
+        made.decode([past[-1:] for past in old])
+    given = {"tokens": new}
+    return Call(getattr(made, name), given, partial(judge_decoder, case, given, old, calls))
 
 
 def judge_decoder(
@@ -144,24 +124,19 @@ def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
     )
 
 
-@contextmanager
-def generated(comm: Any, drawn: Values) -> Iterator[Call]:
-    """Prompts that a model continues; replicas take shares of them."""
-    case = replace(case_of(drawn, drawn["model.dtype"]), stops=drawn["model.stops"])
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
-        seen: list[tuple[int, int]] = []
-        given = {
-            "model": model,
-            "prompts": texts(case, drawn, "prompts"),
-            "max_tokens": drawn["max_tokens"],
-            "sampling": Sampling(*(drawn[f"sampling.{name}"] for name in SAMPLING)),
-            "stop": drawn["stop"],
-            "on_token": None if drawn["on_token"] == "none" else lambda *what: seen.append(what),
-        }
-        yield Call(
-            generate, given, partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]])
-        )
+def generated(case: Case, model: Llama, drawn: Values) -> Call:
+    """Call `generate`; replicas take shares of the prompts."""
+    seen: list[tuple[int, int]] = []
+    given = {
+        "model": model,
+        "prompts": texts(case, drawn, "prompts"),
+        "max_tokens": drawn["max_tokens"],
+        "sampling": Sampling(*(drawn[f"sampling.{name}"] for name in SAMPLING)),
+        "stop": drawn["stop"],
+        "on_token": None if drawn["on_token"] == "none" else lambda *what: seen.append(what),
+    }
+    judge = partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]])
+    return Call(generate, given, judge)
 
 
 def judge_generated(
@@ -226,34 +201,22 @@ def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Pla
     """The plan of a policy, or one made by hand."""
     policy, numbers = drawn["plan.policy"], tuple(range(len(lengths)))
     if policy not in POLICIES:
-        placed = (
-            {"sharded": numbers}
-            if policy == "all shared"
-            else {"sharded": (), "waiting": numbers[::-1]}
-        )
-        return Plan(tuple(lengths), packed=((),) * size, **placed)
+        shared, waiting = (numbers, ()) if policy == "all shared" else ((), numbers[::-1])
+        return Plan(tuple(lengths), shared, ((),) * size, waiting)
     extra = {"tolerance": drawn["plan.tolerance"]} if policy in ("balanced", "dynamic") else {}
     return POLICIES[policy](lengths, size, work_of(case.config), **extra)
 
 
-@contextmanager
-def unequal(comm: Any, drawn: Values) -> Iterator[Call]:
-    """Sequences that a plan deals out; one rank may be late whenever it computes something."""
-    case = case_of(drawn, drawn["model.dtype"])
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
-        if drawn["(lateness)"] == "a rank in each pass" and comm.rank == drawn["seed"] % comm.size:
-            model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
-        sequences = texts(case, drawn, "sequences")
-        plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
-        given = {
-            "model": model,
-            "sequences": sequences,
-            "plan": plan,
-            "pass_tokens": drawn["pass_tokens"],
-        }
-        judge = partial(judge_unequal, case, given)
-        yield Call(prefill_unequal, given, judge)
+def unequal(case: Case, model: Llama, drawn: Values) -> Call:
+    """Call `prefill_unequal`; one rank may be late whenever it computes something."""
+    everyone, sequences = model.grid.everyone, texts(case, drawn, "sequences")
+    is_late = everyone.rank == drawn["seed"] % everyone.size
+    if is_late and drawn["(lateness)"] == "a rank in each pass":
+        model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
+    plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
+    given = {"model": model, "sequences": sequences, "plan": plan}
+    given["pass_tokens"] = drawn["pass_tokens"]
+    return Call(prefill_unequal, given, partial(judge_unequal, case, given))
 
 
 def judge_unequal(case: Case, given: Values, logits: Tensor) -> None:
@@ -275,20 +238,16 @@ STAGED = (
 )
 LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
 SUBJECTS = [
-    Subject(
-        "llama.Decoder.prefill",
-        MODEL | meshes(*STAGED) | DECODER | SITUATIONS,
-        partial(decoder, "prefill"),
-        models.ranks,
-        covers=("llama.Decoder",),
+    *(
+        on_model(
+            f"llama.Decoder.{name}",
+            MODEL | meshes(*STAGED) | DECODER | models.SITUATIONS,
+            partial(decoder, name),
+            covers=covers,
+        )
+        for name, covers in (("prefill", ("llama.Decoder",)), ("decode", ()))
     ),
-    Subject(
-        "llama.Decoder.decode",
-        MODEL | meshes(*STAGED) | DECODER | SITUATIONS,
-        partial(decoder, "decode"),
-        models.ranks,
-    ),
-    Subject(
+    on_model(
         "llama.generate",
         EXACT
         | meshes(*STAGED, "dp, pp")
@@ -296,17 +255,15 @@ SUBJECTS = [
         | {f"sampling.{name}": parts for name, parts in SAMPLING.items()}
         | FEW_CALLS,
         generated,
-        models.ranks,
         allowed=("stop=too many", "on_token=gpipe", "on_token=contiguous"),
     ),
-    Subject(
+    on_model(
         "llama.prefill_unequal",
         MODEL
         | meshes("ring, ulysses", "tp", "ring", "ring, tp", "tp, ulysses")
         | FEW_CALLS
         | UNEQUAL,
         unequal,
-        models.ranks,
         allowed=("pass_tokens=far out",),
         together=tuple({**LATE, "plan.policy": policy} for policy in ("dynamic", "all waiting")),
     ),

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
 import torch
+from oracle.collective_cases import MEMORIES, in_memory
 from torch import Tensor
 
 import sp_core as sp
-from domains.collectives import DTYPES, MEMORIES, in_memory
-from domains.declared import Call, Parts, Subject, Values, spans, values
-
-
-def pure(
-    name: str, factors: dict[str, Parts], make: Callable[[Values], Call], *covers: str, **more: Any
-) -> Subject:
-    """Return the subject of a function that knows no communicator."""
-    return Subject(
-        name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers, **more
-    )
-
-
-def same(found: Any, wanted: Any) -> None:
-    """Compare two results bit for bit."""
-    if isinstance(wanted, Tensor | tuple) and isinstance(found, Tensor | tuple):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    else:
-        assert found == wanted
-
+from domains.collectives import DTYPES
+from domains.declared import Call, Parts, Values, pure, spans, values
+from domains.tensors import same, whole
 
 # Sharding
 
@@ -181,9 +164,7 @@ def of_tokens(drawn: Values, length: int) -> Tensor:
     """Return a tensor with so many tokens along the drawn dim."""
     shape = [2] * drawn["x.dims"]
     shape[drawn["dim"]] = length
-    generator = torch.Generator().manual_seed(drawn["seed"])
-    x = torch.randint(0, 100, shape, generator=generator).to(DTYPES[drawn["x.dtype"]])
-    return in_memory(x, drawn["x.memory"])
+    return in_memory(whole(drawn["seed"], shape, drawn["x.dtype"], high=99), drawn["x.memory"])
 
 
 DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] = {

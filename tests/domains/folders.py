@@ -161,7 +161,7 @@ FOLDER: dict[str, Parts] = {
 @contextmanager
 def loaded(comm: Any, drawn: Values) -> Iterator[Call]:
     """A folder that one rank writes and all ranks load."""
-    case = case_of(drawn, drawn["folder.dtype"])
+    case = case_of(drawn)
     with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
         given = {
@@ -194,7 +194,7 @@ DTYPE_OR_FILE: Parts = {**MADE["dtype"], "of the file": lambda c, v: None}
 @contextmanager
 def read(comm: Any, drawn: Values) -> Iterator[Call]:
     """A part of one tensor of a folder."""
-    case, chance = case_of(drawn, drawn["folder.dtype"]), Random(drawn["seed"])
+    case, chance = case_of(drawn), Random(drawn["seed"])
     with folder_of(comm) as folder:
         tensors = written(case, folder, drawn)
         checkpoint = Checkpoint(drawn["folder.type"](folder))
@@ -251,7 +251,7 @@ SAVED: dict[str, Parts] = {
 @contextmanager
 def saved(comm: Any, drawn: Values) -> Iterator[Call]:
     """A model that all ranks write together."""
-    case = case_of(drawn, drawn["model.dtype"])
+    case = case_of(drawn)
     with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
         if comm.rank == 0 and drawn["folder"] == "there and empty":

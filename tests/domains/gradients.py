@@ -9,15 +9,15 @@ from random import Random
 from typing import Any
 
 import torch
+from oracle.collective_cases import MEMORIES, in_memory, total
 from torch import Tensor, nn
 
 import sp_core as sp
 from domains import situations
-from domains.collectives import DTYPES, MEMORIES, in_memory, total
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.exact import same
 from domains.placements import HELD, indices
 from domains.situations import SITUATIONS
+from domains.tensors import same, whole
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing.tolerance import bound, check_close
 
@@ -61,11 +61,9 @@ class Parameters:
     def whole(self, number: int, *key: int, stage: int = 0) -> Tensor:
         """Return a gradient of the whole parameter, as small whole numbers."""
         seed = hash((self.drawn["seed"], number, stage * (number % 3 != 0), *key)) % 2**60
-        whole = torch.randint(
-            -4, 5, self.placements[number].shape, generator=torch.Generator().manual_seed(seed)
-        )
         kinds = KINDS[self.drawn["parameters.dtypes"]]
-        return whole.to(DTYPES[kinds[number % len(kinds)]]) * self.drawn["parameters.magnitude"]
+        x = whole(seed, self.placements[number].shape, kinds[number % len(kinds)], -4, 4)
+        return x * self.drawn["parameters.magnitude"]
 
     def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
         """Return what a rank of the tensor axis holds."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from oracle import reference
+from oracle.collective_cases import MEMORIES, in_memory
 from oracle.once import contents, once
-from oracle.strategies import DTYPES, LAYOUTS, LISTED, listed
+from oracle.strategies import DTYPES, EVERY_LAYOUT
 from torch import Tensor, nn
 
 import sp_core as sp
-from domains import attention, numeric, situations
-from domains.attention import EVERY_LAYOUT
-from domains.collectives import MEMORIES, in_memory
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.situations import COMMUNICATOR, SITUATIONS
-from sp_core.testing import record_ratio
-from sp_core.testing.tolerance import bound, check_close
+from domains import attention
+from domains.declared import Call, Parts, Values, spans, values
+from domains.situations import on_group
+from domains.tensors import near, normal
+from sp_core.testing.tolerance import bound
 
 Weights = Mapping[str, Tensor]
 Definition = Callable[..., Tensor]
@@ -94,10 +93,10 @@ class Kind:
         )
 
 
-def sharding_of(drawn: Values, size: int) -> sp.Sharding:
-    """Return who owns which tokens."""
-    make = listed if drawn["sharding.layout"] == LISTED else LAYOUTS[drawn["sharding.layout"]]
-    return make(drawn["x.seq_len"], size, drawn["sharding.start"])
+def sharding_of(drawn: Values, size: int, length: str = "x.seq_len") -> sp.Sharding:
+    """Return who owns which tokens, over so many ranks."""
+    make = EVERY_LAYOUT[drawn["sharding.layout"]]
+    return make(drawn[length], size, drawn["sharding.start"])
 
 
 class Problem:
@@ -108,7 +107,7 @@ class Problem:
         self.sharding = sharding_of(drawn, group.size)
         shape = (drawn["x.batch"], drawn["x.seq_len"], drawn["hidden"])
         dtype = drawn["dtype"] or "float32"
-        self.whole, self.grad = (numeric.normal(drawn["seed"] + n, shape, dtype) for n in (0, 1))
+        self.whole, self.grad = (normal(drawn["seed"] + n, shape, dtype) for n in (0, 1))
         self.whole = self.whole * drawn["x.magnitude"]
         for name in ("memory", "upstream"):
             if drawn[f"x.{name}"] == "expanded" and shape[-1]:
@@ -132,8 +131,7 @@ class Problem:
         for n, weight in enumerate(layer.parameters()):
             size = min(0.5, weight.shape[-1] ** -0.5)
             weight.data = (
-                numeric.normal(self.drawn["seed"] + 7 + n, weight.shape, "float64").to(weight.dtype)
-                * size
+                normal(self.drawn["seed"] + 7 + n, weight.shape, "float64").to(weight.dtype) * size
             )
             frozen = self.drawn["(frozen)"]
             weight.requires_grad_(
@@ -196,15 +194,7 @@ class Problem:
                 actual = actual.reshape(value.shape)
             kind = name if name in ("out", "x") else "weights"
             told = f"{type(layer).__name__} {kind}"
-            record_ratio(
-                told,
-                check_close(
-                    f"{told} {name}",
-                    actual.detach().cpu(),
-                    value,
-                    bound(scale, precision(self.drawn)),
-                ),
-            )
+            near(told, actual, value, bound(scale, precision(self.drawn)), f"{told} {name}")
 
     def expected(self, weights: Weights) -> reference.BlockReference:
         """Return values and error scales by name."""
@@ -232,39 +222,29 @@ class Problem:
             repr(sorted(self.drawn.items(), key=str)),
             contents(*tensors),
         )
-        values_, scales = once(key, lambda: reference.sensitivity(run, tensors))
+        samples = 2 if self.drawn["x.seq_len"] > 1000 else 8
+        values_, scales = once(key, lambda: reference.sensitivity(run, tensors, samples))
         names = ("out", "x", *weights)
         return reference.BlockReference(
             dict(zip(names, values_, strict=True)), dict(zip(names, scales, strict=True))
         )
 
 
-@contextmanager
-def on_ranks(kind: Kind, comm: Any, drawn: Values) -> Iterator[Call]:
-    """Make a layer on one axis of a mesh; the call is that of the layer, or that of its constructor."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        problem = Problem(
-            kind, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group
-        )
-        given = kind.arguments(drawn) | {"comm": group}
-        if drawn["(called)"] == "constructor":
+def on_ranks(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
+    """Call a layer, or its constructor."""
+    problem, given = Problem(kind, drawn, group), kind.arguments(drawn) | {"comm": group}
 
-            def judge(layer: nn.Module) -> None:
-                assert {weight.dtype for weight in layer.parameters()} == {
-                    given.get("dtype", torch.float32)
-                }
-                problem.fill(layer)
-                problem.judge(layer, problem.forward(layer, drawn["(mode)"], **problem.given()))
+    def judge(layer: nn.Module) -> None:
+        dtype = given.get("dtype", torch.float32)
+        assert {weight.dtype for weight in layer.parameters()} == {dtype}
+        problem.fill(layer)
+        problem.judge(layer, problem.forward(layer, drawn["(mode)"], **problem.given()))
 
-            yield Call(kind.made, given, judge)
-        else:
-            layer = problem.fill(kind.made(**given))
-            yield Call(
-                partial(problem.forward, layer, drawn["(mode)"]),
-                problem.given(),
-                partial(problem.judge, layer),
-            )
+    if drawn["(called)"] == "constructor":
+        return Call(kind.made, given, judge)
+    layer = problem.fill(kind.made(**given))
+    function = partial(problem.forward, layer, drawn["(mode)"])
+    return Call(function, problem.given(), partial(problem.judge, layer))
 
 
 def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
@@ -284,15 +264,11 @@ def fed_forward(x: Tensor, weights: Weights, _: Values, __: Tensor, rounding: An
     return rounding(reference.feed_forward(rounding(x), weights, rounding))
 
 
-NORM = (
-    COMMUNICATOR
-    | TOKENS
-    | {
-        "x.dims": values("three", "two", "four"),
-        "hidden": WIDTHS,
-        "eps": values("default", 1e-3, 1.0),
-    }
-)
+NORM = TOKENS | {
+    "x.dims": values("three", "two", "four"),
+    "hidden": WIDTHS,
+    "eps": values("default", 1e-3, 1.0),
+}
 FORWARD = {
     "x.dims": values("three", "two", "four"),
     "hidden": WIDTHS,
@@ -300,25 +276,18 @@ FORWARD = {
     "gated": values(False, True),
     "bias": values(True, False),
 }
-NORMS = {"LayerNorm": sp.LayerNorm, "RMSNorm": sp.RMSNorm}
+FED = ("hidden", "ffn_hidden", "gated", "bias")
+KINDS = (
+    (NORM, Kind(sp.LayerNorm, ("hidden", "eps"), normalised)),
+    (NORM, Kind(sp.RMSNorm, ("hidden", "eps"), normalised)),
+    (TOKENS | FORWARD | LOWER, Kind(sp.FeedForward, FED, fed_forward)),
+)
 SUBJECTS = [
-    *(
-        Subject(
-            name,
-            NORM | COMMON | SITUATIONS,
-            partial(on_ranks, Kind(made, ("hidden", "eps"), normalised)),
-            situations.ranks,
-            (f"{name}.forward",),
-        )
-        for name, made in NORMS.items()
-    ),
-    Subject(
-        "FeedForward",
-        COMMUNICATOR | TOKENS | FORWARD | COMMON | LOWER | SITUATIONS,
-        partial(
-            on_ranks, Kind(sp.FeedForward, ("hidden", "ffn_hidden", "gated", "bias"), fed_forward)
-        ),
-        situations.ranks,
-        ("FeedForward.forward",),
-    ),
+    on_group(
+        kind.made.__name__,
+        factors | COMMON,
+        partial(on_ranks, kind),
+        covers=(f"{kind.made.__name__}.forward",),
+    )
+    for factors, kind in KINDS
 ]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import Any
 
 import torch
+from oracle.collective_cases import MEMORIES, in_memory
 from oracle.strategies import DTYPES
 from torch import Tensor, nn
 
 import sp_core as sp
-from domains import layers, situations
-from domains.collectives import MEMORIES, in_memory
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains import layers
+from domains.declared import Call, Parts, Values, spans, values
 from domains.exact import places
 from domains.layers import MODES, TOKENS
-from domains.situations import COMMUNICATOR, SITUATIONS
+from domains.situations import on_group
+from domains.tensors import leaf, same, whole
 from sp_core.segments import split_sizes
 
 Parallel = sp.ColumnParallelLinear | sp.RowParallelLinear
@@ -42,10 +41,7 @@ def on_one(chance: Random, drawn: Values, *, of: str) -> tuple[int, ...]:
 
 def whole_numbers(drawn: Values, key: int, *shape: int) -> Tensor:
     """Return small whole numbers."""
-    generator = torch.Generator().manual_seed(31 * drawn["seed"] + key)
-    return torch.randint(-2, 3, shape, generator=generator).to(
-        getattr(torch, drawn["linear.dtype"])
-    )
+    return whole(31 * drawn["seed"] + key, shape, drawn["linear.dtype"], -2, 2)
 
 
 def ordinary(drawn: Values) -> nn.Linear:
@@ -55,9 +51,8 @@ def ordinary(drawn: Values) -> nn.Linear:
         drawn["linear.in_features"], drawn["linear.out_features"], drawn["linear.bias"], dtype=dtype
     )
     for key, (name, parameter) in enumerate(linear.named_parameters()):
-        parameter.data = in_memory(
-            whole_numbers(drawn, key, *parameter.shape), drawn["linear.memory"]
-        )
+        numbers = whole_numbers(drawn, key, *parameter.shape)
+        parameter.data = in_memory(numbers, drawn["linear.memory"])
         parameter.requires_grad_(drawn["linear.frozen"] not in (name, "all"))
     return linear
 
@@ -85,12 +80,8 @@ class Case:
             self.whole = self.whole[..., :1].expand(self.whole.shape).clone()
         if drawn["x.upstream"] == "expanded":
             self.grad = self.grad[..., :1].expand(self.grad.shape).clone()
-        mine = self.tokens(self.whole) if self.is_column else self.features(self.whole)
-        self.x = (
-            in_memory(mine.to(group.device), drawn["x.memory"])
-            .detach()
-            .requires_grad_(drawn["x.gradient"])
-        )
+        mine = self.part("x", self.whole)
+        self.x = leaf(mine.to(group.device), drawn["x.memory"], learns=drawn["x.gradient"])
 
     def tokens(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens with all features."""
@@ -99,15 +90,6 @@ class Case:
     def features(self, whole: Tensor) -> Tensor:
         """Return all tokens, in the order of an all-gather, with this rank's features."""
         return whole.index_select(1, self.gathered).split(self.sizes, 2)[self.rank]
-
-    def made_of(self) -> Values:
-        """Return the arguments of `from_linear`."""
-        return {
-            "linear": self.linear,
-            "comm": self.group,
-            "sharding": self.sharding,
-            "sizes": self.drawn["sizes"],
-        }
 
     def forward(self, layer: Parallel, mode: str, x: Tensor) -> Tensor:
         """Call a layer in the mode that was drawn."""
@@ -137,29 +119,18 @@ class Case:
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         assert out.requires_grad == bool(leaves)
         upstream = in_memory(take(self.grad).to(out), self.drawn["x.upstream"])
-        grads = (
-            dict(
-                zip(leaves, torch.autograd.grad(out, list(leaves.values()), upstream), strict=True)
-            )
-            if leaves
-            else {}
-        )
-        wanted = dict(
-            zip(
-                ("x", "weight", "bias"),
-                torch.autograd.grad(
-                    whole, [t for t in (x, weight, bias) if t is not None], self.grad.double()
-                ),
-                strict=False,
-            )
-        )
-        take = self.tokens if self.is_column else self.features
-        for name, found in grads.items():
-            self.same(found, take(wanted["x"]) if name == "x" else self.part(name, wanted[name]))
+        if leaves:
+            grads = torch.autograd.grad(out, list(leaves.values()), upstream)
+            of = {"x": x, "weight": weight, "bias": bias}
+            wanted = torch.autograd.grad(whole, [of[name] for name in leaves], self.grad.double())
+            for name, found, every in zip(leaves, grads, wanted, strict=True):
+                self.same(found, self.part(name, every))
         self.judge_whole(layer.to_linear())
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a parameter or of its gradient."""
+        """Return this rank's part of the input, of a parameter, or of a gradient of these."""
+        if name == "x":
+            return self.tokens(whole) if self.is_column else self.features(whole)
         if name == "bias" and not self.is_column:
             return whole
         return whole.split(self.sizes, 0 if self.is_column else 1)[self.rank]
@@ -174,35 +145,23 @@ class Case:
 
     def same(self, found: Tensor, wanted: Tensor) -> None:
         """Compare bit for bit, in the dtype of the layer."""
-        dtype = self.linear.weight.dtype
-        torch.testing.assert_close(found.detach().cpu(), wanted.detach().to(dtype), rtol=0, atol=0)
+        same(found.detach().cpu(), wanted.detach().to(self.linear.weight.dtype))
 
 
-@contextmanager
-def on_ranks(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """Make a layer on one axis of a mesh; the call is that of the layer, or one that makes or unmakes it."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        case = Case(
-            name, drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}, group
+def on_ranks(name: str, group: sp.Communicator, drawn: Values) -> Call:
+    """Call a layer, or what makes or unmakes it."""
+    case, asked, mode = Case(name, drawn, group), drawn["(called)"], drawn["(mode)"]
+    given = {"linear": case.linear, "comm": group, "sharding": case.sharding}
+    given["sizes"] = drawn["sizes"]
+    if asked in ("from_linear", "constructor"):
+        function = case.made if asked == "constructor" else case.made.from_linear
+        return Call(
+            function, given, lambda layer: case.judge(layer, case.forward(layer, mode, case.x))
         )
-        if drawn["(called)"] in ("from_linear", "constructor"):
-            function = case.made if drawn["(called)"] == "constructor" else case.made.from_linear
-            yield Call(
-                function,
-                case.made_of(),
-                lambda layer: case.judge(layer, case.forward(layer, drawn["(mode)"], case.x)),
-            )
-            return
-        layer = case.made.from_linear(**case.made_of())
-        if drawn["(called)"] == "to_linear":
-            yield Call(layer.to_linear, {}, case.judge_whole)
-        else:
-            yield Call(
-                partial(case.forward, layer, drawn["(mode)"]),
-                {"x": case.x},
-                partial(case.judge, layer),
-            )
+    layer = case.made.from_linear(**given)
+    if asked == "to_linear":
+        return Call(layer.to_linear, {}, case.judge_whole)
+    return Call(partial(case.forward, layer, mode), {"x": case.x}, partial(case.judge, layer))
 
 
 LINEAR: dict[str, Parts] = {
@@ -229,21 +188,18 @@ LINEAR: dict[str, Parts] = {
     "(called)": values("forward", "from_linear", "constructor", "to_linear"),
 }
 SUBJECTS = [
-    Subject(
+    on_group(
         name,
-        COMMUNICATOR
-        | LINEAR
+        LINEAR
         | {
             "sizes": {
                 "default": lambda c, v: None,
                 "uneven": partial(uneven, of=of),
                 "on one rank": partial(on_one, of=of),
             }
-        }
-        | SITUATIONS,
+        },
         partial(on_ranks, name),
-        situations.ranks,
-        tuple(f"{name}.{method}" for method in ("from_linear", "to_linear", "forward")),
+        covers=tuple(f"{name}.{method}" for method in ("from_linear", "to_linear", "forward")),
     )
     for name, of in SPLIT.items()
 ]

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from random import Random
 from typing import Any
 
-import torch
 from llama_cases import Case
 from oracle import reference
 from oracle.attention_check import ascending
-from oracle.strategies import LAYOUTS, LISTED, listed
+from oracle.once import contents
+from oracle.strategies import EVERY_LAYOUT
 from torch import Tensor
 
 import sp_core as sp
-from domains import models, situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.models import (
-    ARCHITECTURE,
-    DTYPES,
-    SCHEMES,
-    SITUATIONS,
-    Expected,
-    architecture,
-    case_of,
-    meshes,
-)
+from domains import models
+from domains.blocks import mask_of
+from domains.declared import Call, Parts, Values, spans, values
+from domains.layers import sharding_of
+from domains.masks import documents
+from domains.models import ARCHITECTURE, DTYPES, SCHEMES, Expected, architecture, meshes, on_model
+from domains.tensors import normal
 from sp_core.llama import Llama
 from sp_core.nn.gradients import reduce_gradients
 
@@ -43,17 +35,12 @@ AXES = (
 )
 
 
-def boundaries(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
-    """Document boundaries, empty documents included."""
-    end = sharding_of(drawn, models.sequence_ranks(drawn)).end
-    return (0, *sorted(chance.randint(0, end) for _ in range(chance.randint(*number) - 1)), end)
+LENGTH = "tokens.seq_len"
 
 
-def documents() -> Parts:
-    """Numbers of packed documents."""
-    named = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64)}
-    found: Parts = {"none": lambda c, v: None}
-    return {**found, **{name: partial(boundaries, number=number) for name, number in named.items()}}
+def tokens_of(drawn: Values) -> tuple[int, int]:
+    """Return the first position at which a document may begin, and the end of all."""
+    return 0, sharding_of(drawn, models.sequence_ranks(drawn), LENGTH).end
 
 
 FORWARD: dict[str, Parts] = {
@@ -62,7 +49,7 @@ FORWARD: dict[str, Parts] = {
     "grid.scheme": values(*SCHEMES),
     "tokens.batch": spans((2, 3), (1, 1)),
     "tokens.seq_len": spans((5, 12), (1, 1), (2, 4), (33, 40)),
-    "sharding.layout": values(*LAYOUTS, LISTED),
+    "sharding.layout": values(*EVERY_LAYOUT),
     "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
     "mask.causal": values(True, False),
     "mask.window": {
@@ -70,26 +57,15 @@ FORWARD: dict[str, Parts] = {
         "1": lambda c, v: 1,
         "2 to 30": lambda c, v: c.randint(2, 30),
     },
-    "mask.documents": documents(),
+    "mask.documents": documents(tokens_of, (1, 1), (2, 6), (7, 64)),
 }
 
 
-def sharding_of(drawn: Values, size: int) -> sp.Sharding:
-    """Who owns which tokens, over so many ranks."""
-    layout = listed if drawn["sharding.layout"] == LISTED else LAYOUTS[drawn["sharding.layout"]]
-    return layout(drawn["tokens.seq_len"], size, drawn["sharding.start"])
-
-
 def expected(
-    case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: sp.Mask
+    case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: Values
 ) -> Expected:
-    """Logits, and the gradients of their product with `upstream`."""
-    seen = {
-        "positions": positions,
-        "causal": mask.causal,
-        "window": mask.window,
-        "documents": mask.documents,
-    }
+    """Return logits, and the gradients of their product with `upstream`."""
+    seen = {"positions": positions, **mask}
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,30 +74,22 @@ def expected(
 
         return models.with_gradients(outputs, weights)
 
-    key = (models.told(tokens, upstream), repr(seen))
+    key = (contents(tokens, upstream), repr(seen))
     ends = {"tokens": tokens.shape[1], "positions": max(positions, default=0) + 1}
     return Expected("llama forward", case, run, key, **ends)
 
 
-@contextmanager
-def forward(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A model on a mesh; each replica has its own sequences."""
-    case = case_of(drawn, drawn["config.dtype"])
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, scheme=drawn["grid.scheme"], tp_sp=drawn["tp_sp"])
-        sharding = sharding_of(drawn, model.grid.sequence.size)
-        whole = case.tokens(drawn["tokens.batch"], drawn["tokens.seq_len"])
-        mask = sp.Mask(drawn["mask.causal"], drawn["mask.window"], drawn["mask.documents"])
-        given = {
-            "tokens": own(model, sharding, whole).to(mesh.device),
-            "sharding": sharding,
-            "mask": mask,
-        }
-        yield Call(model, given, partial(judge, case, model, whole, given, drawn))
+def forward(case: Case, model: Llama, drawn: Values) -> Call:
+    """Call a model; each replica has its own sequences."""
+    sharding = sharding_of(drawn, model.grid.sequence.size, LENGTH)
+    whole = case.tokens(drawn["tokens.batch"], drawn[LENGTH])
+    tokens = own(model, sharding, whole).to(model.grid.everyone.device)
+    given = {"tokens": tokens, "sharding": sharding, "mask": sp.Mask(**mask_of(drawn))}
+    return Call(model, given, partial(judge, case, model, whole, given, drawn))
 
 
 def own(model: Llama, sharding: sp.Sharding, x: Tensor) -> Tensor:
-    """This rank's part of a tensor (B, S, ...) of all replicas."""
+    """Return this rank's part of a tensor (B, S, ...) of all replicas."""
     replicas = model.grid.replicas
     return sharding.shard(x.tensor_split(replicas.size)[replicas.rank], model.grid.sequence.rank, 1)
 
@@ -130,13 +98,9 @@ def judge(
     case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values, logits: Tensor
 ) -> None:
     """Compare this rank's logits, and the gradients of all of its weights."""
-    random = torch.Generator().manual_seed(drawn["seed"])
-    upstream = (
-        torch.randn(*whole.shape, case.vocab, generator=random, dtype=torch.float64)
-        .to(logits.dtype)
-        .double()
-    )
-    wanted = expected(case, whole, upstream, ascending(given["sharding"]), given["mask"])
+    shape, dtype = (*whole.shape, case.vocab), str(logits.dtype).removeprefix("torch.")
+    upstream = normal(drawn["seed"], shape, dtype).double()
+    wanted = expected(case, whole, upstream, ascending(given["sharding"]), mask_of(drawn))
 
     def part(x: Tensor) -> Tensor:
         return own(model, given["sharding"], x).tensor_split(model.grid.tensor.size, -1)[
@@ -154,11 +118,10 @@ MADE = dict.fromkeys(
     ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it"
 )
 SUBJECTS = [
-    Subject(
+    on_model(
         "llama.Llama.forward",
-        architecture("config", ARCHITECTURE) | meshes(*AXES) | FORWARD | SITUATIONS,
+        architecture("config", ARCHITECTURE) | meshes(*AXES) | FORWARD | models.SITUATIONS,
         forward,
-        models.ranks,
         covers=tuple(
             f"llama.Llama{name}"
             for name in (

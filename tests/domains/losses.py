@@ -11,18 +11,18 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from oracle.attention_check import ascending
+from oracle.collective_cases import MEMORIES, in_memory
 from oracle.strategies import DTYPES
 from torch import Tensor
 from torch.nn import functional as F
 
 import sp_core as sp
 from domains import blocks, layers, situations
-from domains.collectives import MEMORIES, in_memory
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.exact import same
 from domains.layers import TOKENS
-from domains.numeric import near, normal
-from domains.situations import COMMUNICATOR, SITUATIONS
+from domains.situations import SITUATIONS, on_group
+from domains.tensors import leaf, near, normal, same, whole
 from sp_core.attention import accumulation_dtype
 from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
 from sp_core.testing.tolerance import bound, unit_roundoff
@@ -93,16 +93,14 @@ def labels_of(drawn: Values) -> list[Tensor]:
 
 def logits_of(drawn: Values) -> list[Tensor]:
     """Return the logits of each data rank over the whole vocabulary."""
-    vocab = sum(drawn["logits.parts"])
-    found = []
-    for rank, shape in enumerate(drawn["labels.shape"]):
-        x = (
-            normal(drawn["seed"] + 10 + rank, (*shape, vocab), "float64")
-            * drawn["logits.magnitude"]
-        )
-        x = x[..., :1].expand(x.shape) if drawn["logits.memory"] == "expanded" else x
-        found.append(x.to(getattr(torch, drawn["logits.dtype"])))
-    return found
+    vocab, dtype = sum(drawn["logits.parts"]), getattr(torch, drawn["logits.dtype"])
+    found = [
+        normal(drawn["seed"] + 10 + rank, (*shape, vocab), "float64") * drawn["logits.magnitude"]
+        for rank, shape in enumerate(drawn["labels.shape"])
+    ]
+    if drawn["logits.memory"] == "expanded":
+        found = [x[..., :1].expand(x.shape) for x in found]
+    return [x.to(dtype) for x in found]
 
 
 @contextmanager
@@ -119,27 +117,11 @@ def losses(comm: Any, drawn: Values) -> Iterator[Call]:
         data, tensor = mesh["data"], mesh["tensor"]
         every = logits_of(drawn)
         mine = every[data.rank].split(drawn["logits.parts"], -1)[tensor.rank]
-        x = (
-            in_memory(mine, drawn["logits.memory"])
-            .detach()
-            .requires_grad_(drawn["logits.gradient"])
-        )
-        labels = in_memory(
-            labels_of(drawn)[data.rank].unsqueeze(-1).expand(*drawn["labels.shape"][data.rank], 2),
-            "contiguous",
-        )
-        labels = (
-            labels[..., 0]
-            if drawn["labels.memory"] == "every second"
-            else labels[..., 0].contiguous()
-        )
-        given = {
-            "logits": x,
-            "labels": labels,
-            "tensor": tensor,
-            "data": data,
-            "count": drawn["count"],
-        }
+        x = leaf(mine, drawn["logits.memory"], learns=drawn["logits.gradient"])
+        labels = labels_of(drawn)[data.rank].unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
+        labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
+        given = {"logits": x, "labels": labels, "tensor": tensor, "data": data}
+        given["count"] = drawn["count"]
         yield Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x))
 
 
@@ -204,15 +186,6 @@ LOSS: dict[str, Parts] = {
 # next_token_labels
 
 
-def sharded(drawn: Values, group: sp.Communicator) -> tuple[sp.Sharding, Tensor]:
-    """Return who owns which tokens, and the tokens of the whole sequence."""
-    generator = torch.Generator().manual_seed(drawn["seed"])
-    shape = (drawn["x.batch"], drawn["x.seq_len"])
-    tokens = torch.randint(0, 2**40, shape, generator=generator)
-    tokens = tokens[:, :1].expand(shape) if drawn["tokens.memory"] == "expanded" else tokens
-    return layers.sharding_of(drawn, group.size), tokens
-
-
 def labelled(tokens: Tensor, positions: Sequence[int], documents: Sequence[int] | None) -> Tensor:
     """Return the label of each token, one after the other: the token at the next position of its document."""
     labels = torch.full_like(tokens, IGNORED)
@@ -226,26 +199,19 @@ def labelled(tokens: Tensor, positions: Sequence[int], documents: Sequence[int] 
     return labels
 
 
-@contextmanager
-def labels(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """Tokens along one axis of a mesh; the call is that of `next_token_labels` or `check_shard`."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        drawn = drawn | {"seed": drawn["seed"] + 31 * situations.number_of(mesh, group)}
-        sharding, whole = sharded(drawn, group)
-        mine = in_memory(sharding.shard(whole, group.rank, 1), drawn["tokens.memory"])
-        given = {"tokens": mine, "comm": group, "sharding": sharding}
-        if name == "check_shard":
-            yield Call(check_shard, given, partial(same, wanted=None))
-            return
-        mask = None if drawn["mask"] == "none" else sp.Mask(**blocks.mask_of(drawn))
-        positions = sorted(int(p) for rank in range(group.size) for p in sharding.positions(rank))
-        wanted = labelled(whole, positions, None if mask is None else mask.documents)
-        yield Call(
-            next_token_labels,
-            {**given, "mask": mask},
-            partial(same, wanted=sharding.shard(wanted, group.rank, 1)),
-        )
+def labels(name: str, group: sp.Communicator, drawn: Values) -> Call:
+    """Call `next_token_labels` or `check_shard`."""
+    sharding, shape = layers.sharding_of(drawn, group.size), (drawn["x.batch"], drawn["x.seq_len"])
+    tokens = whole(drawn["seed"], shape, high=2**40)
+    tokens = tokens[:, :1].expand(shape) if drawn["tokens.memory"] == "expanded" else tokens
+    mine = in_memory(sharding.shard(tokens, group.rank, 1), drawn["tokens.memory"])
+    given = {"tokens": mine, "comm": group, "sharding": sharding}
+    if name == "check_shard":
+        return Call(check_shard, given, partial(same, wanted=None))
+    mask = None if drawn["mask"] == "none" else sp.Mask(**blocks.mask_of(drawn))
+    wanted = labelled(tokens, ascending(sharding), None if mask is None else mask.documents)
+    part = sharding.shard(wanted, group.rank, 1)
+    return Call(next_token_labels, {**given, "mask": mask}, partial(same, wanted=part))
 
 
 LABELS: dict[str, Parts] = {
@@ -259,17 +225,10 @@ SUBJECTS = [
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
         allowed=("count=far out",),
     ),
-    Subject(
+    on_group(
         "loss.next_token_labels",
-        COMMUNICATOR | LABELS | {"mask": values("given", "none")} | blocks.MASK | SITUATIONS,
+        LABELS | {"mask": values("given", "none")} | blocks.MASK,
         partial(labels, "next_token_labels"),
-        situations.ranks,
     ),
-    Subject(
-        "loss.check_shard",
-        COMMUNICATOR | LABELS | SITUATIONS,
-        partial(labels, "check_shard"),
-        situations.ranks,
-        alone=True,
-    ),
+    on_group("loss.check_shard", LABELS, partial(labels, "check_shard"), alone=True),
 ]

@@ -14,8 +14,8 @@ import torch
 from oracle import reference
 
 import sp_core as sp
-from domains.declared import Call, Parts, Values, spans, values
-from domains.exact import pure, same
+from domains.declared import Call, Parts, Values, pure, spans, values
+from domains.tensors import same
 
 CONTAINERS: dict[str, Callable[[list[int]], Any]] = {
     "tuple": tuple,
@@ -27,21 +27,29 @@ CONTAINERS: dict[str, Callable[[list[int]], Any]] = {
     ).repeat_interleave(2)[::2],
     "whole numbers of numpy": lambda items: [np.int64(item) for item in items],
 }
-DOCUMENTS = {"1": (1, 1), "2 to 6": (2, 6), "7 to 64": (7, 64), "65 to 300": (65, 300)}
 
 
-def boundaries(chance: Random, drawn: Values, number: tuple[int, int]) -> tuple[int, ...]:
-    """Return document boundaries up to the end of the sequence, empty documents included."""
-    end = drawn["(length)"]
-    return (0, *sorted(chance.randint(0, end) for _ in range(chance.randint(*number) - 1)), end)
+def boundaries(chance: Random, count: int, first: int, end: int) -> tuple[int, ...]:
+    """Return the boundaries of `count` documents, which begin anywhere from `first` on."""
+    return (0, *sorted(chance.randint(first, end) for _ in range(count - 1)), end)
+
+
+def documents(tokens_of: Callable[[Values], tuple[int, int]], *numbers: tuple[int, int]) -> Parts:
+    """Return parts without documents, and with so many; empty documents included."""
+
+    def draw(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
+        return boundaries(chance, chance.randint(*number), *tokens_of(drawn))
+
+    return {"none": lambda c, v: None} | {
+        name: partial(draw, number=number)
+        for name, number in zip(spans(*numbers), numbers, strict=True)
+    }
 
 
 def own_boundaries(chance: Random, drawn: Values) -> tuple[int, ...] | None:
     """Return as many documents of the keys as the queries have, or none if they have none."""
-    if drawn["documents"] is None:
-        return None
-    inner = sorted(chance.randint(0, drawn["(kv_length)"]) for _ in drawn["documents"][2:])
-    return (0, *inner, drawn["(kv_length)"])
+    ends = drawn["documents"]
+    return None if ends is None else boundaries(chance, len(ends) - 1, 0, drawn["(kv_length)"])
 
 
 MASK: dict[str, Parts] = {
@@ -49,8 +57,7 @@ MASK: dict[str, Parts] = {
     "(kv_length)": {"as queries": lambda c, v: v["(length)"]} | spans((0, 0), (1, 40)),
     "causal": values(False, True),
     "window": {"none": lambda c, v: None} | spans((1, 1), (2, 16), (17, 100), (10_000, 10**7)),
-    "documents": {"none": lambda c, v: None}
-    | {name: partial(boundaries, number=number) for name, number in DOCUMENTS.items()},
+    "documents": documents(lambda v: (0, v["(length)"]), (1, 1), (2, 6), (7, 64), (65, 300)),
     "documents.container": values(*CONTAINERS),
     "kv_documents": {"own": own_boundaries, "none": lambda c, v: None},
     "kv_documents.container": values(*CONTAINERS),

@@ -21,7 +21,8 @@ import sp_core as sp
 from domains import situations
 from domains.collectives import DTYPES
 from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.situations import COMMUNICATOR
+from domains.situations import on_group
+from domains.tensors import same
 from sp_core.schedules import ALGORITHMS
 from sp_core.tuning import Curve, Tuning, save
 
@@ -216,37 +217,25 @@ def given_to_empty(drawn: Values, group: sp.Communicator) -> Values:
     return {"shape": drawn["shape"][group.rank], "comm": group, **dtype}
 
 
-@contextmanager
-def shared(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A tensor that the ranks of one axis of a mesh share; the call is that of `shared_empty`, `peer` or `fence`."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        drawn = drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
-        drawn = {"shape": [(2, 3)] * group.size, "dtype": None} | drawn
-        given = given_to_empty(drawn, group)
-        if name == "shared_empty":
-            yield Call(sp.shared_empty, given, partial(judge_empty, group, drawn))
-            return
-        x = sp.shared_empty(**given).copy_(content(drawn, group.rank, 0))
-        if name == "fence":
-            yield Call(
-                sp.fence, {"comm": group}, lambda result: judge_fence(group, drawn, x, result)
-            )
-            return
-        other = {"own": group.rank, "next": (group.rank + 1) % group.size, "last": group.size - 1}[
-            drawn["rank"]
-        ]
-        sp.fence(comm=group)
-        yield Call(
-            sp.peer,
-            {"x": x, "rank": other, "comm": group},
-            partial(judge_peer, group, drawn, x, other),
-        )
+def shared(name: str, group: sp.Communicator, drawn: Values) -> Call:
+    """Call `shared_empty`, `peer` or `fence` with a tensor that the ranks of a group share."""
+    drawn = {"shape": [(2, 3)] * group.size, "dtype": None} | drawn
+    given = given_to_empty(drawn, group)
+    if name == "shared_empty":
+        return Call(sp.shared_empty, given, partial(judge_empty, group, drawn))
+    x = sp.shared_empty(**given).copy_(content(drawn, group.rank, 0))
+    if name == "fence":
+        return Call(sp.fence, {"comm": group}, partial(judge_fence, group, drawn, x))
+    others = {"own": group.rank, "next": (group.rank + 1) % group.size, "last": group.size - 1}
+    other = others[drawn["rank"]]
+    sp.fence(comm=group)
+    given = {"x": x, "rank": other, "comm": group}
+    return Call(sp.peer, given, partial(judge_peer, group, drawn, x, other))
 
 
 def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
     """Compare a new tensor with zeros; write into it, and into a second one."""
-    torch.testing.assert_close(x, torch.zeros_like(content(drawn, group.rank, 0)), rtol=0, atol=0)
+    same(x, torch.zeros_like(content(drawn, group.rank, 0)))
     second = sp.shared_empty(**given_to_empty(drawn, group))
     x.copy_(content(drawn, group.rank, 0))
     second.copy_(content(drawn, group.rank, 1))
@@ -278,11 +267,6 @@ def judge_peer(
     same(seen, content(drawn, rank, 1))
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Compare bit for bit."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
 SUBJECTS = [
     Subject(
         "Mesh",
@@ -292,28 +276,18 @@ SUBJECTS = [
         ("Mesh.coordinate", "Mesh.free"),
         allowed=("tuning=unknown", "tuning=None"),
     ),
-    Subject(
+    on_group(
         "shared_empty",
-        COMMUNICATOR | SHARED | situations.SITUATIONS,
+        SHARED,
         partial(shared, "shared_empty"),
-        situations.ranks,
         allowed=("shape=too many", "shape=in another order"),
     ),
-    Subject(
-        "fence",
-        COMMUNICATOR | situations.SITUATIONS,
-        partial(shared, "fence"),
-        situations.ranks,
-        alone=True,
-    ),
-    Subject(
+    on_group("fence", {}, partial(shared, "fence"), alone=True),
+    on_group(
         "peer",
-        COMMUNICATOR
-        | SHARED
-        | {"x": values("whole"), "rank": values("next", "own", "last")}
-        | WINDOW,
+        SHARED | {"x": values("whole"), "rank": values("next", "own", "last")},
         partial(shared, "peer"),
-        situations.ranks,
+        WINDOW,
         alone=True,
     ),
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -12,18 +13,18 @@ from typing import Any
 import torch
 from llama_cases import SCALINGS, Case
 from oracle import reference
-from oracle.once import contents, once
+from oracle.once import once
 from oracle.reference.block import Rounding
 from torch import Tensor
 
 from domains import situations
-from domains.declared import Parts, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.tensors import near
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import placement_of
-from sp_core.testing import record_ratio
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing.tolerance import bound
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SCHEMES = (None, "allgather_kv", "ring", "ulysses", "hybrid")
@@ -108,16 +109,16 @@ def sequence_ranks(drawn: Values) -> int:
     )
 
 
-def aspect(drawn: Values, name: str) -> Any:
+def aspect(drawn: Values, name: str, default: Any = None) -> Any:
     """Return the value of an aspect, whichever parameter it belongs to."""
-    return next(value for factor, value in drawn.items() if factor.endswith(f".{name}"))
+    return next((x for factor, x in drawn.items() if factor.endswith(f".{name}")), default)
 
 
-def case_of(drawn: Values, dtype: str = "float64") -> Case:
+def case_of(drawn: Values) -> Case:
     """Return the model that drawn values stand for."""
-    return Case(
-        **{name: aspect(drawn, name) for name in ARCHITECTURE}, dtype=dtype, seed=drawn["seed"]
-    )
+    named = {name: aspect(drawn, name) for name in ARCHITECTURE}
+    named["dtype"] = aspect(drawn, "dtype", "float64")
+    return Case(**named, seed=drawn["seed"], stops=aspect(drawn, "stops", ()))
 
 
 def weights_of(case: Case) -> dict[str, Tensor]:
@@ -131,6 +132,23 @@ def model_of(case: Case, mesh: Mesh, *, scheme: str | None = None, tp_sp: bool =
     model = Llama(case.config, grid, dtype=getattr(torch, case.dtype), tp_sp=tp_sp)
     model.fill(lambda name, placement: placement.take(weights_of(case)[name], grid.tensor.rank))
     return model
+
+
+def on_model(
+    name: str,
+    factors: dict[str, Parts],
+    make: Callable[[Case, Llama, Values], Call],
+    **more: Any,
+) -> Subject:
+    """Return the subject of a call with a model over a mesh."""
+
+    @contextmanager
+    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
+        case, scheme = case_of(drawn), drawn.get("grid.scheme")
+        with situations.opened(comm, drawn, lengths(drawn)) as mesh:
+            yield make(case, model_of(case, mesh, scheme=scheme, tp_sp=drawn["tp_sp"]), drawn)
+
+    return Subject(name, factors, prepare, ranks, **more)
 
 
 class Expected:
@@ -160,11 +178,8 @@ class Expected:
         dtype: str = "",
         samples: int = 2,
     ) -> None:
-        self.what, self._dtype, self._positions = (
-            what,
-            getattr(torch, dtype or case.dtype),
-            positions,
-        )
+        self.what, self._positions = what, positions
+        self._dtype: torch.dtype = getattr(torch, dtype or case.dtype)
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
         self._longest_sum = None if tokens is None else max(*widths, tokens)
         self._weights = weights = weights_of(case)
@@ -186,9 +201,7 @@ class Expected:
     ) -> None:
         """Compare a result with its part of what is expected."""
         value, allowed = part(self.values[name]), part(self.allowed(name))
-        record_ratio(
-            self.what, check_close(f"{self.what}: {name}", result.detach().cpu(), value, allowed)
-        )
+        near(self.what, result, value, allowed, f"{self.what}: {name}")
 
     def allowed(self, name: str) -> Tensor:
         """Return how far a result may be off."""
@@ -217,9 +230,7 @@ class Expected:
             for x in (self.values, self._scales)
         )
         found = torch.tensor([norm], dtype=torch.float64)
-        record_ratio(
-            f"{self.what} norm", check_close("norm", found, want, bound(scale, self._dtype))
-        )
+        near(f"{self.what} norm", found, want, bound(scale, self._dtype))
 
     def _check_part(self, model: Llama, name: str, parameter: Tensor, result: Tensor) -> None:
         placement = placement_of(parameter)
@@ -254,8 +265,3 @@ def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:
     return (
         [row.tolist() for row in case.tokens(sum(lengths)).split(list(lengths))] if lengths else []
     )
-
-
-def told(*tensors: Tensor) -> object:
-    """Return what tensors hold, to know them again."""
-    return contents(*tensors)

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from oracle import reference
+from oracle.collective_cases import MEMORIES, in_memory
 from oracle.strategies import DTYPES, STORAGES, placed
 from torch import Tensor
 
 import sp_core as sp
 from domains import attention, masks
-from domains.collectives import MEMORIES, in_memory
-from domains.declared import Call, Parts, Values, spans, values
-from domains.exact import pure, same
+from domains.declared import Call, Parts, Values, pure, spans, values
+from domains.tensors import leaf, near, normal, same
 from sp_core.attention import accumulation_dtype
 from sp_core.mask import plan_blocks
-from sp_core.testing import record_ratio
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing.tolerance import bound
 
 SHAPE: dict[str, Parts] = {
     "x.batch": spans((2, 3), (1, 1), (0, 0)),
@@ -48,24 +47,6 @@ POSITIONS: Parts = {
 }
 
 
-def normal(seed: int, shape: Sequence[int], dtype: str) -> Tensor:
-    """Return random numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(
-        getattr(torch, dtype)
-    )
-
-
-def held(x: Tensor, memory: str) -> Tensor:
-    """Return a leaf that lies in memory as named."""
-    return in_memory(x, memory).detach().requires_grad_()
-
-
-def near(name: str, found: Tensor, wanted: Tensor, allowed: Tensor) -> None:
-    """Compare a result with the reference, and record how far it is off."""
-    record_ratio(name, check_close(name, found.detach(), wanted, allowed))
-
-
 # Rope
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -86,7 +67,7 @@ def rope(drawn: Values) -> Call:
     known = None if kind in (None, "default") else {**scaling, "rope_type": kind}
     frequencies = reference.llama_frequencies(dim, base, known)
     shape = [drawn[f"x.{name}"] for name in ("batch", "seq_len", "heads")]
-    x = held(normal(drawn["seed"], (*shape, dim), drawn["x.dtype"]), drawn["x.memory"])
+    x = leaf(normal(drawn["seed"], (*shape, dim), drawn["x.dtype"]), drawn["x.memory"])
     upstream = in_memory(normal(drawn["seed"] + 1, x.shape, drawn["x.dtype"]), drawn["x.upstream"])
     places = [int(p) for p in drawn["positions"]]
 
@@ -147,7 +128,7 @@ def kept(p: float, seed: int, places: Sequence[Sequence[int]]) -> Tensor:
 def dropped(drawn: Values) -> Call:
     """Call `dropout`."""
     shape = [drawn["x.batch"], drawn["x.seq_len"], *[2] * drawn["x.middle"], drawn["x.width"]]
-    x = held(normal(drawn["seed"], shape, drawn["x.dtype"]), drawn["x.memory"])
+    x = leaf(normal(drawn["seed"], shape, drawn["x.dtype"]), drawn["x.memory"])
     upstream = in_memory(normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"])
     given = {name: drawn[name] for name in ("p", "positions", "features", "training")}
     features = range(shape[-1]) if given["features"] is None else given["features"]

@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 import torch
+from oracle.collective_cases import MEMORIES, in_memory
 from torch import Tensor, nn
 
-from domains.collectives import DTYPES, MEMORIES, in_memory
-from domains.declared import Call, Parts, Values, spans, values
-from domains.exact import pure, same
+from domains.declared import Call, Parts, Values, pure, spans, values
+from domains.tensors import same, whole
 from sp_core.nn.gradients import Placement, place, placement_of
 
 Held = tuple[tuple[range, ...], ...]
@@ -158,11 +158,8 @@ def part_of(drawn: Values, whole: Tensor) -> Tensor:
 def asked(method: str, drawn: Values) -> Call:
     """Call a method of a placement."""
     placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
-    generator = torch.Generator().manual_seed(drawn["seed"])
-    whole = torch.randint(-4, 5, drawn["shape"], generator=generator).to(
-        DTYPES[drawn["whole.dtype"]]
-    )
-    given, wanted = METHODS[method](drawn, in_memory(whole, drawn["whole.memory"]))
+    x = whole(drawn["seed"], drawn["shape"], drawn["whole.dtype"], -4, 4)
+    given, wanted = METHODS[method](drawn, in_memory(x, drawn["whole.memory"]))
     assert placement.numel == math.prod(drawn["shape"])
     return Call(getattr(placement, method), given, partial(same, wanted=wanted))
 

@@ -1,22 +1,22 @@
-"""The domain of collectives that are prepared once or made in place: `plan`, `all_reduce_`, `copy_all_to_group`."""
+"""The domain of collectives prepared once or in place: `plan`, `all_reduce_`, `copy_all_to_group`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from random import Random
 from typing import Any
 
 import torch
+from oracle.collective_cases import DEFINITIONS, MEMORIES, UNEVEN, in_memory, total
 from torch import Tensor
 
 import sp_core as sp
-from domains import collectives, situations
-from domains.collectives import DEFINITIONS, DTYPES, MEMORIES, in_memory, reduced, tensor
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.situations import COMMUNICATOR
+from domains import collectives
+from domains.collectives import DTYPES, SITUATIONS, tensor
+from domains.declared import Call, Parts, Values, spans, values
+from domains.situations import on_group
+from domains.tensors import same, whole
 
 PLANNED = (
     "all_gather",
@@ -47,7 +47,7 @@ def inputs_of(op: str, drawn: Values, size: int, turn: int) -> list[Tensor]:
 
 
 def placed(x: Tensor, drawn: Values, group: sp.Communicator) -> Tensor:
-    """Return the tensor where it was drawn to be: in memory of its own or in memory that all ranks see."""
+    """Return the tensor in memory of its own or in shared memory, as drawn."""
     memory, alone = drawn["x.memory"], drawn["seed"] % group.size == group.rank
     if memory == "shared by other allocations":
         rooms = [sp.shared_empty(x.shape, comm=group, dtype=x.dtype) for _ in range(2)]
@@ -68,7 +68,7 @@ def refill(x: Tensor, source: Tensor) -> None:
 
 
 def beside(x: Tensor, drawn: Values) -> Tensor:
-    """Return the memory around and between the elements of a tensor; nothing of memory that ranks share."""
+    """Return the memory around the elements of a tensor; nothing if ranks share the memory."""
     if "shared" in drawn["x.memory"]:
         return x.new_empty(0)
     whole = x.detach().new_empty(0).set_(x.untyped_storage())
@@ -77,30 +77,25 @@ def beside(x: Tensor, drawn: Values) -> Tensor:
     return whole[left].clone()
 
 
+def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
+    """Call `plan`."""
+    made = Planned(op, group, drawn)
+    given = {"x": made.x, "comm": group, **made.given}
+    return Call(partial(sp.plan, op), given, made.judge, ("x",))
+
+
 class Planned:
     """A plan of one collective on one rank."""
 
-    def __init__(self, op: str, drawn: Values, group: sp.Communicator) -> None:
+    def __init__(self, op: str, group: sp.Communicator, drawn: Values) -> None:
         self.op, self.drawn, self.group = op, drawn, group
         self.x = placed(inputs_of(op, drawn, group.size, 0)[group.rank], drawn, group)
-        self.normal = collectives.arguments_of(moved(op), drawn)
-        self.given = dict(self.normal)
+        self.arguments = self.given = collectives.arguments_of(moved(op), drawn)
         if drawn["arguments"] == "left out where the default":
             known = inspect.signature(getattr(sp, op)).parameters
             self.given = {
                 name: value for name, value in self.given.items() if known[name].default != value
             }
-        self.normal |= {"dim": drawn["dim"]} if "dim" in drawn else {}
-        self.normal.setdefault("sizes", None)
-
-    def call(self) -> Call:
-        """Return the call of `plan`."""
-        return Call(
-            partial(sp.plan, self.op),
-            {"x": self.x, "comm": self.group, **self.given},
-            self.judge,
-            ("x",),
-        )
 
     def judge(self, plan: sp.Plan) -> None:
         """Run a plan on other numbers each time; a second plan may be under way meanwhile."""
@@ -125,23 +120,13 @@ class Planned:
                     each.finish(handle)
                     for each, handle in reversed(list(zip(plans, under_way, strict=True)))
                 ]
-            wanted = DEFINITIONS[moved(self.op)](inputs, self.normal)[self.group.rank]
+            wanted = DEFINITIONS[moved(self.op)](inputs, self.arguments)[self.group.rank]
             for result in results:
-                torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+                same(result, wanted)
             assert results[-1] is self.x if self.op == "all_reduce_" else torch.equal(self.x, mine)
             assert torch.equal(beside(self.x, self.drawn), around), (
                 "the memory around the input was changed"
             )
-
-
-@contextmanager
-def planned(op: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A plan along one axis of a mesh."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        yield Planned(
-            op, drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}, group
-        ).call()
 
 
 def plan_factors(op: str) -> dict[str, Parts]:
@@ -151,11 +136,7 @@ def plan_factors(op: str) -> dict[str, Parts]:
         for name, parts in collectives.factors(moved(op)).items()
         if name not in ("x.gradient", "x.upstream")
     }
-    own = (
-        MEMORIES
-        if op != "all_reduce_"
-        else tuple(memory for memory in MEMORIES if memory != "expanded")
-    )
+    own = [memory for memory in MEMORIES if op != "all_reduce_" or memory != "expanded"]
     shared = ("shared", "shared on some ranks", "shared by other allocations")
     return found | {
         "x.memory": values(*own, *shared),
@@ -166,52 +147,44 @@ def plan_factors(op: str) -> dict[str, Parts]:
     }
 
 
-@contextmanager
-def in_place(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A sum in place; every call finds the tensor as it was before the first."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        drawn = drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
-        x = placed(inputs_of("all_reduce_", drawn, group.size, 0)[group.rank], drawn, group)
-        before, around = x.clone(), beside(x, drawn)
-        given = collectives.arguments_of("all_reduce", drawn)
+def in_place(group: sp.Communicator, drawn: Values) -> Call:
+    """Call `all_reduce_`; every call finds the tensor as it was before the first."""
+    x = placed(inputs_of("all_reduce_", drawn, group.size, 0)[group.rank], drawn, group)
+    before, around = x.clone(), beside(x, drawn)
+    given = collectives.arguments_of("all_reduce", drawn)
 
-        def function(**named: Any) -> Tensor:
-            x.copy_(before)
-            return sp.all_reduce_(**named)
+    def function(**named: Any) -> Tensor:
+        x.copy_(before)
+        return sp.all_reduce_(**named)
 
-        def judge(result: Tensor) -> None:
-            assert result is x
-            wanted = reduced(inputs_of("all_reduce_", drawn, group.size, 0), given)[group.rank]
-            torch.testing.assert_close(x, wanted, rtol=0, atol=0)
-            assert torch.equal(beside(x, drawn), around), "the memory around the tensor was changed"
+    def judge(result: Tensor) -> None:
+        assert result is x
+        inputs = inputs_of("all_reduce_", drawn, group.size, 0)
+        same(x, DEFINITIONS["all_reduce"](inputs, given)[group.rank])
+        assert torch.equal(beside(x, drawn), around), "the memory around the tensor was changed"
 
-        yield Call(function, {"x": x, "comm": group, **given}, judge)
+    return Call(function, {"x": x, "comm": group, **given}, judge)
 
 
 # copy_all_to_group
 
-KINDS = {"one": ("float64",), "two": ("float32", "bfloat16"), "many": tuple(DTYPES)}
+KINDS = {
+    "one": ("float64",),
+    "two": ("float32", "bfloat16"),
+    "many": tuple(name for name in DTYPES if name != "bool"),
+}
 
 
 def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
     """Return some tensors of one rank; those of one key have the same shapes on every rank."""
-    chance = Random(drawn["seed"])
-    kinds = [name for name in KINDS[drawn["tensors.dtypes"]] if name != "bool"]
-    found = []
-    for number in range(drawn["tensors.number"]):
-        shape = (
-            chance.choice([(3, 2), (), (0, 3), (5,), (1, 1, 4)])
-            if drawn["tensors.shapes"] == "any"
-            else (3, 2)
-        )
-        generator = torch.Generator().manual_seed(
-            1000 * drawn["seed"] + 100 * key + 10 * rank + number
-        )
-        found.append(
-            torch.randint(0, 4, shape, generator=generator).to(DTYPES[kinds[number % len(kinds)]])
-        )
-    return found
+    chance, kinds = Random(drawn["seed"]), KINDS[drawn["tensors.dtypes"]]
+    any_shape = [(3, 2), (), (0, 3), (5,), (1, 1, 4)]
+    shapes = any_shape if drawn["tensors.shapes"] == "any" else any_shape[:1]
+    first = 1000 * drawn["seed"] + 100 * key + 10 * rank
+    return [
+        whole(first + number, chance.choice(shapes), kinds[number % len(kinds)])
+        for number in range(drawn["tensors.number"])
+    ]
 
 
 def laid(x: Tensor, memory: str) -> Tensor:
@@ -219,23 +192,14 @@ def laid(x: Tensor, memory: str) -> Tensor:
     return in_memory(x, memory) if x.dim() else x
 
 
-@contextmanager
-def copies(comm: Any, drawn: Values) -> Iterator[Call]:
-    """Tensors that every rank holds alike; some results go unused, other ones on each rank."""
-    with situations.opened(comm, drawn, situations.lengths(drawn)) as mesh:
-        group = situations.group_of(mesh, drawn)
-        drawn = drawn | {"seed": drawn["seed"] + 3 * situations.number_of(mesh, group)}
-        tensors = [laid(x, drawn["tensors.memory"]).detach() for x in copied(drawn, 0, 0)]
-        for number, x in enumerate(tensors):
-            wanted = drawn["tensors.gradients"] == "all" or (
-                drawn["tensors.gradients"] == "some" and number % 2 == 0
-            )
-            x.requires_grad_(wanted and x.is_floating_point())
-        yield Call(
-            sp.copy_all_to_group,
-            {"tensors": tensors, "comm": group},
-            partial(judge_copies, group, drawn, tensors),
-        )
+def copies(group: sp.Communicator, drawn: Values) -> Call:
+    """Call `copy_all_to_group`; some results go unused, other ones on each rank."""
+    tensors = [laid(x, drawn["tensors.memory"]).detach() for x in copied(drawn, 0, 0)]
+    learning = {"all": tensors, "some": tensors[::2], "none": []}[drawn["tensors.gradients"]]
+    for x in learning:
+        x.requires_grad_(x.is_floating_point())
+    given = {"tensors": tensors, "comm": group}
+    return Call(sp.copy_all_to_group, given, partial(judge_copies, group, drawn, tensors))
 
 
 def used(drawn: Values, rank: int, number: int, count: int) -> bool:
@@ -251,11 +215,11 @@ def used(drawn: Values, rank: int, number: int, count: int) -> bool:
 def judge_copies(
     group: sp.Communicator, drawn: Values, tensors: list[Tensor], result: tuple[Tensor, ...]
 ) -> None:
-    """The results are the tensors; their gradients are those of all ranks."""
+    """Compare the results with the tensors, and gradients with sums over all ranks."""
     assert isinstance(result, tuple)
     for out, x in zip(result, tensors, strict=True):
         assert out.requires_grad == x.requires_grad
-        torch.testing.assert_close(out, x, rtol=0, atol=0)
+        same(out, x)
     places = [number for number, x in enumerate(tensors) if x.requires_grad]
     if not places:
         return
@@ -271,7 +235,7 @@ def judge_copies(
             expanded(upstream[rank][n], drawn) * used(drawn, rank, place, len(places))
             for rank in range(group.size)
         ]
-        torch.testing.assert_close(found, collectives.total(parts), rtol=0, atol=0)
+        same(found, total(parts))
 
 
 def expanded(x: Tensor, drawn: Values) -> Tensor:
@@ -295,27 +259,16 @@ SUMMED = {
 }
 SUBJECTS = [
     *(
-        Subject(
+        on_group(
             f"plan of {op}",
-            COMMUNICATOR | plan_factors(op) | collectives.SITUATIONS,
+            plan_factors(op),
             partial(planned, op),
-            situations.ranks,
-            ("plan",),
-            allowed=("x=longer at the end", "offset=far out") if op in collectives.UNEVEN else (),
+            SITUATIONS,
+            covers=("plan",),
+            allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
         )
         for op in PLANNED
     ),
-    Subject(
-        "all_reduce_",
-        COMMUNICATOR | SUMMED | collectives.SITUATIONS,
-        in_place,
-        situations.ranks,
-    ),
-    Subject(
-        "copy_all_to_group",
-        COMMUNICATOR | COPIES | situations.SITUATIONS,
-        copies,
-        situations.ranks,
-        allowed=("tensors=in another order",),
-    ),
+    on_group("all_reduce_", SUMMED, in_place, SITUATIONS),
+    on_group("copy_all_to_group", COPIES, copies, allowed=("tensors=in another order",)),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from kit.carriers import carriers
 from oracle.ways import CHOICES
 
 import sp_core as sp
-from domains.declared import Parts, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, spans, values
 from sp_core.testing import device
 
 LATE_SECONDS = 0.002
@@ -96,6 +96,20 @@ def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
     return group
 
 
-def number_of(mesh: sp.Mesh, group: sp.Communicator) -> int:
-    """Return a number that differs between the groups of a mesh that call at the same time."""
-    return 0 if group.size == mesh.size else mesh.coordinate("other")
+def on_group(
+    name: str,
+    factors: Mapping[str, Parts],
+    make: Callable[[sp.Communicator, Values], Call],
+    around: Mapping[str, Parts] = SITUATIONS,
+    **more: Any,
+) -> Subject:
+    """Return the subject of a call on a group of ranks; other groups of its mesh have other numbers."""
+
+    @contextmanager
+    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
+        with opened(comm, drawn, lengths(drawn)) as mesh:
+            group = group_of(mesh, drawn)
+            number = 0 if group.size == mesh.size else mesh.coordinate("other")
+            yield make(group, drawn | {"seed": drawn["seed"] + 30 * number})
+
+    return Subject(name, COMMUNICATOR | dict(factors) | dict(around), prepare, ranks, **more)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -12,15 +11,24 @@ import torch
 from llama_cases import Case
 from oracle import reference
 from oracle.attention_check import ascending
+from oracle.once import contents
 from oracle.strategies import LAYOUTS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import sp_core as sp
-from domains import models, situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains import models
+from domains.declared import Call, Parts, Values, spans, values
 from domains.llama import own
-from domains.models import FEW_CALLS, SMALL, Expected, architecture, case_of, meshes, with_gradients
+from domains.models import (
+    FEW_CALLS,
+    SMALL,
+    Expected,
+    architecture,
+    meshes,
+    on_model,
+    with_gradients,
+)
 from domains.situations import CALLS
 from sp_core.llama import Llama
 from sp_core.llama.pipeline import MicroBatch, Order, loss_and_gradients, sum_tied_gradients
@@ -112,23 +120,16 @@ def mean_loss(
     return total / number
 
 
-@contextmanager
-def pipelined(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A model with or without stages; each replica has its own sequences of each micro-batch."""
-    case = case_of(drawn, drawn["model.dtype"])
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-        wholes = micro_batches(case, drawn)
-        batches = [
-            MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m)
-            for x, y, s, m in wholes
-        ]
-        given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
-        yield Call(
-            loss_and_gradients,
-            given,
-            partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]]),
-        )
+def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
+    """Call `loss_and_gradients`; each replica has its own sequences of each micro-batch."""
+    wholes = micro_batches(case, drawn)
+    batches = [
+        MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m)
+        for x, y, s, m in wholes
+    ]
+    given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
+    judge = partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]])
+    return Call(loss_and_gradients, given, judge)
 
 
 def judge_pipelined(
@@ -143,7 +144,7 @@ def judge_pipelined(
 
         return with_gradients(outputs, weights)
 
-    key = (calls, [(models.told(tokens, labels), repr(mask)) for tokens, labels, _, mask in wholes])
+    key = (calls, [(contents(tokens, labels), repr(mask)) for tokens, labels, _, mask in wholes])
     wanted = Expected(
         "llama pipeline", case, run, repr(key), tokens=max(x.shape[1] for x, *_ in wholes)
     )
@@ -180,25 +181,15 @@ STEP: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def trained(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A backward or a whole step; replicas take shares of the sequences."""
-    case = case_of(drawn, drawn["model.dtype"])
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-        given = {
-            "model": model,
-            "sequences": models.text(case, drawn["sequences.lengths"]),
-            "layout": drawn["layout"],
-        }
-        if "optimizer" not in drawn:
-            yield Call(backward, given, partial(judge_trained, case, given, drawn))
-        else:
-            step = {
-                "optimizer": drawn["optimizer"](model.parameters()),
-                "max_norm": drawn["max_norm"],
-            }
-            yield Call(train_step, given | step, partial(judge_trained, case, given, drawn))
+def trained(case: Case, model: Llama, drawn: Values) -> Call:
+    """Call `backward` or `train_step`; replicas take shares of the sequences."""
+    given = {"model": model, "sequences": models.text(case, drawn["sequences.lengths"])}
+    given["layout"] = drawn["layout"]
+    judge = partial(judge_trained, case, given, drawn)
+    if "optimizer" not in drawn:
+        return Call(backward, given, judge)
+    step = {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
+    return Call(train_step, given | step, judge)
 
 
 def judge_trained(case: Case, given: Values, drawn: Values, result: Any) -> None:
@@ -245,26 +236,23 @@ UNEVEN = {
     "tokens.lengths": "unequal",
 }
 SUBJECTS = [
-    Subject(
+    on_model(
         "llama.pipeline.loss_and_gradients",
         MODEL | meshes(*STAGED) | PIPELINE | FEW_CALLS,
         pipelined,
-        models.ranks,
         covers=("llama.pipeline.MicroBatch", "llama.pipeline.sum_tied_gradients"),
         together=(*({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]), UNEVEN),
     ),
-    Subject(
+    on_model(
         "llama.train.backward",
         MODEL | meshes(*AXES) | TRAINING | FEW_CALLS,
         trained,
-        models.ranks,
         covers=("llama.train.packed",),
     ),
-    Subject(
+    on_model(
         "llama.train.train_step",
         MODEL | meshes(*AXES) | TRAINING | STEP | FEW_CALLS,
         trained,
-        models.ranks,
         covers=("llama.train.Step",),
         allowed=("max_norm=infinity",),
         outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),

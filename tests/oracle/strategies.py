@@ -7,6 +7,7 @@ rank, and shrinks; each rank makes the tensors from the seed by itself.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +24,6 @@ LAYOUTS = {
     "zigzag": Sharding.zigzag,
     "striped": Sharding.striped,
 }
-LISTED = "listed"
 STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
 
@@ -79,19 +79,12 @@ class AttentionProblem:
         return dtype
 
     def sharding(self, size: int) -> Sharding:
-        """Who owns which queries, over `size` ranks."""
-        return self._sharding(self.layout, self.seq_len, size, self.start)
+        """Return who owns which queries, over `size` ranks."""
+        return EVERY_LAYOUT[self.layout](self.seq_len, size, self.start)
 
     def kv_sharding(self, size: int) -> Sharding:
-        """Who owns which keys."""
-        return self._sharding(self.kv_layout, self.kv_len, size, self.kv_start)
-
-    def _sharding(self, layout: str, length: int, size: int, start: int) -> Sharding:
-        return (
-            listed(length, size, start)
-            if layout == LISTED
-            else LAYOUTS[layout](length, size, start)
-        )
+        """Return who owns which keys."""
+        return EVERY_LAYOUT[self.kv_layout](self.kv_len, size, self.kv_start)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the whole sequence, in the problem's dtype and without gradient."""
@@ -147,6 +140,9 @@ def listed(length: int, size: int, start: int) -> Sharding:
     cuts = sorted(chance.randint(0, length) for _ in range(size - 1))
     bounds = pairwise((0, *cuts, length))
     return Sharding.from_positions([positions[begin:end] for begin, end in bounds])
+
+
+EVERY_LAYOUT: dict[str, Callable[[int, int, int], Sharding]] = {**LAYOUTS, "listed": listed}
 
 
 def seeds() -> st.SearchStrategy[int]:

@@ -267,13 +267,16 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Softmax as numerators and sums: the rounding of its sum is what the gradient of a saturated one consists of."""
-    hidden = ~seen & seen.any(
-        -1, keepdim=True
-    )  # a row that sees nothing keeps finite logits and is zeroed at the end
+    """Return the softmax as numerators and sums, of which the gradient of a saturated one consists."""
+    # A row that sees nothing keeps finite logits and is zeroed at the end.
+    hidden = ~seen & seen.any(-1, keepdim=True)
     logits = logits.masked_fill(hidden, -math.inf)
-    e = rounding(torch.exp(logits - logits.detach().amax(-1, keepdim=True)))
-    return e * seen, rounding(e.sum(-1, keepdim=True))
+    greatest = logits.detach().amax(-1, keepdim=True)
+    e = rounding(torch.exp(logits - greatest))
+    total = e.sum(-1, keepdim=True)
+    # Kernels keep the log-sum-exp: its rounding moves all probabilities of a row alike.
+    lse = greatest + total.detach().log()
+    return e * seen, rounding(total) * torch.exp(rounding(lse) - lse)
 
 
 def _norm(
