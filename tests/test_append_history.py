@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import copy
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.git import git as run_git
 
 from benchmarks import records
 from ci import append_history
@@ -29,14 +29,9 @@ class Branch:
     """A server, a clone of it that is the working directory, and what the branch on the server holds."""
 
     def __init__(self, folder: Path) -> None:
-        self.bare, self.clone = folder / "bare", folder / "clone"
-        self.file = folder / "new.jsonl"
-        subprocess.run(["git", "init", "--quiet", "--bare", str(self.bare)], check=True)
-        subprocess.run(
-            ["git", "clone", "--quiet", str(self.bare), str(self.clone)],
-            check=True,
-            capture_output=True,
-        )
+        self.bare, self.clone, self.file = folder / "bare", folder / "clone", folder / "new.jsonl"
+        run_git(folder, "init", "--quiet", "--bare", "bare")
+        run_git(folder, "clone", "--quiet", "bare", "clone")
 
     def write(self, *made: dict[str, Any]) -> str:
         self.file.unlink(missing_ok=True)
@@ -44,17 +39,13 @@ class Branch:
             records.append(self.file, one)
         return str(self.file)
 
-    def show(self, *arguments: str) -> str:
-        answer = subprocess.run(
-            ["git", *arguments], cwd=self.bare, capture_output=True, text=True, check=False
-        )
-        return answer.stdout
+    def append(self, *made: dict[str, Any]) -> int:
+        """Append records of COMMIT; return the exit code."""
+        return append_history.main([COMMIT, self.write(*made)])
 
     def lines(self, name: str = "2026-11.jsonl") -> list[dict[str, Any]]:
-        return [
-            json.loads(line)
-            for line in self.show("show", f"{append_history.BRANCH}:{name}").splitlines()
-        ]
+        shown = run_git(self.bare, "show", f"{append_history.BRANCH}:{name}")
+        return [json.loads(line) for line in shown.splitlines()]
 
 
 @pytest.fixture
@@ -68,33 +59,25 @@ def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Branch:
     return branch
 
 
-def test_records_are_appended_in_order_one_commit_a_call(branch: Branch) -> None:
+def test_records_are_appended_in_order_to_a_file_a_month(branch: Branch) -> None:
     first, second, later = record(), record(launch=1), record(run_id="20261130T000000Z-x")
-    assert append_history.main([COMMIT, branch.write(first, second)]) == 0
-    assert append_history.main([COMMIT, branch.write(later)]) == 0
+    december = record(run_id="20261201T000000Z-x")
+    for made in ((first, second), (later,), (december,)):
+        assert branch.append(*made) == 0
     assert branch.lines() == [first, second, later]
-    assert (
-        branch.show("log", "--format=%s", append_history.BRANCH).splitlines()
-        == [f"Records of {COMMIT}"] * 2
-    )
-    assert list(branch.clone.iterdir()) == [branch.clone / ".git"]
-
-
-def test_every_month_has_a_file_and_the_others_stay(branch: Branch) -> None:
-    november, december = record(), record(run_id="20261201T000000Z-x")
-    assert append_history.main([COMMIT, branch.write(november)]) == 0
-    assert append_history.main([COMMIT, branch.write(december)]) == 0
-    assert branch.lines("2026-11.jsonl") == [november]
     assert branch.lines("2026-12.jsonl") == [december]
+    titles = run_git(branch.bare, "log", "--format=%s", append_history.BRANCH).splitlines()
+    assert titles == [f"Records of {COMMIT}"] * 3
+    assert list(branch.clone.iterdir()) == [branch.clone / ".git"]
 
 
 def test_a_job_that_runs_again_adds_nothing_twice(
     branch: Branch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert append_history.main([COMMIT, branch.write(record(), record())]) == 0
-    assert append_history.main([COMMIT, branch.write(record())]) == 0
+    assert branch.append(record(), record()) == 0
+    assert branch.append(record()) == 0
     assert "already" in capsys.readouterr().out
-    assert append_history.main([COMMIT, branch.write(record(), record(launch=1))]) == 0
+    assert branch.append(record(), record(launch=1)) == 0
     assert branch.lines() == [record(), record(launch=1)]
 
 
@@ -113,10 +96,10 @@ def test_a_job_that_runs_again_adds_nothing_twice(
 def test_records_of_something_else_are_left_out(
     branch: Branch, changes: dict[str, Any], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert append_history.main([COMMIT, branch.write(record(**changes))]) == 1
+    assert branch.append(record(**changes)) == 1
     assert complaint in capsys.readouterr().err
-    assert branch.show("branch") == ""
-    assert append_history.main([COMMIT, branch.write(record(**changes), record())]) == 1
+    assert run_git(branch.bare, "branch") == ""
+    assert branch.append(record(**changes), record()) == 1
     assert branch.lines() == [record()]
 
 
@@ -135,13 +118,13 @@ def test_a_broken_file_costs_only_what_is_broken(
 def test_a_dry_run_pushes_nothing(branch: Branch, capsys: pytest.CaptureFixture[str]) -> None:
     assert append_history.main([COMMIT, branch.write(record()), "--dry-run"]) == 0
     assert "would append 1 records" in capsys.readouterr().out
-    assert branch.show("branch") == ""
+    assert run_git(branch.bare, "branch") == ""
 
 
 def test_a_writer_that_was_faster_is_not_overwritten(
     branch: Branch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert append_history.main([COMMIT, branch.write(record())]) == 0
+    assert branch.append(record()) == 0
     ours, pushes = branch.write(record(launch=1)), []
 
     def interrupted(*arguments: str, **options: Any) -> bytes:
@@ -169,7 +152,7 @@ def test_a_server_that_refuses_is_an_error_and_not_an_endless_loop(
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\necho no thanks >&2\nexit 1\n")
     hook.chmod(0o755)
-    assert append_history.main([COMMIT, branch.write(record())]) == 2
+    assert branch.append(record()) == 2
     assert "no thanks" in capsys.readouterr().err
     assert append_history.main([COMMIT, branch.write(record()), "--remote", "nowhere"]) == 2
 
@@ -222,7 +205,7 @@ def test_every_call_that_talks_to_the_server_shows_the_token(
 
     monkeypatch.setattr(append_history, "git", watched)
     for launch in (0, 1):
-        assert append_history.main([COMMIT, branch.write(record(launch=launch))]) == 0
+        assert branch.append(record(launch=launch)) == 0
     access = append_history.authorisation()
     assert {name: shown[name] == access for name in ("ls-remote", "fetch", "push")} == {
         "ls-remote": True,

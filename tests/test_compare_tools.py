@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.comparison import CASES, Machine, pair_of_sides
+from kit.git import commit, git
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command
@@ -25,38 +24,23 @@ from benchmarks.launching import Launch, UsageError
 pytestmark = pytest.mark.mpi_skip  # no communication
 
 PROJECT = '[project]\nname = "p"\ndependencies = ["torch>=2", "mpi4py"]\n'
-GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
-
-
-def git(folder: Path, *arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    answer = subprocess.run(
-        [*GIT, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return answer.stdout.strip()
+FILES = {
+    "pyproject.toml": PROJECT,
+    "ci/constraints.txt": "torch==2.0\nrich==1\n# note\nmpich==5\n",
+}
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Commits 0 and 1, then `side` with 2, and `main` with 3."""
+    """A commit, then `side` with another one, and `main` with another one."""
     folder = tmp_path / "repository"
-    (folder / "ci").mkdir(parents=True)
-    (folder / "pyproject.toml").write_text(PROJECT)
-    (folder / "ci" / "constraints.txt").write_text("torch==2.0\nrich==1\n# note\nmpich==5\n")
+    folder.mkdir()
     git(folder, "init", "--quiet")
-    for number, branch in enumerate(("main", "main", "side", "main")):
-        git(
-            folder, "checkout", "--quiet", *(("-b",) if branch == "side" else ()), branch
-        ) if number > 1 else None
-        (folder / f"file{number}").write_text("x")
-        git(folder, "add", "--all")
-        git(folder, "commit", "--quiet", "--message", str(number))
+    commit(folder, "first", file0="x", **FILES)
+    git(folder, "branch", "side")
+    commit(folder, "main", file1="x")
+    git(folder, "checkout", "--quiet", "side")
+    commit(folder, "side", file2="x")
     return folder
 
 
@@ -93,22 +77,17 @@ def test_commits_that_cannot_be_compared(
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, UsageError])
 def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Path) -> None:
     hashes = commits("main", "side", alike)
-    roots: list[Path] = []
-
-    def measure(pair: Sequence[Side]) -> None:
-        roots.extend(side.root for side in pair)
-        assert [sorted(p.name for p in root.glob("file*")) for root in roots] == [
-            ["file0", "file1"],
-            ["file0", "file1", "file2"],
-        ]
-        assert [side.told for side in pair] == [
-            Told(ref, sha, "shared") for ref, sha in zip(("main", "side"), hashes, strict=True)
-        ]
-        (roots[1] / "file2").write_text("changed")
+    stack = contextlib.ExitStack()
+    pair = stack.enter_context(sides(*hashes, ("main", "side"), alike))
+    roots = [side.root for side in pair]
+    for root, side, ref, sha in zip(roots, pair, ("main", "side"), hashes, strict=True):
+        assert side.told == Told(ref, sha, "shared")
+        assert (root / "file0").exists()
+        assert (root / "file2").exists() == (ref == "side")
+        assert not (root / "file1").exists()
+    (roots[1] / "file2").write_text("changed")
+    with pytest.raises(end, match="the end"), stack:
         raise end("the end")
-
-    with pytest.raises(end, match="the end"), sides(*hashes, ("main", "side"), alike) as pair:
-        measure(pair)
     assert not any(root.exists() for root in roots)
     assert len(git(alike, "worktree", "list").splitlines()) == 1
 
@@ -244,18 +223,8 @@ def test_an_interruption_keeps_the_records(
     monkeypatch.setattr(machine, "launch", launch)
     monkeypatch.setattr(command, "bench", lambda *_: machine)
     monkeypatch.setattr(command, "commits", lambda *refs: refs)
-    monkeypatch.setattr(command, "sides", lambda *arguments: Still(pair_of_sides()))
+    monkeypatch.setattr(command, "sides", lambda *_: contextlib.nullcontext(pair_of_sides()))
     assert command.main(["main", "--out", str(tmp_path)]) == 130
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 5 * len(CASES)
     assert not (tmp_path / "result.json").exists()
     assert "interrupted" in capsys.readouterr().err
-
-
-class Still(tuple[Side, Side]):
-    """Sides that need no worktree."""
-
-    def __enter__(self) -> tuple[Side, ...]:
-        return tuple(self)
-
-    def __exit__(self, *_: object) -> None:
-        pass

@@ -158,7 +158,7 @@ def test_a_collective_by_an_algorithm_is_named_and_sized(comm: Any) -> None:
         sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="mpi")
         calls = [
             (call["kind"], call["bytes_sent"])
-            for call in log.as_dicts()
+            for call in log.calls
             if call["operation"] == "all_reduce"
         ]
     assert calls == [("run", 40), ("run", 40)]

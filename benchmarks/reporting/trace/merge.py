@@ -16,6 +16,7 @@ COMMUNICATION = "communication"
 ANCHOR = "clock anchor"
 PREFIX = "communication #"
 KEPT = ("ph", "cat", "name", "tid", "dur")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Profile:
         rank: which.
         where: its device and host.
         events: of torch.profiler's Chrome trace.
-        calls: of its communicator, as `Log.as_dicts` gives them.
+        calls: of its communicator, as `Log.calls` has them.
         anchors: seconds before and after each mark, by this rank's clock.
         offset: seconds that this clock is ahead of rank 0's.
     """
@@ -40,7 +41,7 @@ class Profile:
 
 
 def merge(profiles: Iterable[Profile], about: dict[str, Any]) -> dict[str, Any]:
-    """One trace, whose time starts with the first event of any rank.
+    """Return one trace, whose time starts with the first event of any rank.
 
     Args:
         profiles: of all ranks.
@@ -60,101 +61,54 @@ def merge(profiles: Iterable[Profile], about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spans(profile: Profile) -> Iterator[Event]:
-    """The spans of one rank by rank 0's clock, with what is under way between start and wait."""
+    """Yield the spans of one rank by rank 0's clock, with what is under way between start and wait."""
     shift = _shift(profile)
     begun: dict[int, float] = {}
     for event in profile.events:
-        if event.get("ph") != "X" or "dur" not in event or _ours(event):
+        name: str = event["name"]
+        about_itself = name.startswith(ANCHOR) or event.get("cat") in ("Trace", "overhead")
+        if event.get("ph") != "X" or "dur" not in event or about_itself:
             continue
-        span: Event = {name: event[name] for name in KEPT if name in event}
+        span: Event = {part: event[part] for part in KEPT if part in event}
         span |= {"pid": profile.rank, "ts": event["ts"] + shift}
-        number = _number(event)
-        if number is not None:
-            call = profile.calls[number]
-            span |= _named(call)
-            begun[number] = span["ts"]
-            if call["transfer"] in begun:
-                yield from _under_way(
-                    profile.rank, call, begun[call["transfer"]], span["ts"] + span["dur"]
-                )
+        if name.startswith(PREFIX):
+            number = int(name.removeprefix(PREFIX))
+            call, begun[number] = profile.calls[number], span["ts"]
+            verb = "" if call["kind"] == "run" else f"{call['kind']} "
+            sent = f"{size(call['bytes_sent'])} sent"
+            told = {part: call[part] for part in ("operation", "kind", "bytes_sent")}
+            span |= {"cat": COMMUNICATION, "name": f"{verb}{call['operation']}, {sent}"}
+            span["args"] = told
+            if call["transfer"] in begun:  # viewers show an asynchronous span in a row of its own
+                identity = {"pid": profile.rank, "tid": 0, "id": f"{profile.rank}.{number}"}
+                identity |= {
+                    "cat": "under way",
+                    "name": f"{call['operation']} under way, {sent}",
+                }
+                yield {**identity, "ph": "b", "ts": begun[call["transfer"]]}
+                yield {**identity, "ph": "e", "ts": span["ts"] + span["dur"]}
         yield span
 
 
-def _ours(event: Event) -> bool:
-    """Marks of this tool, and what the profiler says about itself."""
-    return event["name"].startswith(ANCHOR) or event.get("cat") in ("Trace", "overhead")
-
-
-def _number(event: Event) -> int | None:
-    """Which call of the communicator an event shows."""
-    name = event["name"]
-    return int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
-
-
-def _named(call: dict[str, Any]) -> Event:
-    verb = "" if call["kind"] == "run" else f"{call['kind']} "
-    return {
-        "cat": COMMUNICATION,
-        "name": f"{verb}{call['operation']}, {size(call['bytes_sent'])} sent",
-        "args": {name: call[name] for name in ("operation", "kind", "bytes_sent")},
-    }
-
-
-def _under_way(rank: int, call: dict[str, Any], start: float, end: float) -> Iterator[Event]:
-    """An asynchronous span, which the viewers show in a row of its own: from the start of a transfer to the end of its wait."""
-    name = f"{call['operation']} under way, {size(call['bytes_sent'])} sent"
-    identity = {
-        "cat": "under way",
-        "name": name,
-        "pid": rank,
-        "tid": 0,
-        "id": f"{rank}.{call['transfer']}",
-    }
-    yield {**identity, "ph": "b", "ts": start}
-    yield {**identity, "ph": "e", "ts": end}
-
-
 def _shift(profile: Profile) -> float:
-    """Microseconds to add to a time of the profiler, by the mark that was made fastest."""
-    marks = {
-        event["name"]: event
-        for event in profile.events
-        if event.get("ph") == "X" and event["name"].startswith(ANCHOR)
-    }
-    number = min(
-        range(len(profile.anchors)), key=lambda n: profile.anchors[n][1] - profile.anchors[n][0]
+    """Return the microseconds to add to a time of the profiler, by the mark that was made fastest."""
+    number, (start, end) = min(
+        enumerate(profile.anchors), key=lambda anchor: anchor[1][1] - anchor[1][0]
     )
-    mark, (start, end) = marks[f"{ANCHOR} {number}"], profile.anchors[number]
+    mark = next(event for event in profile.events if event["name"] == f"{ANCHOR} {number}")
     return float(((start + end) / 2 - profile.offset) * 1e6 - (mark["ts"] + mark["dur"] / 2))
 
 
 def _rows(profile: Profile, spans: list[Event]) -> Iterator[Event]:
-    """Names of the rows: the rank, and in it the threads of the program and the streams of a GPU."""
-    rank = profile.rank
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": rank,
-        "tid": 0,
-        "args": {"name": f"rank {rank}, {profile.where}"},
-    }
-    yield {
-        "ph": "M",
-        "name": "process_sort_index",
-        "pid": rank,
-        "tid": 0,
-        "args": {"sort_index": rank},
-    }
-    mine = [span for span in spans if span["pid"] == rank and span["ph"] == "X"]
-    on_device = {
-        span["tid"] for span in mine if span.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    }
+    """Name the rows: the rank, and in it the threads of the program and the streams of a GPU."""
+
+    def named(name: str, tid: Any, /, **args: Any) -> Event:
+        return {"ph": "M", "name": name, "pid": profile.rank, "tid": tid, "args": args}
+
+    yield named("process_name", 0, name=f"rank {profile.rank}, {profile.where}")
+    yield named("process_sort_index", 0, sort_index=profile.rank)
+    mine = [span for span in spans if span["pid"] == profile.rank and span["ph"] == "X"]
+    streams = {span["tid"] for span in mine if span.get("cat") in ON_DEVICE}
     for tid in sorted({span["tid"] for span in mine}, key=str):
-        kind = "stream" if tid in on_device else "thread"
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": rank,
-            "tid": tid,
-            "args": {"name": f"{kind} {tid}"},
-        }
+        kind = "stream" if tid in streams else "thread"
+        yield named("thread_name", tid, name=f"{kind} {tid}")
