@@ -157,17 +157,17 @@ def _one_rank(case: Case, build: Build, comm: Any) -> Entry:
     with meshes(case, comm, torch.device("cpu")) as mesh:
         work = build(case, mesh, lambda: None)
         work.step()  # the first makes what is kept
-        watched = [Watched(member) for member in work.comms]
-        for member in work.comms:
+        watched = [Watched(member) for member in work.phases.comms]
+        for member in work.phases.comms:
             member.counters.reset()
         peak, _ = peak_memory(work.step, work.held, mesh.device)
-        counts = counts_of(work.comms)
+        counts = counts_of(work.phases.comms)
         return {
             "bytes_sent": sum(
-                entry["bytes_sent"] for name, entry in counts.items() if name != CONTROL
+                count.bytes_sent for name, count in counts.items() if name != CONTROL
             ),
-            "calls": {name: entry["calls"] for name, entry in sorted(counts.items())},
-            "messages": sum(entry["messages"] for entry in counts.values()),
+            "calls": {name: count.calls for name, count in sorted(counts.items())},
+            "messages": sum(count.messages for count in counts.values()),
             "largest_message": max((w.largest for w in watched), default=0),
             "peak_bytes": peak,
         }

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from benchmarks.worker import Intracomm
 OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
 PILOT_STEPS = 3
 PILOT_BARRIERS = 10
-SKEW_LIMIT = (
-    0.05  # of the typical makespan; above it the ranks start too unevenly for the time to mean much
-)
+SKEW_LIMIT = 0.05
+"""Of the typical makespan; above it the ranks start too unevenly for the time to mean much."""
+
 NAP_SECONDS = 0.002
 Span = tuple[float, float]
 """Start and end on one rank."""
@@ -81,37 +81,24 @@ def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
 
 @dataclass(frozen=True)
 class Samples:
-    """Starts and ends of each sample on each rank, `[rank][sample]`, by one clock; a sample has `inner` steps."""
+    """Starts and ends of each sample by one clock, `[rank][sample]`; a sample has `inner` steps."""
 
-    starts: list[list[float]]
-    ends: list[list[float]]
+    spans: list[list[Span]]
     inner: int = 1
 
     @property
-    def makespans(self) -> list[float]:
-        """Seconds from the first rank's start to the last rank's end, of each sample."""
-        return makespans(
-            [list(zip(*pair, strict=True)) for pair in zip(self.starts, self.ends, strict=True)]
-        )
-
-    @property
     def durations(self) -> list[list[float]]:
-        """Seconds of one step on each rank."""
-        pairs = zip(self.starts, self.ends, strict=True)
-        return [
-            [(end - start) / self.inner for start, end in zip(*pair, strict=True)] for pair in pairs
-        ]
-
-    @property
-    def skews(self) -> list[float]:
-        """Seconds between the first and the last rank that left the barrier, of each sample."""
-        return [max(starts) - min(starts) for starts in zip(*self.starts, strict=True)]
+        """Return the seconds of one step on each rank."""
+        return [[(end - start) / self.inner for start, end in rank] for rank in self.spans]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the timing of a record: seconds of one step in every sample, their median, and how evenly the ranks started."""
-        steps = [seconds / self.inner for seconds in self.makespans]
+        """Return the timing of a record: seconds of one step, and how evenly the ranks started."""
+        whole = makespans(self.spans)
+        steps = [seconds / self.inner for seconds in whole]
         by_rank = [statistics.median(durations) for durations in self.durations]
-        skew = sorted(self.skews)[math.ceil(0.95 * len(self.skews)) - 1]
+        starts = [[start for start, _ in ranks] for ranks in zip(*self.spans, strict=True)]
+        skews = sorted(max(ranks) - min(ranks) for ranks in starts)
+        p95 = skews[math.ceil(0.95 * len(skews)) - 1]
         return {
             "iterations": len(steps),
             "inner": self.inner,
@@ -120,26 +107,16 @@ class Samples:
             "per_rank_median_s": by_rank,
             "median_s": statistics.median(steps),
             "imbalance": max(by_rank) / statistics.mean(by_rank),
-            "barrier_skew_s": {
-                "median": statistics.median(self.skews),
-                "p95": skew,
-                "max": max(self.skews),
-            },
-            "skew_limited": skew > SKEW_LIMIT * statistics.median(self.makespans),
+            "barrier_skew_s": {"median": statistics.median(skews), "p95": p95, "max": skews[-1]},
+            "skew_limited": p95 > SKEW_LIMIT * statistics.median(whole),
         }
 
 
-class Loop(Protocol):
-    """Calls `target` a number of times, `setup` before each: pytest-benchmark's `pedantic`, or `plain_loop`."""
+Loop = Callable[..., object]
+"""Calls `target` a number of times, `setup` before each: pytest-benchmark's `pedantic` or such."""
 
-    def __call__(
-        self,
-        target: Callable[[], object],
-        *,
-        setup: Callable[[], None],
-        rounds: int,
-        warmup_rounds: int,
-    ) -> object: ...
+Notes = list[list[dict[str, float]]]
+"""Plain values by name, `[rank][sample]`."""
 
 
 def plain_loop(
@@ -170,7 +147,7 @@ class Sampler:
         note: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._step, self._world, self._sync, self._note = step, world, sync, note
-        self._taken: list[tuple[float, float, dict[str, float]]] = []
+        self._taken: list[tuple[Span, dict[str, float]]] = []
         self._before: dict[str, float] = {}
         self._inner = 1
 
@@ -184,31 +161,21 @@ class Sampler:
         for _ in range(PILOT_STEPS):
             self._meet()
             self._take()
-        steps = [end - start for start, end, _ in self._taken]
+        step = statistics.median(end - start for (start, end), _ in self._taken)
         self._taken.clear()
         start = time.perf_counter()
         for _ in range(PILOT_BARRIERS):
             self._meet()
         meeting = (time.perf_counter() - start) / PILOT_BARRIERS
-        found = self._world.gather((statistics.median(steps), meeting))
-        counts = (
-            None
-            if found is None
-            else choose(
-                max(step for step, _ in found), max(meeting for _, meeting in found), budget
-            )
-        )
-        agreed: Counts = self._world.bcast(counts)
+        steps, meetings = zip(*self._world.allgather((step, meeting)), strict=True)
+        agreed: Counts = self._world.bcast(choose(max(steps), max(meetings), budget))
         return agreed
 
-    def run(
-        self, counts: Counts, loop: Loop = plain_loop
-    ) -> tuple[Samples, list[list[dict[str, float]]]]:
+    def run(self, counts: Counts, loop: Loop = plain_loop) -> tuple[Samples, Notes]:
         """Take all samples.
 
         Returns:
-            Starts and ends of every rank, and the growth of its notes in one step of each sample,
-            `[rank][sample]`.
+            The samples, and the growth of each rank's notes in one step of each sample.
 
         Communication:
             One barrier per sample, and one gathering at the end.
@@ -217,16 +184,13 @@ class Sampler:
         loop(self._take, setup=self._meet, rounds=counts.samples, warmup_rounds=counts.warmup)
         if len(self._taken) != counts.warmup + counts.samples:
             raise RuntimeError(
-                f"{len(self._taken)} samples were taken, {counts.warmup + counts.samples} were agreed on. "
-                "Leave --benchmark-disable and the other options that change how often pytest-benchmark calls out."
+                f"{len(self._taken)} samples were taken, {counts.warmup + counts.samples} were "
+                "agreed on. Leave --benchmark-disable and the other options that change how often "
+                "pytest-benchmark calls out."
             )
-        kept = self._taken[counts.warmup :]
-        by_rank: list[list[tuple[float, float, dict[str, float]]]] = self._world.allgather(kept)
-        starts = [[start for start, _, _ in rank] for rank in by_rank]
-        ends = [[end for _, end, _ in rank] for rank in by_rank]
-        return Samples(starts, ends, counts.inner), [
-            [note for _, _, note in rank] for rank in by_rank
-        ]
+        by_rank = self._world.allgather(self._taken[counts.warmup :])
+        spans = [[span for span, _ in rank] for rank in by_rank]
+        return Samples(spans, counts.inner), [[note for _, note in rank] for rank in by_rank]
 
     def _meet(self) -> None:
         self._before = self._note()
@@ -243,7 +207,7 @@ class Sampler:
             name: (value - self._before.get(name, 0.0)) / self._inner
             for name, value in self._note().items()
         }
-        self._taken.append((start, end, grown))
+        self._taken.append(((start, end), grown))
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -305,9 +269,8 @@ def peak_memory(
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
-    from tests.oracle.live_bytes import (
-        LiveBytes,
-    )  # brings hypothesis and torch._dynamo: seconds in every rank of a launch
+    # brings hypothesis and torch._dynamo: seconds in every rank of a launch
+    from tests.oracle.live_bytes import LiveBytes
 
     with LiveBytes(held) as live:
         step()

@@ -11,7 +11,7 @@ from benchmarks import corpus
 from benchmarks.cases import single
 from benchmarks.corpus import source_bytes
 from benchmarks.records import Case, make_case
-from benchmarks.sample import Samples
+from benchmarks.sample import Samples, makespans
 
 SHAPE = {"batch": 2, "seq": 48, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 256}
 TINY, CAUSAL = (
@@ -127,9 +127,9 @@ def test_an_error_beside_the_sample_is_found(
 
 
 def test_the_time_of_a_step_spans_all_ranks() -> None:
-    samples = Samples(starts=[[0.0, 10.0], [1.0, 10.5]], ends=[[3.0, 12.0], [2.0, 15.5]])
-    assert samples.makespans == [3.0, 5.5]
-    assert samples.skews == [1.0, 0.5]
+    spans = [[(0.0, 3.0), (10.0, 12.0)], [(1.0, 2.0), (10.5, 15.5)]]
+    assert makespans(spans) == [3.0, 5.5]
+    samples = Samples(spans)
     told = samples.as_dict()
     assert (told["median_s"], told["max_local_s"]) == (4.25, [3.0, 5.0])
     assert told["barrier_skew_s"] == {"median": 0.75, "p95": 1.0, "max": 1.0}

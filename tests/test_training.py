@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.launching import UsageError
+from benchmarks import launching
 from benchmarks.training import setting as faults
-from benchmarks.training.__main__ import main
-from benchmarks.training.judging import allowed, complaints, divergence, yardstick
-from benchmarks.training.runs import CURVE, attempt, run_alone
-from benchmarks.training.setting import Place, Setting, chosen, places
+from benchmarks.training.__main__ import allowed, complaints, divergence, train, yardstick
+from benchmarks.training.runs import run_alone, run_place
+from benchmarks.training.setting import DTYPES, Place, Setting, places
 from sp_core.llama.train import backward, train_step
 from sp_core.testing import given, run_threads, spmd
 
@@ -134,29 +132,34 @@ SMALL = Setting(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one rank has done."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What one rank has done: the folder, and the curves by dtype."""
     folder = tmp_path_factory.mktemp("alone")
-    for dtype in ("float64", "float32"):
-        run_threads(
-            1, lambda comm, dtype=dtype: run_alone(comm, dtype, SMALL, folder, lambda *_: None)
-        )
-    return folder
+
+    def run(dtype: str) -> dict[str, Any]:
+        return run_threads(1, lambda comm: run_alone(comm, dtype, SMALL, folder, lambda *_: None))[
+            0
+        ]
+
+    return folder, {dtype: run(dtype) for dtype in DTYPES}
 
 
-def judged(place: Place, dtype: str, alone: Path) -> list[str]:
+def judged(place: Place, dtype: str, alone: tuple[Path, dict[str, Any]]) -> list[str]:
     """What is wrong with a mesh."""
+    folder, curves = alone
     record = run_threads(
-        2, lambda comm: attempt(comm, place, dtype, SMALL, alone, lambda *_: None)
+        2, lambda comm: run_place(comm, place, dtype, SMALL, folder, lambda *_: None)
     )[0]
-    return complaints(record, json.loads((alone / dtype / CURVE).read_text()))
+    return complaints(record, curves[dtype])
 
 
 @pytest.mark.mpi_skip
-def test_what_is_planted_is_found_and_nothing_else(alone: Path) -> None:
+def test_what_is_planted_is_found_and_nothing_else(
+    alone: tuple[Path, dict[str, Any]],
+) -> None:
     """On every mesh of two ranks on which the fault is one."""
     for place in places(2):
-        assert [judged(place, dtype, alone) for dtype in ("float64", "float32")] == [[], []], place
+        assert [judged(place, dtype, alone) for dtype in DTYPES] == [[], []], place
     for fault in faults.FAULTS:
         harmless = {"tp"} if "labels" not in fault else {"tp", "dp"}
         for place in places(2):
@@ -228,33 +231,58 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
             f"ulysses{ranks}",
             f"tp{ranks}",
         } <= set(names)
-    names = [place.name for place in chosen([2, 4], "ulysses")[4]]
-    assert names == ["ulysses4", "dp2_ulysses2", "ring2_ulysses2", "ulysses2_tp2_sp"]
-    for wrong in ({"steps": 0}, {"shortest": 1}, {"longest": 3}):
-        with pytest.raises(UsageError, match="pass at least"):
-            Setting(**wrong)
-    with pytest.raises(UsageError, match="no mesh"):
-        chosen([1, 2], "hybrid")
 
 
-WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
-    "one rank only": ("every number must be 2 or more", ("--ranks", "1")),
-    "no numbers": ("not a list of numbers", ("--ranks", "two")),
-    "no such mesh": ("no mesh", ("--only", "pp")),
-    "no steps": ("steps=0", ("--steps", "0")),
-    "nothing to go on with": ("leave --resume out", ("--resume",)),
-    "a folder of something else": ("something else than an earlier run", ()),
+WRONG = {
+    "--ranks 1": "every number must be 2 or more",
+    "--ranks two": "not a list of numbers",
+    "--only pp": "no mesh",
+    "--steps 0": "--steps 0",
 }
 
 
 @pytest.mark.mpi_skip
-@pytest.mark.parametrize("what", sorted(WRONG))
+@pytest.mark.parametrize("options", WRONG)
 def test_options_that_cannot_be_run_are_refused(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what is in the folder stays."""
-    text, options = WRONG[what]
-    (tmp_path / "notes").write_text("mine")
-    assert main([*options, "--out", str(tmp_path), "--results", str(tmp_path)]) == 2
-    assert text in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("a launch began"))
+    assert train(options.split()) == 2
+    assert WRONG[options] in capsys.readouterr().err
+
+
+@pytest.mark.mpi_skip
+def test_a_session_trains_alone_first_and_stops_if_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A planted fault leaves the committed result alone."""
+    losses = [5.0, 4.0, 3.0]
+    curve = {"losses": losses, "norms": losses, "perturbed": [losses], "worst": 0.5}
+    curves = {dtype: {"dtype": dtype, **curve} for dtype in DTYPES}
+    worst = dict.fromkeys(("loss", "gradients", "norm", "clipped norm"), (0.5, "loss"))
+    runs = [
+        {"place": "dp2", "ranks": 2, "dtype": dtype, **curve, "worst": worst, "apart": 0.0}
+        for dtype in DTYPES
+    ]
+    wrong = [runs[0], {**runs[1], "losses": [5.0, 4.0, 3.5]}]
+    launched: list[Any] = []
+
+    def run(ranks: int, measure: str, job: dict[str, Any], launch: object) -> dict[str, Any]:
+        launched.append(job["place"] and job["place"].name)
+        return answers.pop(0)
+
+    monkeypatch.setattr(launching, "run", run)
+    options = ["--only", "dp2", "--ranks", "2", "--folder", str(tmp_path)]
+    out = ["--out", str(tmp_path / "train.json")]
+    good = {"status": "ok", "curves": curves}
+    for more, answers, code in (
+        (out, [{"status": "failed", "reason": "no"}], 1),
+        (out, [good, {"status": "ok", "runs": runs}], 0),
+        (["--plant", "a mean of the ranks' means"], [good, {"status": "ok", "runs": wrong}], 1),
+    ):
+        assert train([*options, *more]) == code
+    assert launched == [None, None, "dp2", None, "dp2"]
+    shown = capsys.readouterr().out
+    assert "2 of 2 runs over several ranks have learned what one rank has; 150 steps" in shown
+    assert "P = 2, dp2, float32: losses: " in shown
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 2 + [".png"] * 2

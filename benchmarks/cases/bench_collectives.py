@@ -1,4 +1,4 @@
-"""Every collective, with every algorithm over every transport, for small, middle and large buffers.
+"""Time every collective with every algorithm over every transport, for three sizes of buffers.
 
 What there is to time is read from the library: a collective, an algorithm or a transport that is
 registered there later is timed without a change here. `elements` are those of the largest buffer
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases.case import Work, dtype_of
+from benchmarks.cases.case import Phases, Work, dtype_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core.collectives import api
 from sp_core.mesh import Mesh
@@ -31,18 +31,22 @@ WITH_WINDOW = (WINDOW, "ipc", "pinned")  # transports for the algorithm "window"
 
 
 def operations() -> list[str]:
-    """Every collective that can be called with a choice of algorithm."""
+    """Return every collective that can be called with a choice of algorithm."""
     functions = inspect.getmembers(api, inspect.isfunction)
-    mine = {
-        name: f
-        for name, f in functions
-        if f.__module__ == api.__name__ and not name.endswith("_start")
-    }
-    return [name for name, f in mine.items() if "algorithm" in inspect.signature(f).parameters]
+    return [
+        name
+        for name, function in functions
+        if function.__module__ == api.__name__
+        and not name.endswith("_start")
+        and "algorithm" in inspect.signature(function).parameters
+    ]
 
 
 def algorithms(operation: str, transport: str) -> list[str]:
-    """The algorithms that the library offers for it; "auto" is one of these. Shared memory has its own, which needs no messages."""
+    """Return the algorithms that the library offers for it; "auto" is one of these.
+
+    Shared memory has its own, which needs no messages.
+    """
     return [
         name
         for name in ALGORITHMS[operation]
@@ -51,7 +55,7 @@ def algorithms(operation: str, transport: str) -> list[str]:
 
 
 def cases(ranks: int, device: str = "cpu") -> list[Case]:
-    """All cases on that number of ranks."""
+    """Return all cases on that number of ranks."""
     return [
         make_case(
             "collectives",
@@ -76,7 +80,7 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-    """This rank's part in one collective, without gradients."""
+    """Make this rank's part in one collective, without gradients."""
     comm = mesh[AXIS]
     call = getattr(api, case.scheme)
     x, arguments = _input(case.scheme, case.shape["elements"], mesh, dtype_of(case))
@@ -89,7 +93,7 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     sent = SENT.get(case.scheme) if case.algorithm == LIBRARY else None
     return Work(
         step,
-        [comm],
+        Phases([comm], sync),
         [x],
         sent=None if sent is None else sent(x, comm.rank, comm.size),
         result_bytes=case.shape["elements"] * x.itemsize,
@@ -97,14 +101,14 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
 
 
 def bench_collective(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """One collective."""
+    """Time one collective."""
     parallel_benchmark(case, build)
 
 
 def _input(
     operation: str, elements: int, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Any]]:
-    """This rank's tensor, and the arguments that spare the ranks an agreement about sizes."""
+    """Return this rank's tensor, and the arguments that spare an agreement about sizes."""
     size, rank = mesh[AXIS].size, mesh[AXIS].rank
     if operation == "all_gather":
         sizes = split_sizes(elements, size)
@@ -116,7 +120,7 @@ def _input(
 
 
 def _others(x: Tensor, rank: int, size: int, dim: int) -> int:
-    """Bytes of the parts of x along `dim` that go to other ranks."""
+    """Return the bytes of the parts of x along `dim` that go to other ranks."""
     kept = split_sizes(x.shape[dim], size)[rank]
     return x.nbytes // x.shape[dim] * (x.shape[dim] - kept)
 

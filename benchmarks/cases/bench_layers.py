@@ -1,4 +1,4 @@
-"""A transformer block under every scheme, and Megatron's pair of parallel linear layers; forward and with the backward."""
+"""Time a transformer block under every scheme, and Megatron's pair of parallel linear layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.cases import bench_schemes
 from benchmarks.cases.bench_schemes import DIRECTIONS, HYBRID, MASKS
-from benchmarks.cases.case import Phases, Training, Work, dtype_of
+from benchmarks.cases.case import Phases, Work, dtype_of, training
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
-from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh
 from sp_core.nn.layers import TransformerBlock
 from sp_core.nn.parallel import ColumnParallelLinear, RowParallelLinear
@@ -43,7 +42,7 @@ Named = Callable[[str], AbstractContextManager[Any]]
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
-    """All cases on that number of ranks."""
+    """Return all cases on that number of ranks."""
     return [
         make_case(
             "layers",
@@ -68,47 +67,38 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-    """This rank's part in one layer."""
-    comms = bench_schemes.communicators(case, mesh)
-    phases = Phases(comms, sync)
+    """Make this rank's part in one layer."""
+    phases = Phases(bench_schemes.communicators(case, mesh), sync)
     sharding = bench_schemes.sharding_of(case)
     random = torch.Generator(mesh.device).manual_seed(mesh.rank)
     shape = (case.shape["batch"], sharding.local_len(mesh.rank), case.shape["hidden"])
-    x = torch.randn(
-        shape, generator=random, device=mesh.device, dtype=dtype_of(case)
-    ).requires_grad_(case.direction == "both")
+    x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))
     torch.manual_seed(SEED)  # the same weights on every rank
     made = _pair if case.scheme == PAIR else block
-    return work_of(case, comms, phases, made(case, mesh, phases), x)
+    return work_of(case, phases, made(case, mesh, phases), x)
 
 
-def work_of(case: Case, comms: list[Communicator], phases: Phases, made: Made, x: Tensor) -> Work:
+def work_of(case: Case, phases: Phases, made: Made, x: Tensor) -> Work:
     """Return the work of a layer on this rank's tokens."""
     layer, forward, sent = made
-    leaves = (x, *layer.parameters())
-    step = Training(case.direction, lambda: forward(x), leaves, phases)
+    leaves = (x.requires_grad_(case.direction == "both"), *layer.parameters())
+    step = training(case.direction, lambda: forward(x), leaves, phases)
     tokens = case.shape["batch"] * case.shape["seq"]
-    return Work(step, comms, leaves, sent=sent, flops=flops(case), tokens=tokens, phases=phases)
+    return Work(step, phases, leaves, sent=sent, flops=flops(case), tokens=tokens)
 
 
 def flops(case: Case) -> int:
-    """Return the floating point operations of one step over all ranks, a multiply-add counted as two."""
+    """Return the floating point operations of one step over all ranks, a multiply-add as two."""
     shape, widths = case.shape, case.shape["ffn"]
+    passes = 3 if case.direction == "both" else 1
     if case.scheme != PAIR:
         widths += shape["hidden"] + shape["kv_heads"] * shape["head_dim"]
-    linear = (
-        4
-        * shape["batch"]
-        * shape["seq"]
-        * shape["hidden"]
-        * widths
-        * (3 if case.direction == "both" else 1)
-    )
+    linear = 4 * shape["batch"] * shape["seq"] * shape["hidden"] * widths * passes
     return linear + (0 if case.scheme == PAIR else bench_schemes.flops(case))
 
 
 def bench_layer(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """One layer."""
+    """Time one layer."""
     parallel_benchmark(case, build)
 
 
@@ -132,19 +122,15 @@ def block(case: Case, mesh: Mesh, phases: Named) -> Made:
     _note(made.feed_forward, "mlp", phases)
     sent = bench_schemes.sent(case, mesh)
     if sent is not None and case.direction == "both" and mesh.size > 1:
-        sent += sum(
-            parameter.nbytes for parameter in made.parameters()
-        )  # an all-reduce of all gradients
+        sent += sum(x.nbytes for x in made.parameters())  # an all-reduce of all gradients
     return made, partial(_call, made, sharding=sharding), sent
 
 
 def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
     comm, sharding = mesh[AXIS], bench_schemes.sharding_of(case)
     hidden, ffn, batch = case.shape["hidden"], case.shape["ffn"], case.shape["batch"]
-    up, down = (
-        nn.Linear(a, b, bias=False, device=mesh.device, dtype=dtype_of(case))
-        for a, b in ((hidden, ffn), (ffn, hidden))
-    )
+    plain: Any = {"bias": False, "device": mesh.device, "dtype": dtype_of(case)}
+    up, down = nn.Linear(hidden, ffn, **plain), nn.Linear(ffn, hidden, **plain)
     pair = nn.Sequential(
         ColumnParallelLinear.from_linear(up, comm=comm, sharding=sharding),
         RowParallelLinear.from_linear(down, comm=comm, sharding=sharding),

@@ -1,4 +1,4 @@
-"""A small LLaMA over tensor ranks with every algorithm of the all-reduce: the latency of one token, and a prompt at once.
+"""Time one token and a prompt of a small LLaMA over tensor ranks, with every all-reduce.
 
 The ratio of two P of one case is what tensor parallelism gains; that of two algorithms at one P is
 what the algorithm does.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from benchmarks.cases.case import Work, dtype_of
+from benchmarks.cases.case import Phases, Work, dtype_of
 from benchmarks.records import Case, make_case
-from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
+from sp_core.llama import Decoder, Llama, LlamaConfig, create
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import Placement
 from sp_core.schedules import ALGORITHMS
 from sp_core.sharding import split_sizes
 from sp_core.transport import NAMES
@@ -33,34 +31,25 @@ SHAPE = {
 LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
 WINDOW = "window"  # a transport, and the algorithm that needs it
 PREFILL, DECODE, TP_SP = "prefill", "decode", "tp_sp"
-WIDTH = 0.05  # of the random weights
 TOKEN = 1
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
-    """All cases on that number of ranks."""
+    """Return all cases on that number of ranks."""
     offered = [
         name
         for name in ALGORITHMS["all_reduce"]
         if name != "auto" and (name != WINDOW or WINDOW in NAMES[device])
     ]
-    ways = [(algorithm, None) for algorithm in offered]
-    chosen = [(DECODE, *way) for way in ways] + [
-        (PREFILL, *way) for way in (*ways, (LIBRARY, TP_SP))
-    ]
+    decoding, prompts = ([(scheme, name, None) for name in offered] for scheme in (DECODE, PREFILL))
     return [
         make_case(
-            *(
-                "llama",
-                scheme,
-                {"tp": ranks},
-                shape,
-                WINDOW if algorithm == WINDOW else NAMES[device][0],
-            ),
+            *("llama", scheme, {"tp": ranks}, shape),
+            WINDOW if algorithm == WINDOW else NAMES[device][0],
             algorithm=algorithm,
             detail=detail,
         )
-        for scheme, algorithm, detail in chosen
+        for scheme, algorithm, detail in (*decoding, *prompts, (PREFILL, LIBRARY, TP_SP))
     ]
 
 
@@ -70,28 +59,14 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-    """This rank's part of a model and of what it has read."""
-    random = torch.Generator(mesh.device).manual_seed(mesh.rank)
-
-    def drawn(_: str, placement: Placement) -> Tensor:
-        return (
-            torch.randn(
-                placement.local_shape(mesh["tp"].rank), generator=random, device=mesh.device
-            )
-            * WIDTH
-        )
-
-    model = Llama(
-        config_of(case.shape),
-        Grid.of(mesh),
-        dtype=dtype_of(case),
-        tp_sp=case.id.endswith(f"/{TP_SP}"),
+    """Make this rank's part of a model and of what it has read."""
+    model = create(
+        config_of(case.shape), mesh, dtype=dtype_of(case), tp_sp=case.id.endswith(f"/{TP_SP}")
     )
-    model.fill(drawn)
     step, held = (_decode if case.scheme == DECODE else _prefill)(model, case.shape["seq"])
     return Work(
         step,
-        [mesh["tp"]],
+        Phases([mesh["tp"]], sync),
         [*model.parameters(), *held],
         sent=_sent(case, mesh["tp"].rank) if case.algorithm == LIBRARY else None,
         tokens=_tokens(case),
@@ -99,12 +74,12 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
 
 
 def bench_llama(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """One token, or one prompt."""
+    """Time one token, or one prompt."""
     parallel_benchmark(case, build)
 
 
 def config_of(shape: dict[str, int]) -> LlamaConfig:
-    """The architecture of a case."""
+    """Return the architecture of a case."""
     return LlamaConfig(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
@@ -121,12 +96,12 @@ Made = tuple[Callable[[], object], list[Tensor]]
 
 
 def _prefill(model: Llama, seq: int) -> Made:
-    """A prompt into a new cache, and the logits after it."""
+    """Read a prompt into a new cache, and compute the logits after it."""
     return lambda: Decoder(model, [seq]).prefill([[TOKEN] * seq]), []
 
 
 def _decode(model: Llama, seq: int) -> Made:
-    """One token after as many as a prompt has; then it is forgotten, so that every step is the same."""
+    """Decode one token after a prompt; then forget it, so that every step is the same."""
     decoder = Decoder(model, [seq + 1])
     decoder.prefill([[TOKEN] * seq])
     (cache,) = decoder.caches
@@ -146,7 +121,10 @@ def _tokens(case: Case) -> int:
 
 
 def _sent(case: Case, rank: int) -> int:
-    """Bytes that this rank gives to the MPI library for others: a sum after the embedding, two in each layer, then the logits."""
+    """Return the bytes that this rank gives to the MPI library for others.
+
+    There is a sum after the embedding, two in each layer, then the logits.
+    """
     ranks, hidden, itemsize = case.ranks, case.shape["hidden"], dtype_of(case).itemsize
     if ranks == 1:
         return 0

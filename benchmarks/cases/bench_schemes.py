@@ -1,4 +1,7 @@
-"""Attention under every scheme, layout and mask, forward and with its backward. A scheme that is registered later is timed too."""
+"""Time attention under every scheme, layout and mask, forward and with its backward.
+
+A scheme that is registered later is timed too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases.case import Phases, Training, Work, dtype_of
+from benchmarks.cases.case import Phases, Work, dtype_of, training
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
 from sp_core.communicator import Communicator
@@ -25,15 +28,15 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = {"full": Mask(), "causal": Mask(causal=True)}
 DIRECTIONS = ("forward", "both")
 HYBRID = "hybrid"
-WINDOW = (
-    "window"  # shared memory, in which keys and values are read where they lie; timed in one layout
-)
+WINDOW = "window"
+"""Shared memory, in which keys and values are read where they lie; timed in one layout."""
+
 QUICK = {("zigzag", "causal", "forward"), ("zigzag", "causal", "both")}
 BACKWARD_FLOPS = 2.5  # of the forward: five products of matrices instead of two
 
 
 def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
-    """The axes of a scheme; None where a hybrid would be one of its parts alone."""
+    """Return the axes of a scheme; None where a hybrid would be one of its parts alone."""
     if scheme != HYBRID:
         return {AXIS: ranks}
     heads = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
@@ -41,7 +44,7 @@ def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
-    """All cases on that number of ranks."""
+    """Return all cases on that number of ranks."""
     return [
         make_case(
             "schemes",
@@ -71,15 +74,14 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-    """This rank's part in one attention."""
-    comms = communicators(case, mesh)
+    """Make this rank's part in one attention."""
     sharding = sharding_of(case)
     own, (heads, kv_heads, head_dim) = sharding.local_len(mesh.rank), widths(case)
     q, k, v = (
         _leaf((case.shape["batch"], own, n, head_dim), case, mesh, i)
         for i, n in enumerate((heads, kv_heads, kv_heads))
     )
-    phases = Phases(comms, sync)
+    phases = Phases(communicators(case, mesh), sync)
     call = attention_of(case, mesh)
 
     def forward() -> Tensor:
@@ -88,47 +90,46 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
         return out
 
     return Work(
-        Training(case.direction, forward, (q, k, v), phases),
-        comms,
+        training(case.direction, forward, (q, k, v), phases),
+        phases,
         (q, k, v),
         sent=sent(case, mesh),
         flops=flops(case),
         tokens=case.shape["batch"] * case.shape["seq"],
-        phases=phases,
     )
 
 
 def bench_scheme(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """One attention."""
+    """Time one attention."""
     parallel_benchmark(case, build)
 
 
 def communicators(case: Case, mesh: Mesh) -> list[Communicator]:
-    """All that the scheme sends on."""
+    """Return all communicators that the scheme sends on."""
     axes = tuple(case.mesh)
     return [mesh[axis] for axis in axes] + ([mesh[axes]] if len(axes) > 1 else [])
 
 
 def attention_of(case: Case, mesh: Mesh) -> Callable[..., Any]:
-    """The scheme, bound to its ranks."""
+    """Return the scheme, bound to its ranks."""
     if case.scheme == HYBRID:
         return partial(hybrid_attention, mesh=mesh)
     return partial(SCHEMES[case.scheme], comm=mesh[AXIS])
 
 
 def sharding_of(case: Case) -> Sharding:
-    """Who owns which tokens."""
+    """Return who owns which tokens."""
     made: Sharding = getattr(Sharding, str(case.layout))(case.shape["seq"], case.ranks)
     return made
 
 
 def widths(case: Case) -> tuple[int, int, int]:
-    """H, K and D."""
+    """Return H, K and D."""
     return case.shape["heads"], case.shape["kv_heads"], case.shape["head_dim"]
 
 
 def sent(case: Case, mesh: Mesh) -> int | None:
-    """Bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
+    """Return the bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
     sharding = sharding_of(case)
     itemsize, shared = dtype_of(case).itemsize, case.transport == WINDOW
     sizes = cost.Attention(
@@ -147,7 +148,7 @@ def sent(case: Case, mesh: Mesh) -> int | None:
 
 
 def flops(case: Case) -> int:
-    """Floating point operations of one step over all ranks, a multiply-add counted as two."""
+    """Return the floating point operations of one step over all ranks, a multiply-add counted as two."""
     seq, (heads, _, head_dim) = case.shape["seq"], widths(case)
     pairs = seq * (seq + 1) // 2 if MASKS[str(case.mask)].causal else seq**2
     forward = 4 * case.shape["batch"] * pairs * heads * head_dim
@@ -155,7 +156,7 @@ def flops(case: Case) -> int:
 
 
 def _leaf(shape: tuple[int, ...], case: Case, mesh: Mesh, number: int) -> Tensor:
-    """Normal numbers, other ones on every rank."""
+    """Draw normal numbers, other ones on every rank."""
     random = torch.Generator(mesh.device).manual_seed(mesh.rank * 3 + number)
     x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))
     return x.requires_grad_(case.direction == "both")

@@ -18,14 +18,13 @@ from benchmarks import corpus
 from benchmarks.cases import bench_layers, single
 from benchmarks.cases.bench_layers import Named
 from benchmarks.cases.bench_schemes import communicators, sharding_of
-from benchmarks.cases.case import Phases, Work, dtype_of
-from benchmarks.cases.measured import measure as measure_case
-from benchmarks.cases.measured import problem
+from benchmarks.cases.case import Phases, Work, dtype_of, problem
+from benchmarks.cases.case import measure as measure_case
 from benchmarks.cases.setting import BlockSetting, Verdict
 from benchmarks.machine import device as device_of
 from benchmarks.machine import facts
 from benchmarks.records import AXIS, Case, fingerprint
-from benchmarks.sample import Counts, Sampler, meet_asleep
+from benchmarks.sample import Counts, Sampler, makespans, meet_asleep
 from benchmarks.worker import Intracomm, Rank
 from sp_core.collectives.api import all_gather
 from sp_core.mesh import Mesh
@@ -59,7 +58,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
             raise WrongOutput
         rank.tell("timing the AllGather")
         found["all_gather"] = time_gather(setting, mesh, sync, world)
-        return bench_layers.work_of(case, communicators(case, mesh), phases, made, x)
+        return bench_layers.work_of(case, phases, made, x)
 
     counts = Counts(
         setting.warmup + 1, 1, setting.iterations
@@ -125,11 +124,12 @@ def time_gather(
     samples, _ = Sampler(gather, world, sync=sync).run(rounds)
     result = math.prod((shape["seq"], *tokens)) * mine.itemsize
     received = result * (case.ranks - 1) / case.ranks
-    median = statistics.median(samples.makespans)
+    times = makespans(samples.spans)
+    median = statistics.median(times)
     sizes = {"bytes_result": result, "bytes_received_per_rank": received}
     return {
         **sizes,
-        "samples_s": samples.makespans,
+        "samples_s": times,
         "ms": median * 1e3,
         "gb_per_s": received / median / 1e9,
     }

@@ -1,21 +1,36 @@
-"""How a case is made, and the work that one rank does in it."""
+"""Make a case, do the work of one rank in it, and measure it: from a case to parts of its record."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.records import Case
+from benchmarks.sample import (
+    Budget,
+    Counts,
+    Loop,
+    Notes,
+    Sampler,
+    Samples,
+    highest_and_mean,
+    peak_memory,
+    undisturbed,
+)
+from benchmarks.worker import Intracomm
 from sp_core.communicator import Communicator
+from sp_core.counters import Count
 from sp_core.mesh import Mesh
-from sp_core.schedules import Operation
-from sp_core.transport import Bound, Handle, Messages
+
+Parts = dict[str, Any]
+CONTROL = "control"
+_OPERATION = "op:"
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -24,78 +39,10 @@ def dtype_of(case: Case) -> torch.dtype:
     return found
 
 
-@dataclass
-class Work:
-    """What one rank does in one step.
-
-    Args:
-        step: the step, which all ranks take together.
-        comms: the communicators that it uses.
-        held: tensors that are alive when it begins.
-        sent: bytes that this rank sends in a step, by formula; None where there is none.
-        result_bytes: of the largest buffer of a collective.
-        flops, tokens: of a step over all ranks.
-        phases: where parts of the step are noted.
-    """
-
-    step: Callable[[], object]
-    comms: Sequence[Communicator]
-    held: Sequence[Tensor]
-    sent: int | None = None
-    result_bytes: int | None = None
-    flops: int | None = None
-    tokens: int | None = None
-    phases: Phases | None = None
-
-
-Build = Callable[[Case, Mesh, Callable[[], None]], Work]
-"""From a case, a mesh with its axes and the device's `sync` to this rank's work."""
-
-
-@dataclass
-class Training:
-    """A step over `forward`, alone or with its backward.
-
-    Args:
-        direction: "forward" or "both".
-        forward: gives the output.
-        leaves: what has gradients.
-        phases: notes the backward, and what the forward notes nowhere else as "other".
-    """
-
-    direction: str | None
-    forward: Callable[[], Tensor]
-    leaves: Sequence[Tensor]
-    phases: Phases
-    _upstream: Tensor | None = field(default=None, init=False)
-
-    def __call__(self) -> None:
-        """Take the step."""
-        training = self.direction == "both"
-        with nullcontext() if training else torch.no_grad(), self.phases("other"):
-            out = self.forward()
-        if not training:
-            return
-        if self._upstream is None:
-            self._upstream = torch.ones_like(out)
-        with self.phases("backward"):
-            torch.autograd.grad(out, list(self.leaves), self._upstream)
-
-
-def meshes(case: Case, world: Any, device: torch.device) -> Mesh:
-    """The mesh of a case, in which only schemes and layers compare their arguments."""
-    axes: dict[str, Any] = dict(case.mesh)  # of numbers, which mypy takes for any of the options
-    if case.algorithm is not None and case.layer != "collectives":  # those are called with theirs
-        axes["algorithm"] = case.algorithm
-    return Mesh(world, device=device, transport=case.transport, check="off", **axes)
-
-
-COMMUNICATION = "communication"
-_OPERATION = "op:"
-
-
 class Phases:
-    """Seconds of this rank by phase; each phase without the phases inside it, and without the time spent waiting for others.
+    """Seconds of this rank by phase.
+
+    A phase does not count the phases inside it, nor the time spent waiting for others.
 
     Args:
         comms: whose waiting counts as communication.
@@ -103,13 +50,13 @@ class Phases:
     """
 
     def __init__(self, comms: Sequence[Communicator], sync: Callable[[], None]) -> None:
-        self._comms, self._sync = comms, sync
+        self.comms, self._sync = comms, sync
         self._seconds: dict[str, float] = {}
         self._inside = [0.0]
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """What happens in this block belongs to the phase."""
+        """Count what happens in this block for the phase."""
         self._sync()
         start = self._computing()
         self._inside.append(0.0)
@@ -122,61 +69,96 @@ class Phases:
             self._inside[-1] += elapsed
 
     def note(self) -> dict[str, float]:
-        """All seconds so far, by phase and by operation of the communicators."""
-        waited = operations(self._comms)
-        return {
-            **self._seconds,
-            COMMUNICATION: sum(waited.values()),
-            **{_OPERATION + name: s for name, s in waited.items()},
-        }
+        """Return all seconds so far, by phase and by operation of the communicators."""
+        waited = {name: found.seconds for name, found in counts_of(self.comms).items()}
+        named = {_OPERATION + name: seconds for name, seconds in waited.items()}
+        return {**self._seconds, "communication": sum(waited.values()), **named}
 
     def _computing(self) -> float:
-        """A clock that stands still while this rank waits for others."""
+        """Read a clock that stands still while this rank waits for others."""
         return time.perf_counter() - sum(
-            comm.counters.total(control=True).seconds for comm in self._comms
+            comm.counters.total(control=True).seconds for comm in self.comms
         )
 
 
-def operations(comms: Sequence[Communicator]) -> dict[str, float]:
-    """Seconds of waiting by operation, `control` included."""
-    found: dict[str, float] = {}
+@dataclass
+class Work:
+    """What one rank does in one step.
+
+    Args:
+        step: the step, which all ranks take together.
+        phases: where parts of the step are noted, over all communicators that it uses.
+        held: tensors that are alive when it begins.
+        sent: bytes that this rank sends in a step, by formula; None where there is none.
+        result_bytes: of the largest buffer of a collective.
+        flops, tokens: of a step over all ranks.
+    """
+
+    step: Callable[[], object]
+    phases: Phases
+    held: Sequence[Tensor]
+    sent: int | None = None
+    result_bytes: int | None = None
+    flops: int | None = None
+    tokens: int | None = None
+
+
+Build = Callable[[Case, Mesh, Callable[[], None]], Work]
+"""From a case, a mesh with its axes and the device's `sync` to this rank's work."""
+
+
+def training(
+    direction: str | None, forward: Callable[[], Tensor], leaves: Sequence[Tensor], phases: Phases
+) -> Callable[[], None]:
+    """Return a step over `forward`, alone or with its backward.
+
+    Args:
+        direction: "forward" or "both".
+        forward: gives the output.
+        leaves: what has gradients.
+        phases: notes the backward, and what the forward notes nowhere else as "other".
+    """
+    upstream: list[Tensor] = []
+
+    def step() -> None:
+        with torch.set_grad_enabled(direction == "both"), phases("other"):
+            out = forward()
+        if direction == "both":
+            if not upstream:
+                upstream.append(torch.ones_like(out))
+            with phases("backward"):
+                torch.autograd.grad(out, list(leaves), upstream[0])
+
+    return step
+
+
+def meshes(case: Case, world: Any, device: torch.device) -> Mesh:
+    """Return the mesh of a case, in which only schemes and layers compare their arguments."""
+    axes: dict[str, Any] = dict(case.mesh)  # of numbers, which mypy takes for any of the options
+    if case.algorithm is not None and case.layer != "collectives":  # those are called with theirs
+        axes["algorithm"] = case.algorithm
+    return Mesh(world, device=device, transport=case.transport, check="off", **axes)
+
+
+def counts_of(comms: Sequence[Communicator]) -> dict[str, Count]:
+    """Return calls, messages, bytes and seconds by operation, over several communicators."""
+    found: dict[str, Count] = {}
     for comm in comms:
-        for name, count in comm.counters.snapshot().items():
-            found[name] = found.get(name, 0.0) + count["seconds"]
+        for name in comm.counters.snapshot():
+            found[name] = found.get(name, Count()) + comm.counters[name]
     return found
 
 
-def phase_names(notes: list[list[dict[str, float]]]) -> list[str]:
-    """The phases that any rank noted."""
-    names = {name for rank in notes for sample in rank for name in sample}
-    return sorted(name for name in names if not name.startswith(_OPERATION))
-
-
-def operation_key(name: str) -> str:
-    """What the seconds of an operation are noted under."""
-    return _OPERATION + name
-
-
-CONTROL = "control"
-
-
-def counts_of(comms: Sequence[Communicator]) -> dict[str, dict[str, int]]:
-    """Calls, messages and bytes by operation, over several communicators."""
-    found: dict[str, dict[str, int]] = {}
-    for comm in comms:
-        for name, count in comm.counters.snapshot().items():
-            entry = found.setdefault(name, {"calls": 0, "messages": 0, "bytes_sent": 0})
-            for part in entry:
-                entry[part] += int(count[part])
-    return found
+SENDING = {"run": 1, "start": 1, "prepare": 1, "exchange": 0, "announce": 0}
+"""Calls of a transport that are given buffers to send, and the argument that holds them."""
 
 
 class Watched:
-    """A transport that notes the largest buffer it is given to send: one message, or a collective's input on this rank.
+    """A transport that notes the largest buffer it is given to send.
 
-    Nothing that was started completes before it is waited for. When it would otherwise is chance,
-    and buffers live until then: so the bytes alive are the most that they can be, and the same
-    every time.
+    That is one message, or a collective's input on this rank. Nothing that was started completes
+    before it is waited for. When it would otherwise is chance, and buffers live until then: so the
+    bytes alive are the most that they can be, and the same every time.
 
     Args:
         comm: whose transport it takes the place of.
@@ -184,44 +166,131 @@ class Watched:
 
     def __init__(self, comm: Communicator) -> None:
         self.largest = 0
-        self.name = comm.transport.name
-        self._inner = comm.transport
+        self._inner: Any = comm.transport
         comm.transport = self
         object.__setattr__(comm, "poll", lambda: None)
 
-    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective."""
-        self._note(send)
-        return self._inner.start(operation, send, recv)
+    def __getattr__(self, name: str) -> Any:
+        """Return the transport's own method, which notes what it sends."""
+        method = getattr(self._inner, name)
+        if name not in SENDING:
+            return method
 
-    def prepare(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Callable[[], object]:
-        """A collective for many runs."""
-        self._note(send)
-        return self._inner.prepare(operation, send, recv)
+        def noted(*arguments: Any) -> Any:
+            sent = arguments[SENDING[name]]
+            tensors = [x for _, x in sent] if isinstance(sent, Sequence) else [sent]
+            sizes = (x.nbytes for x in tensors if x is not None)
+            self.largest = max(self.largest, *sizes, 0)
+            return method(*arguments)
 
-    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages."""
-        self._note(*(x for _, x in sends))
-        return self._inner.exchange(sends, recvs)
+        return noted
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages will be posted."""
-        self._note(*(x for _, x in sends))
-        self._inner.announce(sends, recvs)
 
-    def bind(self, messages: Messages) -> Bound:
-        """Bring messages into the form that `post` takes."""
-        return self._inner.bind(messages)
+def measure(
+    case: Case,
+    build: Build,
+    world: Intracomm,
+    device: torch.device,
+    budget: Budget | Counts,
+    loop: Loop,
+    *,
+    memory: bool = True,
+) -> tuple[Parts, Samples]:
+    """Time a case and count what it sends.
 
-    def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages."""
-        return self._inner.post(sends, recvs, tag)
+    Args:
+        case: what to measure.
+        build: makes this rank's work of it.
+        world: all ranks, on a communicator that the case does not use.
+        device: where tensors live.
+        budget: how long it may take, or how many samples there are.
+        loop: calls the step.
+        memory: also find out the peak memory, which on a CPU takes every rank seconds of imports.
 
-    def close(self, *, together: bool) -> None:
-        """Give back what it holds."""
-        self._inner.close(together=together)
+    Returns:
+        The parts of the record that were measured, the same on all ranks; and the samples.
+    """
+    with meshes(case, world, device) as mesh, undisturbed():
 
-    def _note(self, *sent: Tensor | None) -> None:
-        self.largest = max(self.largest, *(0 if x is None else x.nbytes for x in sent), 0)
+        def sync() -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        work = build(case, mesh, sync)
+        sampler = Sampler(work.step, world, sync=sync, note=work.phases.note)
+        counts = sampler.agree(budget) if isinstance(budget, Budget) else budget
+        samples, notes = sampler.run(counts, loop)
+        traffic, peak = one_step(work, world, device, memory=memory)
+    return {
+        "timing": {"warmup": counts.warmup, **samples.as_dict()},
+        "phases": _phases(samples, notes),
+        "comm": _comm(traffic, notes, work),
+        "memory": peak,
+        "work": {"flops": work.flops, "tokens": work.tokens, "bytes_formula": _formula(traffic)},
+    }, samples
+
+
+def problem(parts: Parts) -> str | None:
+    """Say what is wrong with the result: bytes counted that are not those of the formula."""
+    counted = sum(entry["bytes_sent"] for name, entry in parts["comm"].items() if name != CONTROL)
+    expected = parts["work"]["bytes_formula"]
+    if expected is None or counted == expected:
+        return None
+    return f"the ranks sent {counted} bytes in one step; by formula it is {expected}."
+
+
+def one_step(
+    work: Work, world: Intracomm, device: torch.device, *, memory: bool = True
+) -> tuple[list[Parts], Parts | None]:
+    """Take one more step, not timed, and count what it sends on every rank.
+
+    Where memory is asked for, count what it holds too.
+    """
+    for comm in work.phases.comms:
+        comm.counters.reset()
+    peak, method = peak_memory(work.step, work.held, device) if memory else (0, work.step())
+    mine = {"formula": work.sent, "counts": counts_of(work.phases.comms)}
+    traffic: list[Parts] = world.allgather(mine)
+    highest = max(world.allgather(peak))
+    return traffic, {"peak_bytes": highest, "method": method} if memory else None
+
+
+def _phases(samples: Samples, notes: Notes) -> Parts:
+    noted = {name for rank in notes for sample in rank for name in sample}
+    names = sorted(name for name in noted if not name.startswith(_OPERATION))
+    named = {name: highest_and_mean(_noted(notes, name)) for name in names}
+    return {"total": highest_and_mean(samples.durations), **named}
+
+
+def _noted(notes: Notes, name: str) -> list[list[float]]:
+    return [[sample.get(name, 0.0) for sample in rank] for rank in notes]
+
+
+def _comm(traffic: list[Parts], notes: Notes, work: Work) -> Parts:
+    """Return by operation: calls of the rank that made most, messages and bytes of all.
+
+    The seconds are those of the rank that waited longest.
+    """
+    names = sorted({name for rank in traffic for name in rank["counts"]})
+    only = [name for name in names if name != CONTROL]
+
+    def entry(name: str) -> Parts:
+        ranks = [rank["counts"].get(name, Count()) for rank in traffic]
+        total = sum(ranks, Count())
+        result = {} if name == CONTROL else {"bytes_result": work.result_bytes}
+        return {
+            "calls": max(count.calls for count in ranks),
+            "messages": total.messages,
+            "bytes_sent": total.bytes_sent,
+            "bytes_formula": _formula(traffic) if only == [name] else None,
+            "seconds": highest_and_mean(_noted(notes, _OPERATION + name))["max_s"],
+            **({} if work.result_bytes is None else result),
+        }
+
+    return {name: entry(name) for name in names}
+
+
+def _formula(traffic: list[Parts]) -> int | None:
+    """Return the bytes that all ranks send by formula."""
+    sent = [rank["formula"] for rank in traffic]
+    return None if None in sent else sum(sent)

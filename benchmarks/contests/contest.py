@@ -71,6 +71,7 @@ class Contest:
         show: prints the records.
         file: of the document, in benchmarks/results; {mpi} stands for the installed MPI.
         timeout: seconds of a launch.
+        draw: draws the document into a PNG beside it.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Contest:
     show: Show
     file: str
     timeout: float
+    draw: Callable[[Record, Path], None] | None = None
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
@@ -152,6 +154,8 @@ class Contest:
         wrong = list(self.show(screen, done)) if done["launches"] else ["no launch was completed."]
         for text in wrong:
             terminal.say(screen, f"{self.name}: {text}", "red")
+        if self.draw is not None and done["launches"]:
+            self.draw(done, out.with_suffix(".png"))
         failed = len(done["launches"]) < len(document["launches"])
         return INTERRUPTED if interrupted else int(bool(wrong) or failed)
 

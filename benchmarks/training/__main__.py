@@ -1,4 +1,4 @@
-"""Train a small LLaMA on every scheme and mesh, and compare each run with that of one rank: `nox -s train`.
+"""Train a small LLaMA on every scheme and mesh, and compare each run with that of one rank.
 
 Exit code: 0 if every mesh has learned what one rank has, 1 if one has not or a launch failed, 2 for
 options that cannot be run.
@@ -7,246 +7,216 @@ options that cannot be run.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from benchmarks import launching
-from benchmarks.contests.contest import INTERRUPTED, RESULTS, refused
-from benchmarks.launching import (
-    ROOT,
-    Launch,
-    Options,
-    UsageError,
-    about,
-    commit,
-    numbers_of_ranks,
-    parse,
-    writable,
-)
+from benchmarks.contests.contest import Contest, Entry
+from benchmarks.launching import ROOT, Launch, Record, UsageError, about, main, numbers_of_ranks
 from benchmarks.reporting import terminal
-from benchmarks.training.judging import complaints, draw, table, yardstick
-from benchmarks.training.runs import CURVE, MODEL, keep
-from benchmarks.training.setting import DTYPES, FAULTS, Place, Setting, chosen
+from benchmarks.reporting.style import COLOURS, styled
+from benchmarks.reporting.tables import make
+from benchmarks.reporting.terminal import Console
+from benchmarks.training.setting import DTYPES, FAULTS, Setting, places
 
-PROMPT = "def "
-SECONDS = 120  # for the text that the trained model writes
-USUAL = Setting()
-OPTIONS: Options = {
+ALONE = "one rank"
+FACTOR = 10.0
+"""How many times as far as a run from weights one unit in the last place away a mesh may be."""
+
+SHARE = 0.01
+"""Of what was learned, at most, may be allowed: a longer yardstick could not tell right from wrong."""
+
+KINDS = ("loss", "gradients", "norm", "clipped norm")
+COLUMNS = ("mesh", "P", "dtype", "last loss", "curve", *KINDS, "apart", "")
+
+
+def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
+    """Return the launches: one rank in every dtype, then each mesh, which is compared with it.
+
+    Raises:
+        UsageError: options that cannot be run.
+    """
+    if options.steps < 1:
+        raise UsageError(f"--steps {options.steps}; pass at least 1.")
+    setting, folder = Setting(steps=options.steps), options.folder.resolve()
+    if options.plant:
+        options.out = folder / "planted.json"
+    launch, measure = Launch(timeout=options.timeout), f"{__package__}.runs:measure"
+    job = {"setting": setting, "folder": str(folder), "fault": options.plant, "place": None}
+    entries = [Entry(ALONE, len(DTYPES), measure, job, launch, needed=True)]
+    for ranks in numbers_of_ranks(options.ranks, least=2):
+        for place in places(ranks):
+            entries.append(Entry(place.name, ranks, measure, {**job, "place": place}, launch))
+    if not any(options.only in one.name for one in entries):
+        raise UsageError(f"no mesh of these ranks has {options.only!r} in its name.")
+    return {"setting": msgspec.structs.asdict(setting), "fault": options.plant}, entries
+
+
+def allowed(curve: Mapping[str, Any]) -> list[float]:
+    """Return how far from one rank's loss a mesh's may be at each step.
+
+    That is ten times the largest divergence so far of a perturbed run, which is at least one unit
+    in the last place of a loss.
+    """
+    alone = curve["losses"]
+    least = [float(np.spacing(np.dtype(curve["dtype"]).type(loss))) for loss in alone]
+    seen = [
+        max(abs(run[step] - loss) for run in curve["perturbed"]) for step, loss in enumerate(alone)
+    ]
+    return [FACTOR * limit for limit in accumulate(map(max, seen, least), max)]
+
+
+def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
+    """Return the worst difference from one rank's loss over what is allowed, which must be <= 1."""
+    if len(losses) != len(curve["losses"]):
+        return math.inf
+    limits = allowed(curve)
+    ratios = [
+        abs(mine - alone) / limit
+        for mine, alone, limit in zip(losses, curve["losses"], limits, strict=True)
+    ]
+    return max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=math.inf)
+
+
+def yardstick(curve: Mapping[str, Any]) -> list[str]:
+    """Say what is wrong with the runs of one rank."""
+    longest, learned = allowed(curve)[-1], curve["losses"][0] - min(curve["losses"])
+    found = []
+    if not curve["worst"] <= 1:
+        found.append(f"{curve['worst']:.3g} times the bound around the float64 reference")
+    if not longest <= SHARE * learned:
+        found.append(
+            f"training amplifies one unit in the last place so much that {longest:.2g} would be "
+            f"allowed, where {learned:.2g} was learned; take fewer steps, or a lower learning rate"
+        )
+    return found
+
+
+def complaints(record: Mapping[str, Any], curve: Mapping[str, Any]) -> list[str]:
+    """Say what is wrong with a mesh."""
+    found = [
+        f"{kind}: {ratio:.3g} times the bound, worst in {where}"
+        for kind, (ratio, where) in record["worst"].items()
+        if not ratio <= 1
+    ]
+    if not set(KINDS) <= set(record["worst"]):
+        found.append("not everything was compared")
+    ratio, apart = divergence(record["losses"], curve), record["apart"]
+    if ratio > 1:
+        text = f"as far from one rank's as {FACTOR:g} times a change of one unit in the last place"
+        found.append(f"losses: {ratio:.3g} times {text}")
+    if not apart <= 0:
+        found.append(f"ranks that hold the same weight differ by {apart:.3g} in the end")
+    return found
+
+
+def runs_of(document: Record) -> tuple[dict[str, Any], list[Record]]:
+    """Return the curves of one rank by dtype, and the runs of all meshes."""
+    first, *launches = document["launches"]
+    return first["curves"], [run for launch in launches for run in launch["runs"]]
+
+
+def show(screen: Console, document: Record) -> Iterator[str]:
+    """Print a table of the meshes; yield what is wrong."""
+    curves, runs = runs_of(document)
+    rows, right = [], 0
+    for run in runs:
+        curve = curves[run["dtype"]]
+        wrong = complaints(run, curve)
+        right += not wrong
+        yield from (f"P = {run['ranks']}, {run['place']}, {run['dtype']}: {x}" for x in wrong)
+        ratios = [f"{run['worst'][kind][0]:.3f}" for kind in KINDS if kind in run["worst"]]
+        numbers = (f"{run['losses'][-1]:.4f}", f"{divergence(run['losses'], curve):.3f}", *ratios)
+        start = (run["place"], str(run["ranks"]), run["dtype"])
+        rows.append((*start, *numbers, f"{run['apart']:.0e}", "wrong" if wrong else ""))
+    note = "error over bound from one rank's weights; at most 1"
+    terminal.show(screen, make("meshes", COLUMNS, rows, note))
+    for dtype, curve in curves.items():
+        yield from (f"{ALONE}, {dtype}: {text}" for text in yardstick(curve))
+        spread = max(abs(one[-1] - curve["losses"][-1]) for one in curve["perturbed"])
+        text = f"loss {curve['losses'][0]:.3f} to {curve['losses'][-1]:.3f}; from weights one ulp "
+        text += f"away the last loss differs by {spread:.1e}"
+        terminal.say(screen, f"{ALONE}, {dtype}: {text}")
+    steps = document["setting"]["steps"]
+    text = f"{right} of {len(runs)} runs over several ranks have learned what one rank has"
+    terminal.say(screen, f"{text}; {steps} steps")
+
+
+def draw(document: Record, path: Path) -> None:
+    """Draw losses on the left, and for each dtype their distances from one rank's on the right.
+
+    Args:
+        document: with the run of one rank and those of meshes.
+        path: of the PNG to write.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    curves, runs = runs_of(document)
+    with styled():
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for ranks in sorted({run["ranks"] for run in runs}):
+            mine = [run["losses"] for run in runs if run["ranks"] == ranks]
+            thin: Any = {"color": COLOURS[ranks % len(COLOURS)], "linewidth": 0.8, "alpha": 0.6}
+            lines = left.plot(np.transpose(mine), **thin)
+            lines[0].set_label(f"P = {ranks}, {len(mine)} runs")
+        for number, (dtype, curve) in enumerate(curves.items()):
+            dots: Any = {"color": "black", "linestyle": (0, (1, 3)), "linewidth": 1.2}
+            left.plot(curve["losses"], label=f"{ALONE}, {dtype}", **dots)
+            _distances(right, curve, [run for run in runs if run["dtype"] == dtype], number)
+        left.set(xlabel="step", ylabel="loss (nats per byte)", title="Every mesh learns the same")
+        title = "to within what one unit in the last place causes"
+        right.set(xlabel="step", ylabel="difference from one rank's loss", title=title)
+        right.set_yscale("log")
+        right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        left.legend()
+        right.legend(loc="center", ncols=2)  # between the curves of the dtypes
+        figure.savefig(path, dpi=150)
+
+
+def _distances(axes: Any, curve: Mapping[str, Any], runs: Sequence[Record], number: int) -> None:
+    """Draw differences of all meshes in one dtype, and the greatest that is allowed.
+
+    Differences of 0 are not on a logarithmic axis.
+    """
+    dtype, colour = curve["dtype"], COLOURS[number]
+    meshes = [run["losses"] for run in runs]
+    for losses, label, color in (
+        (meshes, f"{dtype}, meshes", colour),
+        (curve["perturbed"], "one rank, weights 1 ulp away", "black"),
+    ):
+        apart = np.abs(np.array(losses) - np.array(curve["losses"]))
+        shown = np.where(apart > 0, apart, np.nan).T
+        lines = axes.plot(shown, color=color, linewidth=0.6, alpha=0.6)
+        lines[0].set_label(label)
+    label = f"{dtype}, allowed: {FACTOR:g} times that"
+    axes.plot(allowed(curve), color=colour, linestyle="--", linewidth=1.4, label=label)
+
+
+OPTIONS = {
     "--ranks": about(
         default="2,3,4",
         metavar="P,P,...",
         help="beside one, which always runs (default: %(default)s)",
     ),
-    "--only": about(
-        default="", metavar="TEXT", help="meshes with this in their names, such as ring, dp2_tp2"
-    ),
-    "--dtype": about(choices=DTYPES, help="default: both"),
-    "--steps": about(type=int, default=USUAL.steps, metavar="N", help="default: %(default)s"),
-    "--every": about(
-        type=int, default=USUAL.every, metavar="N", help="steps between comparisons (%(default)s)"
-    ),
-    "--seed": about(type=int, default=USUAL.seed, metavar="N", help="default: %(default)s"),
+    "--steps": about(type=int, default=Setting().steps, metavar="N", help="default: %(default)s"),
     "--plant": about(
         choices=tuple(FAULTS),
         help="train with this fault on all meshes: then the exit code must be 1",
     ),
-    "--resume": about(
-        action="store_true", help="do the rest of --out, from a run of the same setting"
-    ),
-    "--out": about(
+    "--folder": about(
         type=Path,
         default=ROOT / "reports" / "train",
-        metavar="FOLDER",
-        help="default: reports/train",
-    ),
-    "--results": about(
-        type=Path, default=RESULTS, metavar="FOLDER", help="for train.json and train.png"
-    ),
-    "--timeout": about(
-        type=float, default=1800.0, metavar="S", help="limit of one launch (default: %(default)g)"
+        help="for weights and gradients (default: reports/train)",
     ),
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the session; return the exit code."""
-    options = parse("train", __doc__, OPTIONS, arguments)
-    try:
-        setting = Setting(steps=options.steps, every=options.every, seed=options.seed)
-        places = chosen(numbers_of_ranks(options.ranks, least=2), options.only)
-        prepare(options, setting)
-        writable(options.results / "train.json")
-    except UsageError as error:
-        return refused("train", error)
-    dtypes = (options.dtype,) if options.dtype else DTYPES
-    start = time.monotonic()
-    try:
-        missing = [dtype for dtype in dtypes if not (options.out / dtype / CURVE).exists()]
-        for dtype in missing:
-            shutil.rmtree(options.out / dtype, ignore_errors=True)
-        broken = (
-            run(len(missing), missing, [], setting, options, options.out / "alone")
-            if missing
-            else ""
-        )
-        if broken:
-            print(f"train: one rank, {broken}", file=sys.stderr)
-            return 1
-        records = on_meshes(setting, dtypes, places, options)
-    except KeyboardInterrupt:
-        print(f"\ntrain: interrupted; what is done lies in {options.out}.", file=sys.stderr)
-        return INTERRUPTED
-    curves = {dtype: json.loads((options.out / dtype / CURVE).read_text()) for dtype in dtypes}
-    return conclude(setting, curves, records, options, time.monotonic() - start)
-
-
-def prepare(options: argparse.Namespace, setting: Setting) -> None:
-    """Make an empty folder, or keep one that an earlier run of this setting has left.
-
-    Raises:
-        UsageError: the folder holds something else.
-    """
-    marker, values = options.out / "setting.json", json.loads(msgspec.json.encode(setting))
-    if options.resume:
-        if not marker.exists() or json.loads(marker.read_text()) != values:
-            raise UsageError(
-                f"{options.out} does not hold a run of this setting; leave --resume out."
-            )
-        return
-    if options.out.exists() and any(options.out.iterdir()) and not marker.exists():
-        raise UsageError(
-            f"{options.out} holds something else than an earlier run; give another --out."
-        )
-    shutil.rmtree(options.out, ignore_errors=True)
-    keep(writable(marker), values)
-
-
-def on_meshes(
-    setting: Setting,
-    dtypes: Sequence[str],
-    places: dict[int, list[Place]],
-    options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Return the record of every mesh; a launch that dies is the reason in the records that are missing."""
-    records = []
-    for ranks, some in places.items():
-        folder = options.out / (f"planted-{ranks}" if options.plant else f"ranks-{ranks}")
-        if options.plant:
-            shutil.rmtree(folder, ignore_errors=True)
-        paths = {
-            (dtype, place.name): folder / f"{dtype}-{place.name}.json"
-            for dtype in dtypes
-            for place in some
-        }
-        missing = [
-            place
-            for place in some
-            if not all(paths[dtype, place.name].exists() for dtype in dtypes)
-        ]
-        died = run(ranks, dtypes, missing, setting, options, folder) if missing else ""
-        for (dtype, place), path in paths.items():
-            lost = {
-                "place": place,
-                "ranks": ranks,
-                "dtype": dtype,
-                "reason": died or "it left no record",
-            }
-            records.append(json.loads(path.read_text()) if path.exists() else lost)
-    return records
-
-
-def run(
-    ranks: int,
-    dtypes: Sequence[str],
-    places: list[Place],
-    setting: Setting,
-    options: argparse.Namespace,
-    folder: Path,
-) -> str:
-    """Run a job; return the reason why it failed, or nothing."""
-    about = {
-        "out": str(options.out.resolve()),
-        "folder": str(folder.resolve()),
-        "fault": options.plant if places else None,
-    }
-    job = {"dtypes": dtypes, "places": places, "setting": setting, **about}
-    with terminal.console().status(f"{ranks} ranks: starting") as status:
-        launch = Launch(timeout=options.timeout)
-        hear = lambda news: status.update(f"{ranks} ranks: {news['phase']} {news['done']}")  # noqa: E731
-        found = launching.run(ranks, "benchmarks.training.runs:measure", job, launch, hear)
-    return "" if found["status"] == "ok" else str(found["reason"])
-
-
-def conclude(
-    setting: Setting,
-    curves: dict[str, Any],
-    records: list[Any],
-    options: argparse.Namespace,
-    seconds: float,
-) -> int:
-    """Judge, show, draw and keep everything, and let the trained model write; return the exit code."""
-    wrong = [
-        f"one rank, {dtype}: {text}" for dtype, curve in curves.items() for text in yardstick(curve)
-    ]
-    found = [complaints(record, curves[record["dtype"]]) for record in records]
-    names = [f"P = {record['ranks']}, {record['place']}, {record['dtype']}" for record in records]
-    wrong += [f"{name}: {text}" for name, texts in zip(names, found, strict=True) for text in texts]
-    screen = terminal.console()
-    terminal.show(screen, table(curves, records, found))
-    for text in wrong:
-        terminal.say(screen, f"WRONG {text}", "red")
-    for dtype, curve in curves.items():
-        spread = max(abs(one[-1] - curve["losses"][-1]) for one in curve["perturbed"])
-        first, last = curve["losses"][0], curve["losses"][-1]
-        text = f"one rank, {dtype}: loss {first:.3f} to {last:.3f}; from weights one ulp away the last loss differs by {spread:.1e}"
-        terminal.say(screen, text)
-    right = sum(not texts for texts in found)
-    text = f"{right} of {len(records)} runs over several ranks have learned what one rank has; {setting.steps} steps, {seconds:.0f} s"
-    terminal.say(screen, text)
-    if not options.plant:
-        kept = {
-            "schema_version": 1,
-            "commit": commit(),
-            "setting": msgspec.structs.asdict(setting),
-            "curves": curves,
-            "meshes": records,
-        }
-        keep(options.results / "train.json", kept)
-        draw(curves, records, options.results / "train.png")
-        model = options.out / list(curves)[-1] / MODEL
-        print(
-            f"\nThe model that one rank has trained is in {model}. On two ranks it writes:\n{continued(model)}"
-        )
-    return int(bool(wrong))
-
-
-def continued(model: Path) -> str:
-    """Return the command that lets a model continue a prompt on two ranks, and its answer."""
-    words = [
-        "--model",
-        str(model),
-        "--prompt",
-        PROMPT,
-        "--max-tokens",
-        "120",
-        "--temperature",
-        "0.5",
-        "--tp",
-        "2",
-    ]
-    shown = " ".join(repr(word) if " " in word else word for word in words)
-    command = [sys.executable, "-m", "sp_core", "generate", *words, "--timeout", str(SECONDS)]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=2 * SECONDS, check=True)
-    return f"sp-core generate {shown}\n{answer.stdout.decode(errors='replace').rstrip()}"
-
+train = Contest("train", __doc__, OPTIONS, plan, show, "train.json", timeout=1800.0, draw=draw)
 
 if __name__ == "__main__":
-    launching.main(main)
+    main(train)

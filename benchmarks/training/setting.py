@@ -1,35 +1,32 @@
-"""The meshes and sizes of the training runs."""
+"""Describe the meshes, the sizes and the planted faults of the training runs."""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
 from benchmarks.corpus import source_bytes
-from benchmarks.launching import UsageError
 from sp_core.llama import LlamaConfig, train
-from sp_core.llama.train import Layout
 from sp_core.nn import gradients, loss
-from sp_core.sharding import Sharding
 
 CORPUS_BYTES = 1 << 20
 DTYPES = ("float64", "float32")
-LAYOUTS: dict[str, Layout] = {
-    "contiguous": Sharding.contiguous,
-    "zigzag": Sharding.zigzag,
-    "striped": Sharding.striped,
-}
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A mesh, the attention scheme over the ranks that share a sequence, which of them owns which tokens, and whether by TP-SP."""
+    """A mesh and how it is used.
+
+    Args:
+        axes: of the mesh.
+        scheme: of attention over the ranks that share a sequence.
+        layout: which of them owns which tokens.
+        tp_sp: whether tensor ranks split the tokens too.
+    """
 
     axes: dict[str, Any]
     scheme: str | None = None
@@ -38,44 +35,32 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For people and for files."""
-        parts = [
-            *(f"{axis}{size}" for axis, size in self.axes.items()),
-            self.scheme,
-            "sp" * self.tp_sp,
-        ]
-        return "_".join(part for part in parts if part)
+        """Return a name for people and for files."""
+        axes = [f"{axis}{size}" for axis, size in self.axes.items()]
+        return "_".join(filter(None, (*axes, self.scheme, "sp" * self.tp_sp)))
 
 
 def places(ranks: int) -> list[Place]:
-    """Every scheme on every mesh of so many ranks: all of them along one axis, and two along each of two axes."""
-    if ranks == 1:
-        return [Place({"tp": 1})]
-    kinds = {
-        "dp": Place({"dp": ranks}),
-        "ring": Place({"ring": ranks}),
-        "allgather_kv": Place({"ring": ranks}, "allgather_kv", "contiguous"),
-        "ulysses": Place({"ulysses": ranks}, None, "striped"),
-        "tp": Place({"tp": ranks}),
-        "tp_sp": Place({"tp": ranks}, tp_sp=True),
-    }
-    if ranks != 4:
-        return list(kinds.values())
+    """Return every scheme on every mesh: all ranks along one axis, and two along each of two."""
+    single = [
+        Place({"dp": ranks}),
+        Place({"ring": ranks}),
+        Place({"ring": ranks}, "allgather_kv", "contiguous"),
+        Place({"ulysses": ranks}, None, "striped"),
+        Place({"tp": ranks}),
+        Place({"tp": ranks}, tp_sp=True),
+    ]
     pairs = [
-        *(
-            Place({"dp": 2, "ring": 2}, scheme, layout)
-            for scheme, layout in ((None, "striped"), ("allgather_kv", "zigzag"))
-        ),
+        Place({"dp": 2, "ring": 2}, None, "striped"),
+        Place({"dp": 2, "ring": 2}, "allgather_kv", "zigzag"),
         Place({"dp": 2, "ulysses": 2}),
         Place({"dp": 2, "tp": 2}),
         Place({"ring": 2, "ulysses": 2}),
-        *(
-            Place({"ring": 2, "tp": 2}, scheme, layout)
-            for scheme, layout in ((None, "contiguous"), ("allgather_kv", "striped"))
-        ),
+        Place({"ring": 2, "tp": 2}, None, "contiguous"),
+        Place({"ring": 2, "tp": 2}, "allgather_kv", "striped"),
         Place({"ulysses": 2, "tp": 2}, None, "contiguous", tp_sp=True),
     ]
-    return [*kinds.values(), *pairs]
+    return [*single, *(pairs if ranks == 4 else [])]
 
 
 MODEL: dict[str, Any] = {
@@ -117,82 +102,41 @@ class Setting(msgspec.Struct, frozen=True):
     seed: int = 1
     model: dict[str, Any] = msgspec.field(default_factory=lambda: dict(MODEL))
 
-    def __post_init__(self) -> None:
-        """Refuse what makes no run."""
-        least = {"steps": 1, "every": 1, "sequences": 1, "shortest": 2, "perturbed": 1, "warmup": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise UsageError(f"{name}={getattr(self, name)} was given; pass at least {low}.")
-        if self.longest < self.shortest:
-            raise UsageError(
-                f"longest={self.longest} is less than shortest={self.shortest}; pass at least as much."
-            )
-
     @property
     def config(self) -> LlamaConfig:
-        """The architecture."""
+        """Return the architecture."""
         return LlamaConfig(**self.model)
 
     @property
     def checkpoints(self) -> range:
-        """The steps before which gradients are compared; the last one comes after the training."""
+        """Return the steps before which gradients are compared; the last is after the training."""
         return range(0, self.steps + 1, self.every)
 
     def batch(self, step: int) -> list[list[int]]:
-        """Pieces of the standard library's source, of unequal lengths, as bytes."""
+        """Return pieces of the standard library's source, of unequal lengths, as bytes."""
         chance = random.Random(f"{self.seed} {step}")
         lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.sequences)]
         text = source_bytes(CORPUS_BYTES)
         starts = [chance.randrange(len(text) - length) for length in lengths]
-        return [
-            list(text[start : start + length])
-            for start, length in zip(starts, lengths, strict=True)
-        ]
-
-
-def chosen(ranks: Iterable[int], only: str) -> dict[int, list[Place]]:
-    """The meshes of these numbers of ranks whose names contain a text.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = {size: [place for place in places(size) if only in place.name] for size in ranks}
-    found = {size: some for size, some in found.items() if some}
-    if not found:
-        raise UsageError(f"no mesh of the ranks asked for has a name with {only!r} in it.")
-    return found
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A text in a function, and what stands there instead."""
-
-    module: ModuleType
-    function: str
-    right: str
-    wrong: str
+        return [list(text[a : a + n]) for a, n in zip(starts, lengths, strict=True)]
 
 
 FAULTS = {
-    "gradients of norms are not reduced": Fault(
-        gradients,
-        "reduce_gradients",
+    "gradients of norms are not reduced": (
+        *(gradients, "reduce_gradients", "    gradients = [parameter.grad"),
+        "    wanted = [pair for pair in wanted if pair[0].dim() > 1]\n"
         "    gradients = [parameter.grad",
-        "    wanted = [pair for pair in wanted if pair[0].dim() > 1]\n    gradients = [parameter.grad",
     ),
-    "a mean of the ranks' means": Fault(
-        loss,
-        "next_token_loss",
-        "int(all_reduce(valid.sum(), comm=data))",
+    "a mean of the ranks' means": (
+        *(loss, "next_token_loss", "int(all_reduce(valid.sum(), comm=data))"),
         "max(int(valid.sum()), 1) * data.size",
     ),
-    "labels shifted inside each shard": Fault(
-        loss,
-        "next_token_labels",
-        "return sharding.shard(labels, comm.rank, 1)",
+    "labels shifted inside each shard": (
+        *(loss, "next_token_labels", "return sharding.shard(labels, comm.rank, 1)"),
         "return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)",
     ),
 }
+"""A module, a function, a text in it, and what stands there instead."""
 
 
 @contextmanager
@@ -202,17 +146,16 @@ def planted(name: str) -> Iterator[None]:
     Raises:
         LookupError: the library no longer reads as the fault expects.
     """
-    fault = FAULTS[name]
-    right = getattr(fault.module, fault.function)
+    module, function, text, wrong = FAULTS[name]
+    right = getattr(module, function)
     source = inspect.getsource(right)
-    if source.count(fault.right) != 1 or getattr(train, fault.function) is not right:
-        raise LookupError(
-            f"{fault.function} has no {fault.right!r}, or is not what a step calls; plant the fault elsewhere."
-        )
-    names = dict(vars(fault.module))
-    exec(compile(source.replace(fault.right, fault.wrong), f"<{name}>", "exec"), names)
-    setattr(train, fault.function, names[fault.function])
+    if source.count(text) != 1 or getattr(train, function) is not right:
+        what = f"{function} has no {text!r}, or is not what a step calls"
+        raise LookupError(f"{what}; plant the fault elsewhere.")
+    names = dict(vars(module))
+    exec(compile(source.replace(text, wrong), f"<{name}>", "exec"), names)
+    setattr(train, function, names[function])
     try:
         yield
     finally:
-        setattr(train, fault.function, right)
+        setattr(train, function, right)
