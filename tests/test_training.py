@@ -275,12 +275,11 @@ def test_a_session_trains_alone_first_and_stops_if_that_fails(
     options = ["--only", "dp2", "--ranks", "2", "--folder", str(tmp_path)]
     out = ["--out", str(tmp_path / "train.json")]
     good = {"status": "ok", "curves": curves}
-    for more, answers, code in (
-        (out, [{"status": "failed", "reason": "no"}], 1),
-        (out, [good, {"status": "ok", "runs": runs}], 0),
-        (["--plant", "a mean of the ranks' means"], [good, {"status": "ok", "runs": wrong}], 1),
-    ):
-        assert train([*options, *more]) == code
+    trained = [{"status": "ok", "runs": found} for found in (runs, wrong)]
+    answers = [{"status": "failed", "reason": "no"}, good, trained[0], good, trained[1]]
+    assert train([*options, *out]) == 1
+    assert train([*options, *out]) == 0
+    assert train([*options, "--plant", "a mean of the ranks' means"]) == 1
     assert launched == [None, None, "dp2", None, "dp2"]
     shown = capsys.readouterr().out
     assert "2 of 2 runs over several ranks have learned what one rank has; 150 steps" in shown

@@ -123,9 +123,9 @@ class Setting(msgspec.Struct, frozen=True):
 
 FAULTS = {
     "gradients of norms are not reduced": (
-        *(gradients, "reduce_gradients", "    gradients = [parameter.grad"),
+        *(gradients, "reduce_gradients", "    gradients = [_own_gradient"),
         "    wanted = [pair for pair in wanted if pair[0].dim() > 1]\n"
-        "    gradients = [parameter.grad",
+        "    gradients = [_own_gradient",
     ),
     "a mean of the ranks' means": (
         *(loss, "next_token_loss", "int(all_reduce(valid.sum(), comm=data))"),
