@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kit.failing import failure_of, leads
+from kit.failing import as_two, failure_of, leads
 
 from sp_core.testing import ThreadComm, given, mpi, requests, spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
@@ -199,16 +199,6 @@ def sent(n: int = 2, dtype: str = "f8") -> np.ndarray[Any, Any]:
     return np.arange(n, dtype=dtype)
 
 
-def as_two(zero: Call, one: Call) -> str:
-    """The failure where rank 0 and rank 1 make these calls."""
-
-    @spmd(2)
-    def body(comm: Any) -> None:
-        (one if comm.rank else zero)(comm)
-
-    return failure_of(body)
-
-
 STUCK = "every rank waits and none can go on"
 NOT_AS_SENT = "not every message sent has been received as it was sent"
 MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
@@ -288,10 +278,111 @@ def buffered(comm: Any) -> None:
     comm.Bsend(sent(), 1)
 
 
-@pytest.mark.parametrize("case", [*MESSAGES_THAT_DIFFER, *ON_PROCESSES])
+def begin(comm: Any, what: str, end: str) -> None:
+    """Begin a message or a collective, and do not wait for it."""
+    twin, peer, memory = comm.Dup(), 1 - comm.rank, np.zeros((3, 1))
+    if what == "Isend":
+        twin.announce_exchange(sends=[(peer, 8)], recvs=[(peer, 8)])
+        twin.Isend(memory[0], peer)
+        twin.Irecv(memory[1], peer).Wait()
+    elif what == "Iallreduce":
+        twin.Iallreduce(memory[0], memory[1])
+    else:
+        twin.announce_exchange(sends=[(peer, 8)], recvs=[(peer, 8)], later=True)
+    if end == "Free":
+        twin.Free()
+
+
+BOTH = ("rank 0: ", "rank 1: ", "test_kit_calls.py:")
+PEER = "rank 0: stopped: PeerFailed"
+UNFINISHED = "before these were found complete by Test or Wait"
+MISSING = "missing: Isend of 8 bytes with rank"
+CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...], Call, Call]] = {
+    "counts": (
+        BOTH,
+        lambda c: c.Allgatherv(sent(), [sent(4), [2, 2]]),
+        lambda c: c.Allgatherv(sent(), [sent(5), [3, 2]]),
+    ),
+    "blocking or not": (
+        BOTH,
+        lambda c: c.Allreduce(sent(), sent()),
+        lambda c: c.Iallreduce(sent(), sent()),
+    ),
+    "all to all": (
+        BOTH,
+        lambda c: c.Alltoallv([sent(), [1, 1]], [sent(), [1, 1]]),
+        lambda c: c.Alltoallv([sent(3), [2, 1]], [sent(), [1, 1]]),
+    ),
+    "announcement": (
+        (
+            "rank 1 sends 16 bytes to rank 0, which does not expect them",
+            "rank 0 expects 8 bytes from rank 1, which does not send them",
+        ),
+        lambda c: c.announce_exchange(recvs=[(1, 8)]),
+        lambda c: c.announce_exchange(sends=[(0, 16)]),
+    ),
+    "not announced": (
+        ("Isend of 8 bytes with rank 1 was not announced",),
+        lambda c: (c.announce_exchange(), c.Isend(sent(1), 1)),
+        lambda c: (c.announce_exchange(), c.Barrier()),
+    ),
+    "not posted": (
+        (f"{MISSING} 1",),
+        lambda c: c.announce_exchange(sends=[(1, 8)]),
+        lambda c: (c.announce_exchange(recvs=[(0, 8)]), c.Irecv(sent(1), 0)),
+    ),
+}
+"""What is said where rank 0 and rank 1 make these calls."""
+UNENDED = {"Isend": UNFINISHED, "Iallreduce": UNFINISHED, "announcement for later": MISSING}
+WRONG: dict[str, tuple[str, Call]] = {
+    "own counts": (
+        "sends itself 16 bytes of float64, but expects 24 of float64",
+        lambda c: c.Allgatherv(sent(), [sent(5), [2, 3]]),
+    ),
+    "short buffer": (
+        "a buffer of 24 bytes, its counts add up to 4",
+        lambda c: c.Allgatherv(sent(), [sent(3), [2, 2]]),
+    ),
+    "strides": ("is not contiguous", lambda c: c.Allreduce(sent(4)[::2], sent())),
+    "aliasing": ("share memory", lambda c: c.Allreduce(*[sent()] * 2)),
+    "no such root": ("root 2 is not one of the 2 ranks", lambda c: c.Bcast(sent(), 2)),
+    "no such rank": (
+        "rank 5 is not one of the 2 ranks",
+        lambda c: c.announce_exchange(sends=[(5, 8)]),
+    ),
+}
+"""Calls in which a rank contradicts itself."""
+
+
+@pytest.mark.parametrize("case", CALLS_THAT_DIFFER)
+def test_calls_in_which_ranks_differ_are_reported_on_all(case: str) -> None:
+    said, zero, one = CALLS_THAT_DIFFER[case]
+    text = as_two(zero, one)
+    assert text.startswith("RankFailure[CollectiveMismatch")
+    assert not leads() or [each for each in said if each not in text] == []
+
+
+@pytest.mark.parametrize("end", ["the end of the body", "Free"])
+@pytest.mark.parametrize("what", UNENDED)
+def test_what_was_begun_must_be_found_complete_before_the_end(what: str, end: str) -> None:
+    both = functools.partial(begin, what=what, end=end)
+    text = as_two(both, both)
+    assert text.startswith("RankFailure[CollectiveMismatch")
+    assert not leads() or (UNENDED[what] in text and f"{end} before" in text)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case: str) -> None:
+    said, wrong = WRONG[case]
+    text = as_two(lambda c: c.Barrier(), wrong)
+    assert text.startswith(("RankFailure[ValueError", "RankFailure[RootError"))
+    assert not leads() or [each for each in (said, PEER) if each not in text] == []
+
+
+@pytest.mark.parametrize(
+    "case", [*MESSAGES_THAT_DIFFER, *(ON_PROCESSES if tier() == "mpi" else ())]
+)
 def test_messages_in_which_a_rank_differs_are_reported_on_all(case: str) -> None:
-    if case in ON_PROCESSES and tier() == "threads":
-        pytest.skip("ranks that are threads do not offer this")
     said, zero, one = (MESSAGES_THAT_DIFFER | ON_PROCESSES)[case]
     text = as_two(zero, one)
     assert text.startswith("RankFailure[CollectiveMismatch]" if said else "RankFailure[")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from sp_core.testing import session
+from sp_core.testing import session, spmd
 from sp_core.testing.outcome import RankFailure
 
 SEARCH = settings(max_examples=120)
@@ -24,3 +25,8 @@ def failure_of(test: Callable[[], None]) -> str:
     with pytest.raises(RankFailure) as caught:
         test()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def as_two(zero: Callable[[Any], object], one: Callable[[Any], object]) -> str:
+    """The failure where rank 0 and rank 1 make these calls."""
+    return failure_of(spmd(2)(lambda comm: (one if comm.rank else zero)(comm)))
