@@ -8,9 +8,10 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deaths import faults, trial
+from deaths import trial
 from deaths.report import Report
 from deaths.trial import AFTER, BEFORE, CASE, END, Death, judged, left
 from deaths.ways import PLACES, RAISED, SILENT, STUCK, WAYS
@@ -26,11 +27,17 @@ JUNIT = (
 
 
 def faults_of(
-    folder: Path, death: Death = KILLED, code: int | None = 1, seconds: float = 3.0, **changes: str
+    folder: Path,
+    death: Death = KILLED,
+    code: int | None = 1,
+    seconds: float = 3.0,
+    junit: str | None = JUNIT,
+    printed: str = PRINTED,
 ) -> list[str]:
     """What is wrong with a launch that is made up."""
-    (folder / "junit.xml").write_text(changes.get("junit", JUNIT))
-    return judged(death, code, seconds, changes.get("printed", PRINTED), folder)
+    if junit is not None:
+        (folder / "junit.xml").write_text(junit)
+    return judged(death, code, seconds, printed, folder)
 
 
 def test_a_launch_that_ends_as_it_should_has_no_fault(tmp_path: Path) -> None:
@@ -56,19 +63,20 @@ def test_each_word_that_is_missing_is_a_fault(
     assert faults_of(tmp_path, printed=PRINTED.replace(old, new)) == [fault]
 
 
-def test_each_way_to_end_badly_is_a_fault(tmp_path: Path) -> None:
-    assert faults_of(tmp_path, code=0) == ["exit code 0"]
-    assert faults_of(tmp_path, code=None) == ["it had to be shot"]
-    assert faults_of(tmp_path, seconds=KILLED.bound + 1) == ["21 s to the end"]
-    assert faults_of(tmp_path, seconds=float("nan")) == ["nan s to the end"]
-    assert faults_of(tmp_path, junit=JUNIT.replace("<error/>", "")) == [
-        "the test is not red in the JUnit file"
-    ]
-    assert faults_of(tmp_path, junit=JUNIT.replace(BEFORE, "x")) == [
-        "the test before is not in the JUnit file"
-    ]
-    (tmp_path / "junit.xml").unlink()
-    assert judged(KILLED, 1, 3.0, PRINTED, tmp_path) == ["no JUnit file"]
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"code": 0}, "exit code 0"),
+        ({"code": None}, "it had to be shot"),
+        ({"seconds": KILLED.bound + 1}, "21 s to the end"),
+        ({"seconds": float("nan")}, "nan s to the end"),
+        ({"junit": JUNIT.replace("<error/>", "")}, "the test is not red in the JUnit file"),
+        ({"junit": JUNIT.replace(BEFORE, "x")}, "the test before is not in the JUnit file"),
+        ({"junit": None}, "no JUnit file"),
+    ],
+)
+def test_each_way_to_end_badly_is_a_fault(tmp_path: Path, changes: Any, fault: str) -> None:
+    assert faults_of(tmp_path, **changes) == [fault]
 
 
 def test_what_is_left_is_found(tmp_path: Path) -> None:
@@ -90,15 +98,16 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
     assert list(left(tmp_path, "a mark")) == [f"{file} is left"]
 
 
-def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(tmp_path: Path) -> None:
-    for library, found in (("Open MPI", ()), ("MPICH", ("no rank",))):
+def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for library, found in (("Open MPI", []), ("MPICH", ["no rank"])):
         report = Report(tmp_path, library)
-        report.add("deaths", trial.told(KILLED, trial.Seen(2.5, found, "")))
-        report.add(
-            "faults",
-            {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []},
-        )
+        report.add("deaths", {**trial.row_of(KILLED), "seconds": 2.5, "faults": found}, "why")
+        fault = {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []}
+        report.add("faults", fault, "")
         assert report.faults == len(found)
+        assert ("why" in capsys.readouterr().out) == bool(found)
     assert list(json.loads((tmp_path / "deaths.json").read_text())) == ["Open MPI", "MPICH"]
     text = (tmp_path / "deaths.md").read_text()
     assert "| SIGKILL | 2.5 (≤ 20) |" in text
@@ -114,4 +123,4 @@ def test_every_way_is_of_one_kind_and_every_fault_has_its_command() -> None:
         False,
     }
     for fault in (*(one.fault for one in FAULTS), *CRASHES):
-        assert ("sp_core.testing.shrink_crash" in faults.command(fault)) == (fault in CRASHES)
+        assert ("sp_core.testing.shrink_crash" in trial.command_of(fault)) == (fault in CRASHES)

@@ -83,7 +83,9 @@ def test_objects(comm: Any) -> None:
     assert comm.allgather({"rank": rank}) == [{"rank": r} for r in everyone]
     assert comm.bcast([rank], root=last) == [last]
     assert comm.gather(rank) == (everyone if rank == 0 else None)
-    assert comm.scatter([10 * r for r in everyone] if rank == last else None, root=last) == 10 * rank
+    assert (
+        comm.scatter([10 * r for r in everyone] if rank == last else None, root=last) == 10 * rank
+    )
     assert comm.alltoall([(rank, r) for r in everyone]) == [(r, rank) for r in everyone]
     assert comm.allreduce(rank + 1) == p * (p + 1) // 2
     assert comm.reduce([rank], root=last) == (everyone if rank == last else None)
@@ -206,7 +208,9 @@ def test_what_is_left_out_is_what_mpi4py_takes() -> None:
     """Its own signatures stand in the first lines of its docstrings."""
     compared = 0
     for name, method in inspect.getmembers(ThreadComm, inspect.isfunction):
-        theirs = (getattr(getattr(MPI.Intracomm, name, None), "__doc__", "") or "").partition("\n")[0]
+        theirs = (getattr(getattr(MPI.Intracomm, name, None), "__doc__", "") or "").partition("\n")[
+            0
+        ]
         for parameter in inspect.signature(method).parameters.values():
             known = parameter.name in ("root", "sendtag", "color", "key")
             if not name.startswith("_") and known and parameter.default is not parameter.empty:

@@ -105,7 +105,9 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     )
     assert [said for said in wanted_texts if said not in text] == []
     assert "LookupError" not in text
-    counted = r"mpi: 2 tests, \d+ examples \(\+ 3 raw\); examples by ranks \{1: \d+, 2: \d+, 3: \d+\}"
+    counted = (
+        r"mpi: 2 tests, \d+ examples \(\+ 3 raw\); examples by ranks \{1: \d+, 2: \d+, 3: \d+\}"
+    )
     assert re.search(counted, text)
 
 

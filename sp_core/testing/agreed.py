@@ -134,7 +134,7 @@ class Ranks:
         if any(ids != everyone[0][0] for ids, _ in everyone):
             lines: list[str] = []
             for rank, (ids, complaints) in enumerate(everyone):
-                lines += [f"rank {rank}: {text}" for text in complaints]
+                lines += [f"rank {rank} {text}" for text in complaints]
                 only = [name for name in ids if name not in common]
                 lines += [
                     f"  not on all ranks, but on rank {rank}: {n}" for n in only[:_MAX_LISTED]

@@ -12,15 +12,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from deaths import faults, trial
 from deaths.report import Report
+from deaths.trial import drawn, library, tried, tried_fault
 from deaths.ways import PLACES, WAYS
 from kit.faults import CRASHES, FAULTS
 from mutants.catalogue import ROOT
-
-SHOWN_LINES = 80
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,29 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that what was started is ended
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    report = Report(options.out, trial.library())
+    report = Report(options.out, library())
     for way in options.ways:
         for place in options.places:
-            death = trial.drawn(way, place, random.Random(f"{seed} {way} {place}"))
-            seen = trial.tried(death)
-            row = {**trial.told(death, seen), "seed": seed}
-            _say(row, seen.printed)
-            report.add("deaths", row)
+            row, printed = tried(drawn(way, place, random.Random(f"{seed} {way} {place}")))
+            report.add("deaths", {**row, "seed": seed}, printed)
     for fault in options.faults:
-        row, printed = faults.tried(fault)
-        _say(row, printed)
-        report.add("faults", row)
+        report.add("faults", *tried_fault(fault))
     return int(report.faults > 0)
-
-
-def _say(row: dict[str, Any], printed: str) -> None:
-    wrong = row["faults"]
-    print(
-        f"{' '.join(str(value) for value in row.values() if value is not wrong)} {', '.join(wrong) or 'ok'}",
-        flush=True,
-    )
-    if wrong:
-        print("\n".join(["-" * 20, *printed.splitlines()[-SHOWN_LINES:], "-" * 20]), flush=True)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

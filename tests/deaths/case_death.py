@@ -79,7 +79,7 @@ def torn_down() -> Iterator[None]:
 
 @given(nprocs=st.just(SIZE), n=st.integers(0, 9), max_examples=10)
 def test_of_the_end(comm: Any, torn_down: None, n: int) -> None:
-    now = n >= DEATH["from"]
+    now = n >= DEATH["first"]
     if now:
         lost_at("before")
         lost_soon()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from deaths.ways import PLACES, WAYS
 from benchmarks.files import write_json
 from benchmarks.launching import commit
 
+SHOWN_LINES = 80
 Rows = dict[str, list[dict[str, Any]]]
 HEAD = f"""# A rank is lost
 
@@ -44,9 +45,14 @@ class Report:
         self._mine = self._all.setdefault(library, {"deaths": [], "faults": []})
         self._origin = {"commit": commit(), "cores": os.cpu_count()}
 
-    def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Add a row; the files are written anew each time."""
-        self.faults += len(row["faults"])
+    def add(self, kind: str, row: dict[str, Any], printed: str) -> None:
+        """Print and add a row; the files are written anew each time."""
+        wrong = row["faults"]
+        self.faults += len(wrong)
+        said = " ".join(str(value) for value in row.values() if value is not wrong)
+        print(f"{said} {', '.join(wrong) or 'ok'}", flush=True)
+        if wrong:
+            print("-" * 20, *printed.splitlines()[-SHOWN_LINES:], "-" * 20, sep="\n", flush=True)
         rows = {_key(old): old for old in self._mine[kind]}
         rows[_key(row)] = {**row, **self._origin}
         self._mine[kind] = list(rows.values())
@@ -62,18 +68,26 @@ def markdown(everything: dict[str, Rows]) -> str:
     """The report for people."""
     lines = [HEAD]
     for library, told in everything.items():
-        rows = [*told["deaths"], *told["faults"]]
-        lines += [
-            f"## {library}",
-            "",
-            _summary(rows),
-            "",
-            *_deaths(told["deaths"]),
-            "",
-            *_faults(told["faults"]),
-            "",
-        ]
+        lines += [f"## {library}", "", _summary([*told["deaths"], *told["faults"]])]
+        lines += ["", *_deaths(told["deaths"]), ""]
+        lines += table(
+            ["fault", "smallest example found", "launches", "seconds", ""],
+            (
+                [
+                    *(row["fault"], row["minimum"], row["launches"], f"{row['seconds']:.0f}"),
+                    ", ".join(row["faults"]) or "as expected",
+                ]
+                for row in told["faults"]
+            ),
+        )
+        lines.append("")
     return "\n".join(lines)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Write a table in Markdown."""
+    for cells in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -83,28 +97,15 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _deaths(rows: list[dict[str, Any]]) -> Iterator[str]:
-    places = [place for place in PLACES if any(row["place"] == place for row in rows)]
-    yield f"| way | {' | '.join(places)} |"
-    yield "| --- |" + " --- |" * len(places)
-    for way in (way for way in WAYS if any(row["way"] == way for row in rows)):
-        cells = {row["place"]: _cell(row) for row in rows if row["way"] == way}
-        yield f"| {way} | {' | '.join(cells.get(place, '') for place in places)} |"
+    cells = {(row["way"], row["place"]): _cell(row) for row in rows}
+    places = [place for place in PLACES if any(place == there for _, there in cells)]
+    ways = [way for way in WAYS if any(way == how for how, _ in cells)]
+    return table(
+        ["way", *places],
+        ([way, *(cells.get((way, place), "") for place in places)] for way in ways),
+    )
 
 
 def _cell(row: dict[str, Any]) -> str:
     wrong = f" **{', '.join(row['faults'])}**" if row["faults"] else ""
     return f"{row['seconds']:.1f} (≤ {row['bound']:.0f}){wrong}"
-
-
-def _faults(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| fault | smallest example found | launches | seconds | |"
-    yield "| --- | --- | --- | --- | --- |"
-    for row in rows:
-        cells = (
-            row["fault"],
-            row["minimum"],
-            row["launches"],
-            f"{row['seconds']:.0f}",
-            ", ".join(row["faults"]) or "as expected",
-        )
-        yield f"| {' | '.join(map(str, cells))} |"

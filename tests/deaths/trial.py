@@ -1,4 +1,4 @@
-"""One launch in which a rank is lost, and what was seen of it from outside."""
+"""One launch in which a rank is lost, or a system has a fault, and what was seen of it from outside."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import tempfile
 import time
 import uuid
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from deaths.ways import RAISED, SILENT
+from kit.faults import CRASH_MINIMUM, CRASHES, FAULTS
 from kit.plugin import wanted
 from mutants.catalogue import ROOT
 from mutants.trial import run
@@ -29,7 +30,10 @@ EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
 LAUNCH_SECONDS = 120.0
 ENDING_SECONDS = 1.0
 """What was told to end, such as the MPI library's own helpers, may take so long to be gone."""
-CASE = "tests/deaths/case_death.py"
+Row = dict[str, Any]
+FAULT_RANKS, FAULT_SECONDS = 4, 500.0
+CASE, FAULT_CASE = "tests/deaths/case_death.py", "tests/deaths/case_fault.py"
+OPTIONS = ("-q", "--color=no", "-p", "no:cacheprovider", *wanted())
 BEFORE, END, AFTER = "test_of_before", "test_of_the_end", "test_of_after"
 
 
@@ -53,45 +57,83 @@ class Death:
         return (EXAMPLE_SECONDS if self.in_body else PHASE_SECONDS) + MORE_SECONDS
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What was seen of a launch: seconds from the loss to the end of everything, and what is wrong with it."""
-
-    seconds: float
-    faults: tuple[str, ...]
-    printed: str
-
-
 def drawn(way: str, place: str, chosen: random.Random) -> Death:
     """A death at random: of any rank, from any example on."""
     return Death(way, place, chosen.randrange(RANKS), chosen.randrange(1, 10))
 
 
-def tried(death: Death) -> Seen:
-    """Launch a session in which this happens."""
+def tried(death: Death) -> tuple[Row, str]:
+    """Launch a session in which this happens.
+
+    Returns:
+        A row of the report, and what was printed.
+    """
     with tempfile.TemporaryDirectory(prefix="sp_core-death-") as name:
         folder, mark = Path(name), uuid.uuid4().hex
-        told = {
-            "way": death.way,
-            "place": death.place,
-            "rank": death.rank,
-            "from": death.first,
-            "folder": name,
-            "mark": mark,
-        }
-        with (folder / "printed").open("w") as output:
-            code = run(
-                command(folder),
-                ROOT,
-                output.fileno(),
-                environment(json.dumps(told)),
-                LAUNCH_SECONDS + 30,
-            )
-        printed = (folder / "printed").read_text(errors="replace")
+        told = json.dumps({**asdict(death), "folder": name, "mark": mark})
+        junit = f"--junitxml={folder / 'junit.xml'}"
+        code, printed = run_printing(launched(RANKS, LAUNCH_SECONDS, junit, CASE), SP_DEATH=told)
         lost = folder / "lost"
         seconds = time.time() - float(lost.read_text()) if lost.exists() else float("nan")
         faults = [*judged(death, code, seconds, printed, folder), *left(folder, mark)]
-    return Seen(round(seconds, 1), tuple(faults), printed)
+    return {**row_of(death), "seconds": round(seconds, 1), "faults": faults}, printed
+
+
+def row_of(death: Death) -> Row:
+    """Describe a death in the report."""
+    what = {"way": death.way, "place": death.place, "rank": death.rank, "from": death.first}
+    return {**what, "bound": death.bound}
+
+
+def tried_fault(fault: str) -> tuple[Row, str]:
+    """Run a property of a system with a fault. See whether the kit found its smallest example.
+
+    Returns:
+        A row of the report, and what was printed.
+    """
+    begin = time.monotonic()
+    code, printed = run_printing(command_of(fault), SUT_FAULT=fault)
+    known = {one.fault: one for one in FAULTS}.get(fault)
+    minimum = CRASH_MINIMUM if known is None else f"{known.minimum}, seed=0"
+    told = (
+        ["RankFailure[RankCrashed"] if known is None else [f"RankFailure[{known.name}", known.told]
+    )
+    found = [*re.findall(r"@example\((.*)\)", printed), ""]
+    wrong = [f"not said: {text}" for text in told if text not in printed]
+    wrong += [] if found[0] == minimum else [f"smallest example: {minimum} was expected"]
+    wrong += [] if code == 1 else [f"exit code {code}"]
+    starts = re.search(r"(\d+) launches", printed)
+    row = {"fault": fault, "minimum": found[0], "launches": int(starts[1]) if starts else 1}
+    return {**row, "seconds": round(time.monotonic() - begin, 1), "faults": wrong}, printed
+
+
+def command_of(fault: str) -> list[str]:
+    """Return what is run: a fault that a rank dies of needs an engine outside the launch."""
+    if fault not in CRASHES:
+        return launched(FAULT_RANKS, FAULT_SECONDS - 60, FAULT_CASE)
+    search = ("-m", "sp_core.testing.shrink_crash", "-n", str(FAULT_RANKS), "--losses", "12")
+    return [*search, FAULT_CASE, "--", *OPTIONS]
+
+
+def launched(ranks: int, seconds: float, *args: str) -> list[str]:
+    """Return the arguments of Python that launch a session."""
+    launch = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{seconds:g}", "--")
+    return [*launch, "python", "-m", "pytest", "--with-mpi", *OPTIONS, *args]
+
+
+def run_printing(arguments: Sequence[str], **variables: str) -> tuple[int | None, str]:
+    """Run Python with short limits. Return its exit code, None where it had to be shot, and its output.
+
+    A mark in the variables is how what is left of the launch is found.
+    """
+    paths = [str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    limits = {"SP_WATCHDOG_S": f"{EXAMPLE_SECONDS:g}", "SP_WATCHDOG_PHASE_S": f"{PHASE_SECONDS:g}"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SP_")}
+    kept |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **limits, **variables}
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        code = run([sys.executable, *arguments], ROOT, output.fileno(), kept, FAULT_SECONDS)
+        output.seek(0)
+        return code, output.read()
 
 
 def judged(death: Death, code: int | None, seconds: float, printed: str, folder: Path) -> list[str]:
@@ -105,42 +147,6 @@ def judged(death: Death, code: int | None, seconds: float, printed: str, folder:
         folder: with the JUnit file.
     """
     return [*_ending(death, code, seconds), *_words(death, printed), *_results(death, folder)]
-
-
-def command(folder: Path) -> list[str]:
-    """What is launched."""
-    launch = [
-        sys.executable,
-        "-m",
-        "sp_core.testing.launch",
-        "-n",
-        str(RANKS),
-        "--timeout",
-        f"{LAUNCH_SECONDS:g}",
-        "--",
-    ]
-    suite = [
-        "python",
-        "-m",
-        "pytest",
-        "--with-mpi",
-        "-q",
-        "--color=no",
-        "-p",
-        "no:cacheprovider",
-        *wanted(),
-    ]
-    return [*launch, *suite, f"--junitxml={folder / 'junit.xml'}", CASE]
-
-
-def environment(death: str) -> dict[str, str]:
-    """Short limits, and the death; the mark in it is how what is left of the launch is found."""
-    paths = os.pathsep.join(
-        [str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    limits = {"SP_WATCHDOG_S": f"{EXAMPLE_SECONDS:g}", "SP_WATCHDOG_PHASE_S": f"{PHASE_SECONDS:g}"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SP_")}
-    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **limits, "SP_DEATH": death}
 
 
 def _ending(death: Death, code: int | None, seconds: float) -> Iterator[str]:
@@ -209,13 +215,8 @@ def _marked(mark: str) -> dict[str, str]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (process / "environ").read_bytes():
-                found[process.name] = (
-                    (process / "cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode(errors="replace")
-                    .strip()
-                )
+                words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                found[process.name] = " ".join(words).strip()
     return found
 
 
@@ -226,9 +227,3 @@ def library() -> str:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     return " ".join(said.splitlines()[0].split(",")[0].replace("\0", "").split())
-
-
-def told(death: Death, seen: Seen) -> dict[str, Any]:
-    """Plain data."""
-    what = {"way": death.way, "place": death.place, "rank": death.rank, "from": death.first}
-    return {**what, "seconds": seen.seconds, "bound": death.bound, "faults": list(seen.faults)}
