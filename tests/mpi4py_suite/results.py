@@ -137,101 +137,73 @@ def unexplained(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
 
 def rows(runs: Runs) -> list[dict[str, Any]]:
     """What became of each pair of runs: how many tests ended in each way, and why those that did not pass."""
-    made = []
-    for (library, ranks), (plain, checked) in sorted(runs.items()):
-        counts = {
+    return [
+        _row(library, ranks, plain, checked)
+        for (library, ranks), (plain, checked) in sorted(runs.items())
+    ]
+
+
+def _row(library: str, ranks: int, plain: Run, checked: Run) -> dict[str, Any]:
+    results = checked.tests.values()
+    skipped = Counter(result.problem for result in results if result.word == "skipped")
+    return {
+        "mpi": library,
+        "mpi4py": checked.library[1],
+        "ranks": ranks,
+        "modules": checked.modules,
+        **{
             kind: {word: run.counts[word] for word in WORDS}
             for kind, run in zip(KINDS, (plain, checked), strict=True)
-        }
-        results = checked.tests.values()
-        skipped = Counter(result.problem for result in results if result.word == "skipped")
-        row = {
-            "mpi": library,
-            "mpi4py": checked.library[1],
-            "ranks": ranks,
-            "modules": checked.modules,
-            **counts,
-        }
-        row["skipped because"] = dict(sorted(skipped.items()))
-        row["failed because"] = {
-            result.name: result.problem for result in results if result.word == "failed"
-        }
-        row["differences"] = [
+        },
+        "skipped because": dict(sorted(skipped.items())),
+        "failed because": {one.name: one.problem for one in results if one.word == "failed"},
+        "differences": [
             [after.name or before.name, before.word, after.word]
             for before, after in differences(plain, checked)
-        ]
-        made.append(
-            row
-            | {
-                "unexplained": [
-                    after.name or before.name for before, after in unexplained(plain, checked)
-                ]
-            }
-        )
-    return made
+        ],
+        "unexplained": [after.name or before.name for before, after in unexplained(plain, checked)],
+    }
 
 
 def report(found: list[dict[str, Any]]) -> str:
     """The report as Markdown, from the rows."""
-    lines = [
-        HEAD,
-        "| MPI | ranks | communicators | passed | skipped | failed | not run |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    table = ["| MPI | ranks | communicators | passed | skipped | failed | not run |"]
+    table.append("| --- " * 7 + "|")
     for row in found:
         for kind in KINDS:
-            lines.append(
-                f"| {row['mpi']} | {row['ranks']} | {kind} | {' | '.join(str(row[kind][word]) for word in WORDS)} |"
-            )
-    lines += ["", "## Modules that have run", ""]
-    lines += [
-        f"- {row['mpi']}, {row['ranks']} ranks: {', '.join(row['modules'])}." for row in found
-    ]
-    lines += ["", "## Failed on checked communicators", ""]
-    failed = {name for row in found for name in row["failed because"]}
-    lines += [
-        f"- `{name}` ({_where(found, 'failed because', name)})" for name in sorted(failed)
-    ] or ["None."]
-    lines += [
-        "",
-        "Why, where it passes on plain ones:",
-        "",
-        *(f"- `{pattern}`: {reason}" for pattern, reason in KNOWN.items()),
-    ]
-    lines += ["", "Differences that none of these explains:", ""]
-    lines += [
-        f"- {row['mpi']}, {row['ranks']} ranks: {name}"
-        for row in found
-        for name in row["unexplained"]
-    ] or ["None."]
-    lines += ["", "## Skipped by mpi4py's tests themselves, on checked communicators", ""]
-    reasons = {reason for row in found for reason in row["skipped because"]}
-    lines += [
-        f"- {reason} ({_where(found, 'skipped because', reason)})" for reason in sorted(reasons)
-    ] or ["None."]
-    lines += [
-        "",
-        "## Left out of tests on checked communicators",
-        "",
-        *(f"- {what}: {why}." for what, why in ADAPTED.items()),
-    ]
-    lines += [
-        "",
-        "## Not checked between ranks",
-        "",
-        "Each is said at run time, once in a process, and at the end of a session.",
-        "",
-    ]
-    return (
-        "\n".join([*lines, *(f"- `{name}`: {why}." for name, why in sorted(UNCHECKED.items()))])
-        + "\n"
-    )
+            cells = (row["mpi"], row["ranks"], kind, *(row[kind][word] for word in WORDS))
+            table.append(f"| {' | '.join(map(str, cells))} |")
+    told = [(f"{row['mpi']}, {row['ranks']} ranks", row) for row in found]
+    differing = [f"{where}: {name}" for where, row in told for name in row["unexplained"]]
+    sections = {
+        "## Modules that have run": [
+            f"{where}: {', '.join(row['modules'])}." for where, row in told
+        ],
+        "## Failed on checked communicators": _listed(told, "failed because", "`"),
+        "Why, where it passes on plain ones:": [f"`{name}`: {why}" for name, why in KNOWN.items()],
+        "Differences that none of these explains:": differing,
+        "## Skipped by mpi4py's tests themselves, on checked communicators": _listed(
+            told, "skipped because"
+        ),
+        "## Left out of tests on checked communicators": [
+            f"{what}: {why}." for what, why in ADAPTED.items()
+        ],
+        "## Not checked between ranks\n\n"
+        "Each is said at run time, once in a process, and at the end of a session.": [
+            f"`{name}`: {why}." for name, why in sorted(UNCHECKED.items())
+        ],
+    }
+    lines = [HEAD, *table]
+    for head, items in sections.items():
+        lines += ["", head, "", *([f"- {item}" for item in items] or ["None."])]
+    return "\n".join(lines) + "\n"
 
 
-def _where(found: list[dict[str, Any]], what: str, name: str) -> str:
-    """In which runs, and how many where the row counts."""
-    places = [(row["mpi"], row["ranks"], row[what][name]) for row in found if name in row[what]]
-    return "; ".join(
-        f"{mpi}, {ranks} ranks" + (f": {count}" if isinstance(count, int) else "")
-        for mpi, ranks, count in places
-    )
+def _listed(told: list[tuple[str, dict[str, Any]]], what: str, mark: str = "") -> list[str]:
+    """Each name that rows have under a heading, with the runs, and how many where the row counts."""
+    places: dict[str, list[str]] = {}
+    for where, row in told:
+        for name, value in row[what].items():
+            count = f": {value}" if isinstance(value, int) else ""
+            places.setdefault(name, []).append(where + count)
+    return [f"{mark}{name}{mark} ({'; '.join(runs)})" for name, runs in sorted(places.items())]
