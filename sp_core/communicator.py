@@ -114,10 +114,6 @@ class Communicator(NotCopied):
         state = "freed" if self._freed else self.transport.name if self.is_made else "not used yet"
         return f"<{self.name}: rank {self.rank} of {self.size}, {self.device}, {state}>"
 
-    def run(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> None:
-        """Run a collective over flat contiguous buffers."""
-        self.prepare(operation, send, recv)()
-
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:

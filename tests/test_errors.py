@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import sp_core as sp
 from sp_core.arguments import check
-from sp_core.collectives.build import check_device
+from sp_core.collectives.build import check_tensor
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
 
@@ -291,7 +292,7 @@ def test_a_mesh_that_does_not_fit(comm: Any) -> None:
 @given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
 def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
     """A communicator whose device has no number takes tensors of all devices of that type."""
-    x: Any = SimpleNamespace(device=torch.device(tensor))
+    x = Mock(torch.Tensor, device=torch.device(tensor), layout=torch.strided)
     comm: Any = SimpleNamespace(device=torch.device(wanted), name="sp")
     fits = tensor.partition(":")[0] == wanted.partition(":")[0] and (
         ":" not in wanted or tensor == wanted
@@ -301,7 +302,7 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
         if fits
         else pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}")
     ):
-        check_device(x, comm)
+        check_tensor(x, comm)
 
 
 def test_an_error_shows_an_argument_of_80_letters_and_cuts_a_longer_one() -> None:

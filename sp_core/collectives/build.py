@@ -160,8 +160,7 @@ def _call(
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
     """Raise if the arguments are wrong. Return the length along the dim in which the ranks may differ, or 0."""
     arguments.check(**given)
-    check_tensor(x, comm)
-    _check_dtype(x, kind.dtypes)
+    check_tensor(x, comm, dtypes=kind.dtypes)
     dims = [given[dim] for dim in kind.dims]
     for dim in dims:
         if not 0 <= dim < x.dim():
@@ -179,9 +178,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
         dim, sizes = kind.cut
         _check_sizes(sizes, given[sizes], comm, total=x.shape[given[dim]])
     if "op" in given:
-        _check_reduction(x, given["op"])
-    if kind.map is maps.InPlace:
-        _check_writable(x)
+        _check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
     if not 0 <= given.get("root", 0) < comm.size:
         raise ShapeError(
             f"root={given['root']} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}."
@@ -193,26 +190,30 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     return int(x.shape[given[dim]])
 
 
-def check_device(x: Tensor, comm: Communicator) -> None:
-    """Raise if a tensor is on another device than the communicator."""
+def check_tensor(
+    x: Tensor,
+    comm: Communicator,
+    name: str = "the tensor",
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """Raise unless x is a dense tensor on the device of the communicator, of one of `dtypes`."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(
+            f"{name} must be a tensor, {type(x).__name__} was given. "
+            "Pass torch.as_tensor(...) of it."
+        )
     want = comm.device
     if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
         raise DeviceError(
-            f"the tensor is on {x.device}, {comm.name} is on {want}. "
-            f"Move the tensor, or make the mesh with device={str(x.device)!r}."
+            f"{name} is on {x.device}, {comm.name} is on {want}. "
+            f"Move it, or make the mesh with device={str(x.device)!r}."
         )
-
-
-def check_tensor(x: Tensor, comm: Communicator) -> None:
-    """Raise unless x is a dense tensor on the device of the communicator."""
-    if not isinstance(x, Tensor):
-        raise DtypeError(
-            f"a tensor is needed, {type(x).__name__} was given. Pass torch.as_tensor(...) of it."
-        )
-    check_device(x, comm)
     if x.layout is not torch.strided:
-        raise ShapeError(
-            f"a tensor of layout {x.layout} was given; a dense one is needed. Pass x.to_dense()."
+        raise ShapeError(f"{name} has layout {x.layout}; a dense one is needed. Pass x.to_dense().")
+    if dtypes is not None and x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DtypeError(
+            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first."
         )
 
 
@@ -220,16 +221,7 @@ def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Raise if an all-reduce cannot take one of the tensors."""
     arguments.check(tensors=tensors)
     for x in tensors:
-        check_tensor(x, comm)
-        _check_dtype(x, SUMMABLE)
-
-
-def _check_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if x.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise DtypeError(
-            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first."
-        )
+        check_tensor(x, comm, dtypes=SUMMABLE)
 
 
 def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, deterministic: bool) -> None:
@@ -266,21 +258,22 @@ def _check_sizes(
         )
 
 
-def _check_reduction(x: Tensor, op: str) -> None:
+def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
+    wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {REDUCTIONS}. Pass one of them.")
-    if op != "sum" and x.requires_grad and torch.is_grad_enabled():
+    if op != "sum" and wants_grad:
         raise ValueError(
-            f"all_reduce with op={op!r} has no gradient. Call it under torch.no_grad(), or on x.detach()."
+            f"all_reduce with op={op!r} has no gradient. "
+            "Call it under torch.no_grad(), or on x.detach()."
         )
-
-
-def _check_writable(x: Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
+    if in_place and wants_grad:
         raise ValueError(
-            "a tensor that requires a gradient was given to a sum in place, which has none. Use all_reduce, or torch.no_grad()."
+            "a tensor that requires a gradient was given to a sum in place, which has none. "
+            "Use all_reduce, or torch.no_grad()."
         )
-    if maps.overlaps(x):
+    if in_place and maps.overlaps(x):
         raise ShapeError(
-            f"elements of the tensor share memory (strides {x.stride()}); a sum in place needs room for each. Clone it."
+            f"elements of the tensor share memory (strides {x.stride()}); "
+            "a sum in place needs room for each. Clone it."
         )

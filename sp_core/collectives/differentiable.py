@@ -89,15 +89,13 @@ class Pending:
     def __init__(self, x: Tensor, mapping: Map) -> None:
         self._mapping = mapping
         self._started: Started | None = None
-        self._result = _apply(
-            x, mapping, mapping.transpose, self._start
-        )  # nobody can read it before `wait` has returned
+        # nobody can read it before `wait` has returned
+        self._result = _apply(x, mapping, mapping.transpose, self._start)
 
     def _start(self, x: Tensor) -> Tensor:
         self._started = self._mapping.start(x.detach())
-        return (
-            self._started.out.detach()
-        )  # the same memory; writing into a view of it would change the graph
+        # the same memory, but not the tensor: writing into a view of it would change the graph
+        return self._started.prepared.out.detach()
 
     def wait(self) -> Tensor:
         """Return the result, a differentiable function of the input. A second call returns the same tensor."""

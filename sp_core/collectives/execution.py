@@ -8,11 +8,12 @@ when it is ready, and several collectives may be under way on a communicator.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -44,44 +45,6 @@ from sp_core.transport import Bound, Done, Handle, wait
 Work = Callable[[], object]
 
 
-def start(
-    comm: Communicator,
-    operation: Operation,
-    send: Tensor | None,
-    recv: Tensor | None,
-    algorithm: str,
-) -> Handle:
-    """Begin a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
-    if algorithm != "mpi":
-        return comm.track(Once(bind(comm, operation, send, recv, algorithm, comm.scratch)))
-    if operation.op != Op.SHIFT:
-        return comm.start(operation, send, recv)
-    assert send is not None
-    assert recv is not None
-    dest, source = (
-        (comm.rank + operation.root) % comm.size,
-        (comm.rank - operation.root) % comm.size,
-    )
-    if dest == comm.rank:
-        recv.copy_(send)
-        return comm.exchange([], [], "shift")
-    return comm.exchange([(dest, send)], [(source, recv)], "shift")
-
-
-def run(
-    comm: Communicator,
-    operation: Operation,
-    send: Tensor | None,
-    recv: Tensor | None,
-    algorithm: str,
-) -> None:
-    """Carry out a collective over flat contiguous buffers by an algorithm, in a window, or by the MPI library."""
-    if operation.op != Op.SHIFT and algorithm == "mpi":
-        comm.run(operation, send, recv)
-    else:
-        comm.wait(start(comm, operation, send, recv, algorithm), operation.op.value)
-
-
 def bind(
     comm: Communicator,
     operation: Operation,
@@ -98,11 +61,13 @@ def bind(
         comm: the ranks.
         operation: what moves.
         send, recv: flat contiguous IN and OUT; None where this rank has none.
-        algorithm: any but "mpi".
+        algorithm: a name of `sp_core.schedules.ALGORITHMS`, but "auto".
         scratch: where scratch memory comes from.
         resident: whether all ranks agree that IN lives in shared memory.
     """
     comm.ensure_open()
+    if algorithm == "mpi":
+        return Library(comm, operation, send, recv, scratch)
     if algorithm == "window":
         return BoundWindow(comm, operation._replace(resident=resident), send, recv, scratch)
     segment = segment_length(operation.elements, comm.size, operation.itemsize, SEGMENT_BYTES)
@@ -125,6 +90,7 @@ class Ready(ABC):
         assert like is not None
         self.comm, self.operation, self.name = comm, operation, operation.op.value
         self.device, self.dtype, self._scratch = like.device, like.dtype, scratch
+        self._buffers = send, recv
         self._block = nothing = like.new_empty(0)
         self._memory = {
             (OWN, Buffer.IN): nothing if send is None else send,
@@ -132,16 +98,31 @@ class Ready(ABC):
         }
 
     @abstractmethod
-    def start(self) -> Handle:
+    def begin(self) -> Handle:
         """Begin a run. The memory must not be touched until it is complete."""
 
+    def complete(self) -> None:
+        """Begin a run and wait for its end."""
+        wait(self.begin(), self.comm.poll)
+
+    def start(self, *, once: bool = False) -> Handle:
+        """Begin a run that every `poll` advances. The scratch is given back if it runs `once`."""
+        return self.comm.track(Once(self) if once else self.begin())
+
     def run(self) -> None:
-        """Carry out a run to its end."""
-        wait(self.start(), self.comm.poll)
+        """Carry out a run to its end, and count its time."""
+        begun = time.perf_counter()
+        self.complete()
+        self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:
         """Give the scratch back, after the last run."""
         self._scratch.give(self._block)
+
+    def _count(self, cost: Cost) -> None:
+        self.comm.counters[self.name].add(
+            messages=cost.messages, bytes_sent=cost.bytes_sent, scratch=cost.scratch
+        )
 
     def _view(self, region: Region) -> Tensor:
         return self._memory[region.rank, region.buffer][region.start : region.stop]
@@ -172,6 +153,38 @@ class Ready(ABC):
             )
             for step in program.steps
         ]
+
+
+class Library(Ready):
+    """A collective of the MPI library, which has no shift: that is a message each way."""
+
+    def begin(self) -> Handle:
+        """Begin a run."""
+        comm, operation, (send, recv) = self.comm, self.operation, self._buffers
+        if operation.op is not Op.SHIFT:
+            return comm.start(operation, send, recv)
+        assert send is not None
+        assert recv is not None
+        dest, source = ((comm.rank + way * operation.root) % comm.size for way in (1, -1))
+        if dest == comm.rank:
+            recv.copy_(send)
+            return comm.exchange([], [], "shift")
+        return comm.exchange([(dest, send)], [(source, recv)], "shift")
+
+    def start(self, *, once: bool = False) -> Handle:
+        """Begin a run. The communicator tracks it, and it has no scratch."""
+        return self.begin()
+
+    def run(self) -> None:
+        """Carry out a run to its end."""
+        if self.operation.op is Op.SHIFT:
+            self.comm.wait(self.begin(), self.name)
+        else:
+            self._call()
+
+    @cached_property
+    def _call(self) -> Work:
+        return self.comm.prepare(self.operation, *self._buffers)
 
 
 @dataclass(frozen=True)
@@ -209,10 +222,9 @@ class BoundProgram(Ready):
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]
 
-    def start(self) -> Running:
+    def begin(self) -> Running:
         """Begin a run."""
-        count, figures = self.comm.counters[self.name], self._cost
-        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
+        self._count(self._cost)
         self.comm.transport.announce(self._sends, self._recvs)
         return Running(self)
 
@@ -331,12 +343,12 @@ class BoundWindow(Ready):
         )
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
-    def start(self) -> Handle:
+    def begin(self) -> Handle:
         """Begin a run."""
         return self._window.start(self._next(), self._what)
 
-    def run(self) -> None:
-        """Carry out a run to its end."""
+    def complete(self) -> None:
+        """Begin a run and wait for its end."""
         self._window.make(self._next(), self._what, self.comm.poll)
 
     def _next(self) -> list[tuple[Work, ...]]:
@@ -349,8 +361,7 @@ class BoundWindow(Ready):
                 cost(program, self.dtype),
             )
         steps, figures = self._bound[first]
-        count = self.comm.counters[self.name]
-        count.add(messages=figures.messages, bytes_sent=figures.bytes_sent, scratch=figures.scratch)
+        self._count(figures)
         return steps
 
 
@@ -359,7 +370,7 @@ class Once:
 
     def __init__(self, bound: Ready) -> None:
         self._bound: Ready | None = bound
-        self._running = bound.start()
+        self._running = bound.begin()
 
     def test(self) -> bool:
         """Make progress; return True once the run is complete."""

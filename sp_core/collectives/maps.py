@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -20,13 +20,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_core.collectives import execution
+from sp_core.collectives.execution import Ready, Work, bind
 from sp_core.communicator import Communicator
 from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
 
-Refresh = Callable[[], object] | None
-"""How to copy an input into a flat vector again, or None if the vector is the memory of the input."""
+
+def nothing() -> None:
+    """Do nothing: what stands in place of a copy that is not needed."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Prepared:
         operation: what moves.
         send, recv: the flat buffers.
         out: the result. Its memory is there from the beginning, its values are not.
-        refresh: brings the input into `send` again, where that is not the memory of the input
-            itself.
+        refresh: brings the input into `send` again; `nothing` if that is the memory of the input.
         finish: brings what was received into `out`, where that is not the memory that receives.
     """
 
@@ -46,46 +46,41 @@ class Prepared:
     send: Tensor | None
     recv: Tensor | None
     out: Tensor
-    refresh: Refresh = None
-    finish: Callable[[], object] | None = None
+    refresh: Work = nothing
+    finish: Work = nothing
 
     def result(self) -> Tensor:
         """Return the tensor with its values, once the transfer is complete."""
-        return _finished(self.out, self.finish)
+        self.finish()
+        return self.out
 
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way. Its handle keeps the buffers for as long as they are needed."""
+    """A collective under way."""
 
     mapping: Map
     handle: Handle
-    out: Tensor
-    finish: Callable[[], object] | None
+    prepared: Prepared
 
     def wait(self) -> Tensor:
         """Return the result when the transfer is complete."""
         self.mapping.comm.wait(self.handle, self.mapping.name)
-        return _finished(self.out, self.finish)
-
-
-def _finished(out: Tensor, finish: Callable[[], object] | None) -> Tensor:
-    if finish is not None:
-        finish()
-    return out
+        return self.prepared.result()
 
 
 @dataclass(frozen=True)
 class Map(ABC):
-    """A collective over `comm` with all its sizes known, which an algorithm or the MPI library carries out over flat buffers.
+    """A collective over `comm` with all its sizes known.
 
     `name` is what it is counted under. `algorithm` goes over to the map of the gradients, which
-    uses it if it has one of that name.
+    uses it if it has one of that name. `planned`: it is prepared once for many runs.
     """
 
     name: ClassVar[str]
     comm: Communicator
     algorithm: str = field(default="auto", kw_only=True)
+    planned: bool = field(default=False, kw_only=True)
 
     @property
     @abstractmethod
@@ -99,21 +94,20 @@ class Map(ABC):
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        execution.run(
-            self.comm,
-            prepared.operation,
-            prepared.send,
-            prepared.recv,
-            self.chosen(prepared.operation.nbytes),
-        )
+        bound = self._bind(prepared)
+        bound.run()
+        bound.release()
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        name = self.chosen(prepared.operation.nbytes)
-        handle = execution.start(self.comm, prepared.operation, prepared.send, prepared.recv, name)
-        return Started(self, handle, prepared.out, prepared.finish)
+        return Started(self, self._bind(prepared).start(once=True), prepared)
+
+    def _bind(self, prepared: Prepared) -> Ready:
+        moves, scratch = prepared.operation, self.comm.scratch
+        algorithm = self.chosen(moves.nbytes)
+        return bind(self.comm, moves, prepared.send, prepared.recv, algorithm, scratch)
 
     @property
     def named(self) -> str:
@@ -131,7 +125,7 @@ class Map(ABC):
                 return name
         return "auto"
 
-    def chosen(self, nbytes: int = 0, *, planned: bool = False) -> str:
+    def chosen(self, nbytes: int) -> str:
         """Return the algorithm that carries it out: the one that is `named`.
 
         If nothing but "auto" is said, constants decide for tensors in host memory, if there are
@@ -139,7 +133,6 @@ class Map(ABC):
 
         Args:
             nbytes: of the whole vector, the same on every rank.
-            planned: whether it is prepared once for many runs.
         """
         comm, name = self.comm, self.named
         if name != "auto":
@@ -149,7 +142,7 @@ class Map(ABC):
         from sp_core.tuning import decide
 
         among = usable(comm.nodes, self.name, window=comm.window is not None)
-        return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=planned)
+        return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=self.planned)
 
     def operation(
         self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum"
@@ -174,15 +167,11 @@ class _AlongDim(Map):
     sizes: tuple[int, ...]
     offset: int = field(default=0, kw_only=True)
 
-    @property
-    def received(self) -> int:
-        """Length of the result along `dim`."""
-        return self.sizes[(self.comm.rank - self.offset) % self.comm.size]
-
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
         width = math.prod(rows.shape[1:])
-        recv = x.new_empty((self.received, *rows.shape[1:]))
+        received = sum(self.operation(x, self.sizes, self.offset).recv)
+        recv = x.new_empty((received, *rows.shape[1:]))
         send, refresh = flattened(rows)
         moves = self.operation(x, tuple(size * width for size in self.sizes), self.offset)
         out = (
@@ -200,10 +189,6 @@ class AllGather(_AlongDim):
     @property
     def transpose(self) -> Map:
         return ReduceScatter(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
-
-    @property
-    def received(self) -> int:
-        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -243,7 +228,7 @@ class AllReduce(Map):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        library = self.chosen() == "mpi"
+        library = self.chosen(x.nbytes) == "mpi"
         if library and self.op != "sum" and x.is_floating_point():
             return self._prepare_extremum(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -274,10 +259,10 @@ class InPlace(AllReduce):
     """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
 
     def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and self.chosen() != "mpi":
+        if x.is_contiguous() and self.chosen(x.nbytes) != "mpi":
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
-        prepared = super().prepare(x.detach())
+        prepared = super().prepare(x)
         return replace(prepared, out=x, finish=lambda: x.detach().copy_(prepared.result()))
 
 
@@ -347,7 +332,7 @@ class Broadcast(Map):
         moves = self.operation(x, (x.numel(),), self.root)
         if self.comm.rank == self.root:
             (send, refresh), out = flattened(x), torch.empty_like(x)
-            return Prepared(moves, send, None, out, refresh, partial(out.copy_, x))
+            return Prepared(moves, send, None, out, refresh, partial(out.copy_, x.detach()))
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Prepared(moves, None, out.view(-1), out)
 
@@ -370,14 +355,14 @@ class Reduce(Map):
         return Prepared(self.operation(x, (x.numel(),), self.root), send, recv, out, refresh)
 
 
-def flattened(x: Tensor) -> tuple[Tensor, Refresh]:
-    """Return the elements in logical order as a contiguous vector outside autograd, and how to refresh it if it is a copy."""
+def flattened(x: Tensor) -> tuple[Tensor, Work]:
+    """Return the elements in logical order as a contiguous vector, and how to refresh a copy."""
     vector = x.detach().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
-    return vector, None if shared else partial(vector.view(x.shape).copy_, x.detach())
+    return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
 
 
-def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Refresh]:
+def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
     """Return the elements of some tensors one after the other, and how to refresh them."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from sp_core.arguments import check_communicator
 from sp_core.collectives import execution
 from sp_core.collectives.build import KINDS, NEEDED, build
-from sp_core.collectives.maps import Map, Prepared
+from sp_core.collectives.maps import Map, Prepared, nothing
 from sp_core.communicator import Communicator
 from sp_core.schedules import Op
 from sp_core.scratch import Scratch
@@ -31,26 +29,16 @@ class Plan:
         algorithm: what carries it out; "mpi" is the MPI library.
     """
 
-    def __init__(self, mapping: Map, x: Tensor, prepared: Prepared) -> None:
-        comm, moves, send, recv = mapping.comm, prepared.operation, prepared.send, prepared.recv
+    def __init__(self, mapping: Map, x: Tensor) -> None:
+        comm, prepared = mapping.comm, mapping.prepare(x)
+        moves, resident = prepared.operation, _resident(mapping, prepared)
         self.input = x
-        resident = _resident(comm, prepared, mapping.named)
-        self.algorithm = "window"
-        if not resident:
-            self.algorithm = mapping.chosen(moves.nbytes, planned=True)
+        self.algorithm = "window" if resident else mapping.chosen(moves.nbytes)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
-        self._agree = comm.numbered()
-        self._bound: execution.Ready | None = None
-        if self.algorithm != "mpi":
-            own = Scratch(comm.device)
-            self._bound = execution.bind(
-                comm, moves, send, recv, self.algorithm, own, resident=resident
-            )
-            self._call: Callable[[], object] = self._run
-        elif moves.op is Op.SHIFT:
-            self._call = partial(execution.run, comm, moves, send, recv, "mpi")
-        else:
-            self._call = comm.prepare(moves, send, recv)
+        self._agree, buffers = comm.numbered(), (prepared.send, prepared.recv)
+        self._bound = execution.bind(
+            *(comm, moves, *buffers, self.algorithm, Scratch(comm.device)), resident=resident
+        )
 
     def run(self) -> Tensor:
         """Carry it out on what the input holds now.
@@ -59,46 +47,36 @@ class Plan:
             As the function that the plan is for, without a gradient. The next run overwrites it.
         """
         self._agree(f"a run of the plan of {self._name}")
-        if self._prepared.refresh is not None:
-            self._prepared.refresh()
-        self._call()
+        self._prepared.refresh()
+        self._bound.run()
         return self._prepared.result()
 
     def start(self) -> Handle:
-        """Begin a run; `finish` waits for it. Until then the input must not be changed, nor another run begun."""
+        """Begin a run; `finish` waits for it.
+
+        Until then the input must not be changed, nor another run begun.
+        """
         self._agree(f"a started run of the plan of {self._name}")
-        prepared = self._prepared
-        if prepared.refresh is not None:
-            prepared.refresh()
-        if self._bound is None:
-            return execution.start(
-                self._comm, prepared.operation, prepared.send, prepared.recv, "mpi"
-            )
-        return self._comm.track(self._bound.start())
+        self._prepared.refresh()
+        return self._bound.start()
 
     def finish(self, handle: Handle) -> Tensor:
         """Wait for a run and return its result, as `run` does."""
         self._comm.wait(handle, self._name)
         return self._prepared.result()
 
-    def _run(self) -> None:
-        assert self._bound is not None
-        start = time.perf_counter()
-        self._bound.run()
-        self._comm.counters[self._name].seconds += time.perf_counter() - start
 
+def _resident(mapping: Map, prepared: Prepared) -> bool:
+    """Return whether every rank has its tensor in the same place of shared memory.
 
-def _resident(comm: Communicator, prepared: Prepared, asked: str) -> bool:
-    """Return whether every rank has its tensor in the same place of shared memory, so that others read it there."""
-    if (
-        comm.window is None
-        or asked not in ("auto", "window")
-        or prepared.operation.op is Op.ALL_TO_ALL
-    ):
-        return False  # the pieces of an all-to-all are packed first
-    if asked == "auto" and prepared.operation.nbytes < RESIDENT_BYTES:
+    Others read it there then. The pieces of an all-to-all are packed first.
+    """
+    comm, moves, asked = mapping.comm, prepared.operation, mapping.named
+    if comm.window is None or asked not in ("auto", "window") or moves.op is Op.ALL_TO_ALL:
         return False
-    mine = comm.window.place(prepared.send) if prepared.refresh is None else -1
+    if asked == "auto" and moves.nbytes < RESIDENT_BYTES:
+        return False
+    mine = comm.window.place(prepared.send) if prepared.refresh is nothing else -1
     places = comm.agree_on(lambda: "where the input of a plan lives", lambda: mine)
     return len(set(places)) == 1 and mine >= 0
 
@@ -129,12 +107,8 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     """
     check_communicator(comm)
     if problem := _problem(op, arguments):
-        comm.agree_on(lambda: f"plan of {op}", lambda: _refuse(problem))
-    if op == "all_reduce_":
-        mapping = _in_place(f"plan of {op}", x, comm, planned=True, **arguments)
-        return Plan(mapping, x, mapping.prepare(x))
-    mapping = build(f"plan of {op}", op, x, comm, **arguments)
-    return Plan(mapping, x, mapping.prepare(x.detach()))
+        comm.agree_on(lambda: _refuse(problem))
+    return Plan(replace(build(f"plan of {op}", op, x, comm, **arguments), planned=True), x)
 
 
 def all_reduce_(
@@ -163,26 +137,22 @@ def all_reduce_(
         elements share memory.
     """
     given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
-    return _in_place("all_reduce_", x, comm, planned=False, **given).run(x)
-
-
-def _in_place(name: str, x: Tensor, comm: Communicator, *, planned: bool, **given: Any) -> Map:
-    mapping = build(name, "all_reduce_", x, comm, **given)
-    return replace(
-        mapping, algorithm=mapping.chosen(x.numel() * x.itemsize, planned=planned)
-    )  # it says where the result is made
+    return build("all_reduce_", "all_reduce_", x, comm, **given).run(x)
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:
-    """Say what is wrong with the names of a plan's arguments; nothing if all is well."""
+    """Say what is wrong with the names of a plan's arguments. Return nothing if all is well."""
     if op not in KINDS:
         return f"a plan of {op!r} was asked for; there are {tuple(KINDS)}. Pass one of them."
-    taken = {*KINDS[op].arguments, "algorithm"}
-    needed = {name for name, default in KINDS[op].arguments.items() if default is NEEDED}
+    known = KINDS[op].arguments
+    taken, needed = {*known, "algorithm"}, {name for name in known if known[name] is NEEDED}
     if needed <= set(given) <= taken:
         return ""
-    return f"a plan of {op} was given {sorted(given)}; it takes {sorted(taken)} and needs {sorted(needed)}."
+    return (
+        f"a plan of {op} was given {sorted(given)}; "
+        f"it takes {sorted(taken)} and needs {sorted(needed)}."
+    )
 
 
-def _refuse(problem: str) -> int:
+def _refuse(problem: str) -> str:
     raise ValueError(problem)

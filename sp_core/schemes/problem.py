@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.attention import check_qkv
-from sp_core.collectives.build import check_device
+from sp_core.collectives.build import check_tensor
 from sp_core.communicator import Communicator
-from sp_core.errors import DtypeError, ShapeError
+from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions
 from sp_core.sharding import Sharding
 
@@ -136,15 +136,7 @@ def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, comm: Communicator) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise DtypeError(
-                f"{name} must be a tensor, {type(x).__name__} was given. Pass torch.as_tensor(...) of it."
-            )
-        if x.layout is not torch.strided:
-            raise ShapeError(
-                f"{name} has layout {x.layout}; a dense tensor is needed. Pass {name}.to_dense()."
-            )
-        check_device(x, comm)
+        check_tensor(x, comm, name)
     check_qkv(q, k, v)
 
 
