@@ -18,8 +18,8 @@ from oracle.attention_check import Results, Shards
 from oracle.strategies import AttentionProblem
 
 import sp_core as sp
-from sp_core.schemes import SCHEMES, allgather_kv, ring
-from sp_core.schemes.blocks import reads_in_place
+from sp_core.schemes import SCHEMES, allgather_kv, blocks, ring
+from sp_core.schemes.in_place import is_read
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.shared import ALIGNMENT, HostMemory, Offer, Rooms
 
@@ -47,8 +47,8 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
         return dawdle
 
     monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
+    monkeypatch.setattr(blocks, "attend", late(blocks.attend))
     for module in (ring, allgather_kv):
-        monkeypatch.setattr(module, "attend", late(module.attend))
         monkeypatch.setattr(module, "attend_backward", late(module.attend_backward))
 
 
@@ -193,10 +193,10 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
     ):
         with sp.Mesh(comm, transport=transport, algorithm=algorithm, sp=comm.size, one=1) as mesh:
             assert (
-                reads_in_place(mesh["sp"], "all_gather"),
-                reads_in_place(mesh["sp"], "shift"),
+                is_read(mesh["sp"], "all_gather"),
+                is_read(mesh["sp"], "shift"),
             ) == in_place
-            assert not reads_in_place(mesh["one"], "shift")
+            assert not is_read(mesh["one"], "shift")
 
 
 @spmd(1, 3)

@@ -16,8 +16,8 @@ from oracle.strategies import AttentionProblem
 import sp_core as sp
 from sp_core.attention import tiles
 from sp_core.schedules import Operation
-from sp_core.schemes import SCHEMES, allgather_kv, ring, tp_sp
-from sp_core.schemes.overlap import GROUPS
+from sp_core.schemes import SCHEMES, blocks, tp_sp
+from sp_core.schemes.heads import GROUPS
 from sp_core.testing import run_threads
 from sp_core.transport import Handle, Messages, Transport
 
@@ -127,16 +127,15 @@ def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: 
         assert log.index(("wait", first + piece)) > end
 
 
-CASES = {"ring": (ring, SIZE, GROUPS, 0), "allgather_kv": (allgather_kv, GROUPS, 1, 1)}
+CASES = {"ring": (SIZE, GROUPS, 0), "allgather_kv": (GROUPS, 1, 1)}
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_next_piece_travels_while_this_one_is_computed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, *expected = CASES[name]
     log = Log()
-    monkeypatch.setattr(module, "attend", log.computing(module.attend))
+    monkeypatch.setattr(blocks, "attend", log.computing(blocks.attend))
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
@@ -144,7 +143,7 @@ def test_the_next_piece_travels_while_this_one_is_computed(
             Shards(PLAIN, comm.rank, comm.size, mesh.device).run(
                 functools.partial(SCHEMES[name], comm=mesh["sp"])
             )
-            check_order(log.mine, *expected)
+            check_order(log.mine, *CASES[name])
 
     run_threads(SIZE, body)
 

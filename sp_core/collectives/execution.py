@@ -109,8 +109,11 @@ class Ready(ABC):
         """Begin a run that every `poll` advances. The scratch is given back if it runs `once`."""
         return self.comm.track(Once(self) if once else self.begin())
 
-    def run(self) -> None:
+    def run(self, *, once: bool = False) -> None:
         """Carry out a run to its end, and count its time."""
+        if once:
+            self.comm.wait(self.start(once=True), self.name)
+            return
         begun = time.perf_counter()
         self.complete()
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
@@ -175,7 +178,7 @@ class Library(Ready):
         """Begin a run. The communicator tracks it, and it has no scratch."""
         return self.begin()
 
-    def run(self) -> None:
+    def run(self, *, once: bool = False) -> None:
         """Carry out a run to its end."""
         if self.operation.op is Op.SHIFT:
             self.comm.wait(self.begin(), self.name)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -94,9 +95,7 @@ class Map(ABC):
     def run(self, x: Tensor) -> Tensor:
         """Carry it out."""
         prepared = self.prepare(x)
-        bound = self._bind(prepared)
-        bound.run()
-        bound.release()
+        self._bind(prepared).run(once=True)
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
@@ -353,6 +352,17 @@ class Reduce(Map):
         send, refresh = flattened(x)
         recv = out.view(-1) if self.comm.rank == self.root else None
         return Prepared(self.operation(x, (x.numel(),), self.root), send, recv, out, refresh)
+
+
+def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
+    """Yield the results of collectives, each after the next one was started."""
+    under_way: deque[Started] = deque()
+    for mapping, x in calls:
+        under_way.append(mapping.start(x))
+        if len(under_way) > 1:
+            yield under_way.popleft().wait()
+    while under_way:
+        yield under_way.popleft().wait()
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Work]:

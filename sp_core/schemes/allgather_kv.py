@@ -10,19 +10,19 @@ sequence, H heads, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from sp_core.attention import attend, attend_backward
-from sp_core.attention.once import Saved, differentiable_once, exact
-from sp_core.collectives.maps import ReduceScatter
+from sp_core.attention import attend_backward
+from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.blocks import gathered
-from sp_core.schemes.overlap import join_heads, one_ahead
+from sp_core.schemes import in_place
+from sp_core.schemes.blocks import Block, Scheme, Upstream, Visit, heads_first, joined, run
+from sp_core.schemes.heads import Group
 from sp_core.schemes.problem import Problem, agree
 from sp_core.sharding import Sharding
 
@@ -80,57 +80,63 @@ def allgather_kv_attention(
         softmax_scale=softmax_scale,
         return_lse=return_lse,
     )
-    apply: Any = _AllGatherKV.apply
-    out, lse = apply(q, k, v, problem)
+    out, lse = run(q, k, v, problem, _SCHEME)
     return (out, lse) if return_lse else out
 
 
-class _AllGatherKV(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem
-    ) -> tuple[Tensor, Tensor]:
-        ctx.problem, ctx.agree = problem, problem.comm.numbered()
-        ctx.set_materialize_grads(False)
-        among = problem.against(problem.kv_sharding.sorted_positions)
-        with exact(q):
-            between = problem.comm.poll
-            parts = [
-                attend(q[:, :, h].transpose(1, 2), *kv, **among, between=between)
-                for h, kv in gathered(q, k, v, problem)
-            ]
-        out, lse = join_heads([out for out, _ in parts]), _joined([lse for _, lse in parts], 1)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
+def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
+    """Yield all keys and values for each group of heads."""
+    positions = problem.kv_sharding.sorted_positions
+    blocks = zip(groups, _gathered(k, v, problem, groups), strict=True)
+    for number, ((heads, _), held) in enumerate(blocks):
+        yield Visit(number, positions, [(heads, slice(None))], held)
 
-    @staticmethod
-    @differentiable_once
-    def backward(
-        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.agree("the backward of allgather_kv_attention")
-        q, k, v, out, lse = saved
-        problem: Problem = ctx.problem
-        among = problem.against(problem.kv_sharding.sorted_positions)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        dqs: list[Tensor] = []
 
-        def gradients() -> Iterator[tuple[Tensor, Tensor]]:
-            for h, kv in gathered(q, k, v, problem):
-                do, q_, out_ = (x[:, :, h].transpose(1, 2) for x in (grad_out, q, out))
-                gl = None if grad_lse is None else grad_lse[:, h]
-                dq, dk, dv = attend_backward(
-                    do, q_, *kv, out_, lse[:, h], **among, grad_lse=gl, between=problem.comm.poll
-                )
-                dqs.append(dq.transpose(1, 2).to(q.dtype))
-                yield dk, dv
+def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Block]:
+    """Yield k and v of all ranks for each group, (B, S, K, D). The next group is gathered meanwhile."""
+    comm, sharding = problem.comm, problem.kv_sharding
+    if comm.size == 1:
+        yield sharding.sort_segments(k, 1), sharding.sort_segments(v, 1)
+    elif in_place.is_read(comm, "all_gather"):
+        keys, values = (x.transpose(1, 2) for x in in_place.whole(k, v, problem))
+        yield from ((keys[:, :, kv], values[:, :, kv]) for _, kv in groups)
+    else:
+        gather = AllGather(comm, 0, sharding.lengths)
+        calls = (
+            (gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups
+        )  # (S/P, 2, B, K, D)
+        for rows in one_ahead(calls):
+            keys, values = sharding.sort_segments(rows, 0).permute(1, 2, 0, 3, 4).unbind()
+            yield keys, values
 
-        if not any(ctx.needs_input_grad[1:3]):
-            for _ in gradients():  # only dqs is wanted
-                pass
-            return _joined(dqs, 2), None, None, None
-        dk, dv = (_joined(list(x), 2) for x in zip(*_reduced(gradients(), problem), strict=True))
-        return _joined(dqs, 2), dk.to(k.dtype), dv.to(v.dtype), None
+
+def _gradients(
+    upstream: Upstream,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    groups: Sequence[Group],
+    with_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather again. The gradients of a group are summed while those of the next are computed."""
+    do, q, out, lse, grad_lse = upstream
+    dqs: list[Tensor] = []
+
+    def gradients() -> Iterator[tuple[Tensor, Tensor]]:
+        for _, positions, [(h, kv)], held in _visits(k, v, problem, groups):
+            assert held is not None
+            given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
+            gl = None if grad_lse is None else grad_lse[:, h]
+            among = problem.against(positions)
+            dq, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
+            dqs.append(dq.to(q.dtype))
+            yield dk, dv
+
+    if with_kv:
+        dk, dv = (joined(x, 2) for x in zip(*_reduced(gradients(), problem), strict=True))
+        return joined(dqs, 1), dk, dv
+    deque(gradients(), maxlen=0)  # only dqs is wanted
+    return joined(dqs, 1), k, v
 
 
 def _reduced(
@@ -141,14 +147,15 @@ def _reduced(
     The gradients of all tokens (B, K, S, D) are summed over the ranks. One group is summed while
     the next is computed.
     """
+    sharding = problem.kv_sharding
     if problem.comm.size == 1:
         for grads in gradients:
-            dk, dv = (problem.kv_sharding.unsort_segments(x.transpose(1, 2), 1) for x in grads)
+            dk, dv = (sharding.unsort_segments(x.transpose(1, 2), 1) for x in grads)
             yield dk, dv
         return
-    scatter = ReduceScatter(problem.comm, 0, problem.kv_sharding.lengths)
+    scatter = ReduceScatter(problem.comm, 0, sharding.lengths)
     calls = (
-        (scatter, problem.kv_sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0))
+        (scatter, sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0))
         for x in gradients
     )
     for mine in one_ahead(calls):
@@ -156,5 +163,4 @@ def _reduced(
         yield dk, dv
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+_SCHEME = Scheme("allgather_kv_attention", _visits, _gradients)

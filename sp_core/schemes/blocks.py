@@ -1,75 +1,131 @@
-"""Keys and values of other ranks, from messages or from shared memory. A scheme does not know which.
+"""Attention to keys and values that a scheme brings to this rank in blocks, forward and backward.
 
-Shapes: B batch, S sequence, H heads, K key/value heads, D head dim.
+The forward merges what the blocks give. The backward sees the blocks again, and hands the gradient
+of each block to the sums of the scheme. Shapes: B batch, S sequence, H heads, K key/value heads, D
+head dim, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_core.collectives.maps import AllGather
-from sp_core.communicator import Communicator
-from sp_core.schemes import in_place
-from sp_core.schemes.overlap import head_groups, one_ahead
+from sp_core.attention import accumulation_dtype, attend, merge_into
+from sp_core.attention.once import Saved, differentiable_once, exact
+from sp_core.schemes.heads import Group, head_groups
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.travel import Block, Travel, TravellingSums
+
+Block = tuple[Tensor, Tensor]
+"""Keys and values of one rank, or their gradients."""
 
 
-def reads_in_place(comm: Communicator, op: str) -> bool:
-    """Return whether ranks read each other's tensors in shared memory instead of calling the collective `op`."""
-    shared = comm.window is not None and comm.window.has_rooms
-    return comm.size > 1 and shared and comm.algorithms[op] in ("auto", "window")
+class Visit(NamedTuple):
+    """A block at this rank.
+
+    Args:
+        step: number of the visit.
+        positions: of its keys.
+        groups: query heads, and the key/value heads of `held` that they read.
+        held: k and v (B, S_block, K, D); None if no query of this rank sees any of them.
+    """
+
+    step: int
+    positions: Tensor
+    groups: Sequence[Group]
+    held: Block | None
 
 
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield (step, block, its k and v (B, S_block, K, D)), this rank's own block first. None marks a block not received."""
-    if reads_in_place(problem.comm, "shift"):
-        return in_place.circulate(k, v, problem)
-    return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])
+Upstream = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""grad_out, q and out, (B, H, S/P, D) each, lse and its gradient."""
 
 
-class Sums(Protocol):
-    """The gradients of all blocks, each summed over the ranks that see the block."""
+class Scheme(NamedTuple):
+    """How blocks come to a rank, and their gradients back.
 
-    def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient (2, B, S_block, K, D) of the block of `step`, or None. Every rank calls this in every step."""
-        ...
+    Args:
+        name: of the public function.
+        visits: yields the visits of (k, v, problem, groups of heads), as many on every rank.
+        gradients: returns dq (B, H, S/P, D), dk and dv (B, S/P, K, D) of (upstream, k, v, problem,
+            groups of heads, whether dk and dv are wanted).
+    """
 
-    def arrived(self) -> Block:
-        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
-        ...
-
-
-def gradient_sums(problem: Problem, like: Tensor) -> Sums:
-    """Make the sums of a ring's gradients. `like` is any tensor (B, *, K, D) of their dtype."""
-    return (
-        in_place.SharedSums(problem, like)
-        if reads_in_place(problem.comm, "shift")
-        else TravellingSums(Travel(problem, like))
-    )
+    name: str
+    visits: Callable[[Tensor, Tensor, Problem, Sequence[Group]], Iterator[Visit]]
+    gradients: Callable[
+        [Upstream, Tensor, Tensor, Problem, Sequence[Group], bool], tuple[Tensor, Tensor, Tensor]
+    ]
 
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[slice, Block]]:
-    """Yield each group's query heads with its k and v (B, K, S, D) of all ranks. The next group is gathered meanwhile."""
-    comm = problem.comm
-    groups = head_groups(q.shape[2], k.shape[2], comm.size)
-    if comm.size == 1:
-        keys, values = (problem.kv_sharding.sort_segments(x, 1).transpose(1, 2) for x in (k, v))
-        yield groups[0][0], (keys, values)
-    elif reads_in_place(comm, "all_gather"):
-        keys, values = in_place.whole(k, v, problem)
-        yield from ((heads, (keys[:, kv], values[:, kv])) for heads, kv in groups)
-    else:
-        gather = AllGather(comm, 0, problem.kv_sharding.lengths)
-        calls = (
-            (gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups
-        )  # (S/P, 2, B, K, D)
-        for (heads, _), rows in zip(groups, one_ahead(calls), strict=True):
-            keys, values = (
-                problem.kv_sharding.sort_segments(rows, 0).permute(1, 2, 3, 0, 4).unbind()
-            )
-            yield heads, (keys, values)
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Run a scheme on arguments that the ranks have compared."""
+    apply: Any = _Blockwise.apply
+    out, lse = apply(q, k, v, problem, scheme)
+    return out, lse
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme
+    ) -> tuple[Tensor, Tensor]:
+        ctx.problem, ctx.scheme, ctx.agree = problem, scheme, problem.comm.numbered()
+        ctx.set_materialize_grads(False)
+        with exact(q):
+            out, lse = _attend(q.transpose(1, 2), k, v, problem, scheme)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    @differentiable_once
+    def backward(
+        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.agree(f"the backward of {ctx.scheme.name}")
+        q, k, v, out, lse = saved
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
+        groups = head_groups(q.shape[2], k.shape[2], ctx.problem.comm)
+        with_kv = any(ctx.needs_input_grad[1:3])
+        dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, with_kv)
+        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme
+) -> tuple[Tensor, Tensor]:
+    """Run the forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), wide."""
+    dtype, poll = accumulation_dtype(q.dtype), problem.comm.poll
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+    for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
+        for heads, kv in visit.groups if visit.held is not None else ():
+            assert visit.held is not None
+            among = problem.against(visit.positions)
+            given = (q[:, heads], *heads_first(visit.held, kv))
+            part = attend(*given, **among, out_dtype=dtype, between=poll)
+            if heads.start in results:
+                merge_into(*results[heads.start], *part)
+            else:
+                results[heads.start] = part
+            del given, part
+            poll()
+        del visit
+    if not results:
+        empty = torch.zeros_like(q.transpose(1, 2), dtype=dtype)
+        return empty, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    outs, lses = zip(*results.values(), strict=True)
+    return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Join groups of heads. A single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def heads_first(block: Block, heads: slice) -> Block:
+    """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
+    k, v = (x[:, :, heads].transpose(1, 2) for x in block)
+    return k, v

@@ -13,10 +13,28 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import accumulation_dtype
+from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
 
 Part = tuple[int, range]
 """Consecutive heads of one of several tensors: (index of the tensor, heads)."""
+
+
+Group = tuple[slice, slice]
+"""Query heads, and the key/value heads that they read."""
+
+GROUPS = 4
+"""The number of pieces of a computation. Communication makes progress between them."""
+
+
+def head_groups(num_heads: int, num_kv_heads: int, comm: Communicator) -> list[Group]:
+    """Return the query heads and key/value heads of each group. One rank has one group."""
+    readers = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
+    parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if comm.size > 1 else 1)
+    return [
+        (slice(part.start * readers, part.stop * readers), slice(part.start, part.stop))
+        for part in parts
+    ]
 
 
 def split_heads(

@@ -23,9 +23,16 @@ import torch
 from torch import Tensor
 
 from sp_core.communicator import Communicator
+from sp_core.schemes.blocks import Block
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.travel import Block, hops, sees
+from sp_core.schemes.travel import hops, sees
 from sp_core.transport import Done, Handle, Window
+
+
+def is_read(comm: Communicator, op: str) -> bool:
+    """Return whether ranks read each other's tensors in place, instead of the collective `op`."""
+    shared = comm.window is not None and comm.window.has_rooms
+    return comm.size > 1 and shared and comm.algorithms[op] in ("auto", "window")
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:

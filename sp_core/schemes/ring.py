@@ -1,7 +1,7 @@
 """Ring attention: keys and values go from rank to rank, and each rank attends to the block that it holds.
 
-    step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1      out, lse =
-    merge(out, lse, attend(q_r, k_j, v_j))
+    step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1
+            out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
 While a rank computes on a block, some heads at a time, it receives the next one. A block is passed
 on to the last rank that sees any of it. In the backward the blocks travel again, each followed by
@@ -12,19 +12,20 @@ Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import starmap
 
 import torch
 from torch import Tensor
 
-from sp_core.attention import accumulation_dtype, attend, attend_backward, merge_into
-from sp_core.attention.once import Saved, differentiable_once, exact
+from sp_core.attention import accumulation_dtype, attend_backward
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.blocks import circulate, gradient_sums
-from sp_core.schemes.overlap import head_groups, join_heads, polled
+from sp_core.schemes import in_place
+from sp_core.schemes.blocks import Block, Scheme, Upstream, Visit, heads_first, run
+from sp_core.schemes.heads import Group
 from sp_core.schemes.problem import Problem, agree
-from sp_core.schemes.travel import Block, sees
+from sp_core.schemes.travel import Travel, TravellingSums, sees
 from sp_core.sharding import Sharding
 
 
@@ -52,9 +53,8 @@ def ring_attention(
     Communication:
         Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks.
         Backward the same, and P messages of as many elements in float32 or wider. A single rank
-        sends nothing. In shared memory (`Mesh(transport="window")`) no
-        message: a rank writes its K and V once, or not at all where both are tensors of
-            `shared_empty` on `comm`, and reads P-1
+        sends nothing. In shared memory (`Mesh(transport="window")`) no message: a rank writes its K
+        and V once, or not at all where both are tensors of `shared_empty` on `comm`, and reads P-1
         others'; backward the same, and it adds to as many sums in float32 or wider. One fence, in
         the backward one for each step.
 
@@ -80,102 +80,60 @@ def ring_attention(
 
 def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Run the scheme on arguments that the ranks have compared."""
-    apply: Any = _Ring.apply
-    out, lse = apply(q, k, v, problem)
-    return out, lse
+    return run(q, k, v, problem, _SCHEME)
 
 
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem
-    ) -> tuple[Tensor, Tensor]:
-        ctx.problem, ctx.agree = problem, problem.comm.numbered()
-        ctx.set_materialize_grads(False)
-        with exact(q):
-            out, lse = _attend_ring(q.transpose(1, 2), k, v, problem)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
+def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
+    """Yield (step, block, its k and v (B, S_block, K, D)), this rank's own block first.
 
-    @staticmethod
-    @differentiable_once
-    def backward(
-        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.agree("the backward of ring_attention")
-        q, k, v, out, lse = saved
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
-        dq, dk, dv = _ring_gradients(
-            upstream, k, v, ctx.problem, with_kv=any(ctx.needs_input_grad[1:3])
-        )
-        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+    None marks a block that was not received.
+    """
+    if in_place.is_read(problem.comm, "shift"):
+        return in_place.circulate(k, v, problem)
+    return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])
 
 
-def _attend_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Run the forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), in float32 or wider."""
-    dtype = accumulation_dtype(q.dtype)
-    groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
-    results: list[tuple[Tensor, Tensor]] = []
-    for _, block, held in circulate(k, v, problem):
-        if held is None or not sees(problem, block):
-            continue
-        among = problem.against(problem.kv_sharding.positions(block))
-        parts = [
-            attend(
-                q[:, heads],
-                *_heads_first(held, kv_heads),
-                **among,
-                out_dtype=dtype,
-                between=problem.comm.poll,
-            )
-            for heads, kv_heads in polled(problem.comm, groups)
-        ]
-        for result, part in zip(results, parts, strict=True) if results else ():
-            merge_into(*result, *part)
-        results = results or parts
-        del held, parts
-    if not results:
-        return torch.zeros_like(q.transpose(1, 2), dtype=dtype), q.new_full(
-            q.shape[:3], -torch.inf, dtype=dtype
-        )
-    return join_heads([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
+def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
+    """Yield the blocks in the order of the ring. No block outlives its visit."""
+
+    def visit(step: int, block: int, held: Block | None) -> Visit:
+        positions = problem.kv_sharding.positions(block)
+        return Visit(step, positions, groups, held if sees(problem, block) else None)
+
+    return starmap(visit, circulate(k, v, problem))
 
 
-def _ring_gradients(
-    upstream: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+def _gradients(
+    upstream: Upstream,
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    *,
+    groups: Sequence[Group],
     with_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward: return dq (B, H, S/P, D), dk and dv (B, S/P, K, D), in float32 or wider."""
-    grad_out, q, out, lse, grad_lse = upstream
-    dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-    groups = head_groups(q.shape[1], k.shape[2], problem.comm.size)
-    sums = gradient_sums(problem, k[:, :0].to(dq.dtype))
-    for step, block, held in circulate(k, v, problem):
+    """Let the blocks travel again, each followed by the sum of its gradients."""
+    do, q, out, lse, grad_lse = upstream
+    dq, poll = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype)), problem.comm.poll
+    like = k[:, :0].to(dq.dtype)
+    in_memory = in_place.is_read(problem.comm, "shift")
+    sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
+    for step, positions, _, held in _visits(k, v, problem, groups):
         own = None
-        if held is not None and sees(problem, block):
-            among = problem.against(problem.kv_sharding.positions(block))
+        if held is not None:
+            among = problem.against(positions)
             own = k.new_empty((2, *held[0].shape), dtype=dq.dtype)
-            for h, kv in polled(problem.comm, groups):
-                given = (grad_out[:, h], q[:, h], *_heads_first(held, kv), out[:, h], lse[:, h])
+            for h, kv in groups:
+                given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
                 gl = None if grad_lse is None else grad_lse[:, h]
-                part, dk, dv = attend_backward(
-                    *given, **among, grad_lse=gl, between=problem.comm.poll
-                )
+                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
                 dq[:, h] += part
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
+                del given
+                poll()
         if with_kv:
             sums.add(step, own)
         del held, own
     return dq, *(sums.arrived() if with_kv else (k, v))
 
 
-def _heads_first(block: Block, heads: slice) -> Block:
-    """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
-    k, v = (x[:, :, heads].transpose(1, 2) for x in block)
-    return k, v
+_SCHEME = Scheme("ring_attention", _visits, _gradients)

@@ -20,8 +20,8 @@ from benchmarks.sample import undisturbed
 from benchmarks.worker import Intracomm, Rank
 from sp_core.collectives.plans import plan
 from sp_core.schedules import ALGORITHMS
-from sp_core.schemes.blocks import circulate
 from sp_core.schemes.problem import Problem
+from sp_core.schemes.ring import circulate
 from sp_core.transport import Done, Handle, HostTransport, Messages
 from tests.oracle.collective_cases import Case
 from tests.oracle.link import LinkModel
