@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from sp_core.attention import (
-    accumulation_dtype,
     backend_for,
     block_attention,
     block_attention_backward,
@@ -27,7 +24,6 @@ from sp_core.attention import (
 from sp_core.attention.shards import _with_lse_columns
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
-from sp_core.testing.tolerance import bound, check_close
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,74 +47,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         run = getattr(kernels, direction)
         monkeypatch.setattr(kernels, direction, partial(noted, direction, run))
     return calls
-
-
-@settings(deadline=None)
-@given(
-    seed=st.integers(0, 99),
-    parts=st.integers(1, 4),
-    size=st.sampled_from([1.0, 100.0, 1e4]),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_merge_of_parts_in_any_order_is_the_whole(
-    seed: int, parts: int, size: float, dtype: torch.dtype
-) -> None:
-    """Commutative bitwise, associative within the bound; parts that saw nothing included."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (
-        torch.randn((1, n, 2, 4), generator=generator, dtype=torch.float64).to(dtype)
-        for n in (5, 12, 12)
-    )
-    owner = torch.randint(
-        -1, parts, (5, 12), generator=generator
-    )  # -1: hidden; a row may have nothing in a part, or at all
-    scale = size if dtype.itemsize > 2 else min(size, 100.0)
-    inside = [t.transpose(1, 2) for t in (q, k, v)]
-    results = [
-        block_attention(*inside, kind="partial", allowed=owner == part, scale=scale)
-        for part in range(parts)
-    ]
-    seen = owner >= 0
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
-    p = torch.softmax(logits.masked_fill(~seen & seen.any(1, keepdim=True), -torch.inf), -1) * seen
-    expected = torch.einsum("bhqk,bkhd->bhqd", p, v.double())
-    growth = (
-        12
-        + float(torch.einsum("bqhd,bkhd->bhqk", q.double().abs(), k.double().abs()).max()) * scale
-    )
-    allowed = bound(
-        torch.einsum("bhqk,bkhd->bhqd", p, v.double().abs()) + 1e-6, dtype, growth, parts
-    )
-    for order in itertools.permutations(results):
-        out, lse = (
-            torch.zeros_like(inside[0]),
-            torch.full((1, 2, 5), -torch.inf, dtype=accumulation_dtype(dtype)),
-        )
-        for part in order:
-            swapped = merge(*part, out, lse)
-            out, lse = merge(out, lse, *part)
-            assert torch.equal(out, swapped[0])
-            assert torch.equal(lse, swapped[1])
-        check_close("merged", out, expected, allowed)
-        assert torch.equal(lse == -torch.inf, (~seen.any(1)).expand_as(lse))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_order_of_a_merge_does_not_matter_whatever_the_strides(dtype: torch.dtype) -> None:
-    """Vector units and what is left over of a row may round differently: more lengths and orders than one vector has elements."""
-    for length, turned in itertools.product(
-        range(1, 40), itertools.product((False, True), repeat=2)
-    ):
-        lse_a, lse_b = (
-            torch.randn((length, 3), dtype=dtype).t()
-            if t
-            else torch.randn((3, length), dtype=dtype)
-            for t in turned
-        )
-        out_a, out_b = torch.randn((2, 3, length, 2), dtype=dtype)
-        one, other = merge(out_a, lse_a, out_b, lse_b), merge(out_b, lse_b, out_a, lse_a)
-        assert torch.equal(one[0], other[0]), (length, turned)
-        assert torch.equal(one[1], other[1]), (length, turned)
 
 
 def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
@@ -270,23 +198,6 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
     assert (wide_q[..., 3:] == 0).all()
     assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)
     assert torch.equal(do @ wide_v.mT, q @ k.mT)
-
-
-def test_a_constant_value_comes_back_and_equal_scores_average() -> None:
-    """The denominator of the softmax holds nothing but what was seen."""
-    q, k = (
-        torch.zeros(1, 6, 2, 4, dtype=torch.float64),
-        torch.randn(1, 6, 2, 4, dtype=torch.float64),
-    )
-    v = torch.randn(1, 6, 2, 4, dtype=torch.float64)
-    running = v.cumsum(1) / torch.arange(1, 7)[None, :, None, None]
-    torch.testing.assert_close(
-        local_attention(q, k, v, mask=Mask(causal=True)), running, rtol=1e-14, atol=1e-14
-    )
-    constant = torch.full_like(v, 0.7)
-    torch.testing.assert_close(
-        local_attention(k, k, constant, mask=Mask(window=2)), constant, rtol=1e-14, atol=0
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,41 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given as draw
-from hypothesis import strategies as st
-from oracle.strategies import LAYOUTS, seeds
-from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
-from sp_core.nn.dropout import _mixed
-from sp_core.schemes import SCHEMES
 from sp_core.testing import device, spmd
-
-
-@draw(
-    seq_len=st.integers(0, 20),
-    size=st.integers(1, 8),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    heads=st.sampled_from([(), (3,)]),
-    features=st.integers(1, 9),
-    seed=seeds(),
-)
-def test_shards_drop_what_the_whole_drops(
-    seq_len: int, size: int, layout: str, heads: tuple[int, ...], features: int, seed: int
-) -> None:
-    x = torch.ones(2, seq_len, *heads, features, dtype=torch.float64)
-    whole = sp.dropout(x, 0.4, seed=seed, positions=range(seq_len))
-    sharding = LAYOUTS[layout](seq_len, size)
-    for rank in range(size):
-        mine = sp.dropout(
-            sharding.shard(x, rank, 1), 0.4, seed=seed, positions=sharding.positions(rank)
-        )
-        assert torch.equal(mine, sharding.shard(whole, rank, 1))
-    cut = features // 2
-    half = sp.dropout(
-        x[..., cut:], 0.4, seed=seed, positions=range(seq_len), features=range(cut, features)
-    )
-    assert torch.equal(half, whole[..., cut:])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -70,28 +38,12 @@ def test_neighbours_have_nothing_in_common(offset: tuple[int, int, int, int]) ->
     assert abs((dropped * shifted).mean() * 4) < 5 / dropped.numel() ** 0.5
 
 
-@draw(number=st.integers(0, 2**64 - 1))
-def test_the_hash_is_that_of_the_source(number: int) -> None:
-    """In Python's integers, which do not wrap around by themselves."""
-    z = number
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    z ^= z >> 31
-    signed = torch.tensor(number - 2**64 if number >= 2**63 else number)
-    assert _mixed(signed).item() % 2**64 == z
-
-
 def test_gradients_are_dropped_alike() -> None:
     x = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: sp.dropout(x, 0.3, seed=5, positions=range(9)), (x,))
     assert torch.autograd.gradgradcheck(
         lambda x: sp.dropout(x, 0.3, seed=5, positions=range(9)).square(), (x,)
     )
-
-
-def test_evaluation_drops_nothing() -> None:
-    x = torch.randn(1, 4, 3)
-    assert sp.dropout(x, 0.5, seed=1, positions=range(4), training=False) is x
 
 
 @pytest.mark.parametrize(
@@ -117,41 +69,6 @@ def test_what_makes_no_sense_is_refused(
     }
     with pytest.raises(error, match=text):
         sp.dropout(given.pop("x"), given.pop("p"), **given)
-
-
-@pytest.mark.parametrize("name", sorted(SCHEMES))
-@spmd()
-def test_a_block_drops_the_same_for_any_number_of_ranks(comm: Any, name: str) -> None:
-    sharding = sp.Sharding.zigzag(11, comm.size)
-    whole = torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-    def run(group: sp.Communicator, of: sp.Sharding) -> torch.Tensor:
-        block = sp.TransformerBlock(
-            16,
-            4,
-            ffn_hidden=24,
-            attention=SCHEMES[name],
-            comm=group,
-            dropout=0.5,
-            dtype=torch.float64,
-            device=group.device,
-        )
-        generator = torch.Generator().manual_seed(
-            7
-        )  # torch's own is shared by ranks that are threads
-        for parameter in block.parameters():
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-        x = of.shard(whole, group.rank, 1).to(group.device)
-        out: torch.Tensor = block(x, sharding=of, seed=42)
-        again: Any = checkpoint(lambda x: block(x, sharding=of, seed=42), x, use_reentrant=False)
-        assert torch.equal(out, again)
-        assert not torch.equal(out, block(x, sharding=of, seed=43)) or out.numel() == 0
-        assert not torch.equal(out, block.eval()(x, sharding=of)) or out.numel() == 0
-        return out
-
-    with sp.Mesh(comm, device=device(), one=1, all=comm.size) as mesh:
-        alone = run(mesh["one"], sp.Sharding.contiguous(11, 1))
-        torch.testing.assert_close(run(mesh["all"], sharding), sharding.shard(alone, comm.rank, 1))
 
 
 @spmd()

@@ -102,22 +102,6 @@ def split(model: Llama) -> tuple[tuple[range, ...], ...]:
 
 
 @spmd(1, 2, 3, 4)
-def test_packed_documents_are_sequences_of_their_own(comm: Any) -> None:
-    case = Case((6, 2), scaling="llama3", seed=3)
-    lengths = [3, 1, 6]
-    parts = [case.tokens(1, length) for length in lengths]
-    with sp.Mesh(comm, ring=comm.size) as mesh:
-        model, sharding = case.model(mesh), sp.Sharding.zigzag(10, comm.size)
-        mask = sp.Mask(causal=True, documents=(0, 3, 4, 10))
-        with torch.no_grad():
-            logits = model(
-                sharding.shard(torch.cat(parts, 1), comm.rank, 1), sharding=sharding, mask=mask
-            )
-    want = torch.cat([case.logits(part) for part in parts], 1)
-    torch.testing.assert_close(logits, sharding.shard(want, comm.rank, 1), rtol=0, atol=1e-12)
-
-
-@spmd(1, 2, 3, 4)
 def test_each_rank_holds_its_part_of_the_weights_and_no_more(comm: Any) -> None:
     """Bytes of all parameters: 1/tp of what is split, rounded up to a slice, and the norms; key/value heads once per reader."""
     case = Case((4, 4), ffn=8, vocab=16)
@@ -151,20 +135,6 @@ def test_bad_tokens_on_one_rank_are_refused_on_all(comm: Any, wrong: str) -> Non
         with pytest.raises(kind, match=text):
             model(change(good) if comm.rank == comm.size - 1 else good, sharding=sharding)
         assert model(good, sharding=sharding).shape == (1, 3, 13)
-
-
-@spmd(2, 4)
-def test_documents_that_end_before_the_sequence_are_refused_on_all(comm: Any) -> None:
-    """Also on ranks whose own tokens lie inside of the documents."""
-    case = Case((4, 2), layers=1)
-    with sp.Mesh(comm, ring=comm.size) as mesh:
-        sharding, mask = (
-            sp.Sharding.contiguous(8, comm.size),
-            sp.Mask(causal=True, documents=(0, 7)),
-        )
-        tokens = sharding.shard(case.tokens(1, 8), comm.rank, 1)
-        with pytest.raises(sp.ShapeError, match="documents end at 7"):
-            case.model(mesh)(tokens, sharding=sharding, mask=mask)
 
 
 @spmd(1, 3)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llama_cases import Case, mesh_of
@@ -18,17 +16,10 @@ from tokenizers import pre_tokenizers
 import sp_core as sp
 from sp_core.llama import byte_tokenizer, checkpoint, create, load, save
 from sp_core.llama.text import read_tokenizer
-from sp_core.nn.gradients import placement_of
 from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)
-WAYS = {
-    "one file": (0, False, None),
-    "several files, tied, other axes": (-1, True, 3000),
-    "a file for each tensor": (1, False, 1),
-}
 """Number of the mesh, whether the head is the embedding, and the limit of a file."""
-HEADER = 1000
 """Bytes that safetensors may put in front of a few tensors."""
 
 
@@ -41,50 +32,6 @@ def shared(comm: Any, tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-@pytest.mark.parametrize("way", sorted(WAYS))
-@spmd(1, 2, 3, 4)
-def test_every_mesh_makes_and_saves_the_same_model(comm: Any, way: str, tmp_path: Path) -> None:
-    """To the byte; and what is loaded again is what was saved."""
-    number, tied, limit = WAYS[way]
-    config = replace(CASE.config, tie_word_embeddings=tied)
-    folder = shared(comm, tmp_path)
-    alone = comm.Split(comm.rank, 0)
-    with sp.Mesh(alone, tp=1) as mesh:
-        if comm.rank == 0:
-            save(
-                create(config, mesh, seed=3, dtype=torch.float64),
-                folder / "alone",
-                max_file_bytes=limit,
-            )
-    alone.Free()
-    with mesh_of(comm, number) as mesh:
-        model = create(config, mesh, seed=3, dtype=torch.float64)
-        save(model, folder / "together", max_file_bytes=limit)
-        assert contents(folder / "together") == contents(folder / "alone")
-        again = load(folder / "together", mesh)
-        assert again.config == config
-        for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
-        sizes = [
-            len(data)
-            for name, data in contents(folder / "together").items()
-            if name.endswith(".safetensors")
-        ]
-        count, most = (
-            len(list(model.parameters())),
-            max(placement_of(weight).numel for weight in model.parameters()) * 8,
-        )
-        assert len(sizes) == 1 if limit is None else 1 < len(sizes) <= count
-        assert limit is None or max(sizes) < max(limit, most) + HEADER
-        assert limit != 1 or len(sizes) == count
-        other = create(config, mesh, seed=4, dtype=torch.float64)
-        assert not any(
-            torch.equal(x, y)
-            for x, y in zip(model.parameters(), other.parameters(), strict=True)
-            if x.dim() > 1
-        )
 
 
 @spmd(2)

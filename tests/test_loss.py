@@ -2,139 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from domains.collectives import MEMORIES, in_memory
-from domains.losses import expected
-from hypothesis import strategies as st
-from oracle.strategies import LAYOUTS, seeds
-from torch import Tensor, nn
+from torch import nn
 
 import sp_core as sp
-from sp_core.attention import accumulation_dtype
 from sp_core.nn.gradients import (
     Placement,
     clip_gradient_norm,
     place,
     placement_of,
-    reduce_gradients,
 )
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.segments import split_sizes
-from sp_core.testing import given, record_ratio, spmd
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing import spmd
 
-GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
 """Sequence ranks and tensor ranks, by the number of all."""
-
-
-@dataclass(frozen=True)
-class LossProblem:
-    """Tokens of which some do not count, and logits of some size."""
-
-    batch: int
-    seq_len: int
-    vocab: int
-    layout: str
-    boundary: int
-    ignored: float
-    magnitude: float
-    dtype: str
-    grid: int
-    seed: int
-
-    @property
-    def mask(self) -> sp.Mask:
-        return sp.Mask(causal=True, documents=(0, min(self.boundary, self.seq_len), self.seq_len))
-
-    def make(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, logits, and which labels are ignored."""
-        random = torch.Generator().manual_seed(self.seed)
-        tokens = torch.randint(0, self.vocab, (self.batch, self.seq_len), generator=random)
-        logits = (
-            torch.randn(self.batch, self.seq_len, self.vocab, generator=random, dtype=torch.float64)
-            * self.magnitude
-        )
-        return (
-            tokens,
-            logits.to(getattr(torch, self.dtype)),
-            torch.rand(tokens.shape, generator=random) < self.ignored,
-        )
-
-    def labels(self, tokens: Tensor) -> Tensor:
-        """From the definition, token by token."""
-        labels = torch.full_like(tokens, IGNORED)
-        for t in range(self.seq_len - 1):
-            if t + 1 != self.boundary:
-                labels[:, t] = tokens[:, t + 1]
-        return labels
-
-
-@st.composite
-def loss_problems(draw: st.DrawFn) -> LossProblem:
-    return LossProblem(
-        batch=draw(st.integers(1, 2)),
-        seq_len=draw(st.integers(2, 13)),
-        vocab=draw(st.integers(4, 11)),
-        layout=draw(st.sampled_from(sorted(LAYOUTS))),
-        boundary=draw(st.integers(0, 13)),
-        ignored=draw(st.sampled_from([0.0, 0.5, 0.9])),
-        magnitude=draw(st.sampled_from([1.0, 30.0, 1000.0])),
-        dtype=draw(st.sampled_from(["float64", "float32", "bfloat16", "float16"])),
-        grid=draw(st.integers(0, 2)),
-        seed=draw(seeds()),
-    )
-
-
-def mesh_of(comm: Any, grid: int) -> sp.Mesh:
-    shapes = GRIDS[comm.size]
-    ring, tp = shapes[grid % len(shapes)]
-    return sp.Mesh(comm, ring=ring, tp=tp)
-
-
-@given(max_ranks=4, max_examples=40, problem=loss_problems())
-def test_loss_and_gradient_are_those_of_one_device(comm: Any, problem: LossProblem) -> None:
-    tokens, logits, hidden = problem.make()
-    labels = problem.labels(tokens).masked_fill(hidden, IGNORED)
-    if not (labels != IGNORED).any():
-        return
-    want = expected(logits, labels)
-    with mesh_of(comm, problem.grid) as mesh:
-        ring, tp = mesh["ring"], mesh["tp"]
-        sharding = LAYOUTS[problem.layout](problem.seq_len, ring.size)
-
-        def own(x: Tensor) -> Tensor:
-            return sharding.shard(x, ring.rank, 1).split(split_sizes(problem.vocab, tp.size), 2)[
-                tp.rank
-            ]
-
-        local = own(logits).clone().requires_grad_()
-        mine = next_token_labels(
-            sharding.shard(tokens, ring.rank, 1), comm=ring, sharding=sharding, mask=problem.mask
-        )
-        assert torch.equal(mine, sharding.shard(problem.labels(tokens), ring.rank, 1))
-        mine = mine.masked_fill(sharding.shard(hidden, ring.rank, 1), IGNORED)
-        loss = next_token_loss(local, mine, tensor=tp, data=ring)
-        loss.backward()
-        assert local.grad is not None
-        with torch.no_grad():
-            assert torch.equal(next_token_loss(local, mine, tensor=tp, data=ring), loss), (
-                "evaluation is not training"
-            )
-        assert loss.dtype == accumulation_dtype(logits.dtype)
-        growth = problem.vocab + float(logits.amax() - logits.amin())
-        ratio = check_close(
-            "loss", loss.detach(), want.loss, bound(want.loss_scale, loss.dtype, growth)
-        )
-        record_ratio("loss", ratio)
-        allowed = bound(own(want.grad_scale), logits.dtype, growth)
-        record_ratio(
-            "gradient of the loss", check_close("gradient", local.grad, own(want.grad), allowed)
-        )
 
 
 @spmd(1, 2, 4)
@@ -179,78 +63,7 @@ def test_bad_input_is_refused_on_every_rank(comm: Any, wrong: str) -> None:
             )
 
 
-@st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """Any ranges of a small tensor, on 2 ranks; each slice on at least one."""
-    length = draw(st.integers(1, 5))
-    dim = draw(st.integers(0, 1))
-    cut = draw(st.integers(0, length))
-    other = draw(st.integers(0, cut))
-    return Placement(
-        (length, 3) if dim == 0 else (3, length),
-        dim,
-        ((range(cut),), (range(other, length),)),
-        partial=True,
-    )
-
-
-UNITS = {torch.float64: 1 + 2**-40, torch.float32: 1 + 2**-16, torch.bfloat16: 1.0}
 """Numbers whose small multiples each dtype has, and no lower one."""
-DTYPES = st.lists(st.sampled_from(list(UNITS)), min_size=3, max_size=3)
-
-
-@given(
-    nprocs=st.just(4),
-    max_examples=40,
-    placement=placements(),
-    seed=seeds(),
-    max_norm=st.sampled_from([0.5, 1e9]),
-    dtypes=DTYPES,
-    memory=st.sampled_from(MEMORIES),
-)
-def test_a_gradient_is_the_sum_over_those_who_have_a_part(
-    comm: Any,
-    placement: Placement,
-    seed: int,
-    max_norm: float,
-    dtypes: list[torch.dtype],
-    memory: str,
-) -> None:
-    """Multiples of a unit, whose sums are exact: partial slices on two tensor ranks, complete ones beside them, two data ranks."""
-    whole = (
-        torch.randint(
-            -4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)
-        ).double()
-        * UNITS[dtypes[0]]
-    )
-    norm = (
-        torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
-        * UNITS[dtypes[1]]
-    )
-    with sp.Mesh(comm, dp=2, tp=2) as mesh:
-        data, tensor = mesh["dp"], mesh["tp"]
-        local = [in_memory(placement.take(whole[rank], rank % 2), memory) for rank in range(4)]
-        shared = place(
-            nn.Parameter(torch.zeros(local[comm.rank].shape, dtype=dtypes[0])), placement
-        )
-        shared.grad = in_memory(local[comm.rank].clone().to(dtypes[0]), memory)
-        alike = place(nn.Parameter(torch.zeros(3, dtype=dtypes[1])), Placement.replicated((3,), 2))
-        alike.grad = norm[data.rank].clone().to(dtypes[1])
-        idle = place(nn.Parameter(torch.zeros(1, dtype=dtypes[2])), Placement.replicated((1,), 2))
-        reduce_gradients([shared, alike, idle], data=data, tensor=tensor)
-        parts = sum(placement.spread(part, rank % 2) for rank, part in enumerate(local))
-        assert isinstance(parts, Tensor)
-        assert torch.equal(shared.grad, placement.take(parts, tensor.rank).to(dtypes[0]))
-        assert torch.equal(alike.grad, norm.sum(0).to(dtypes[1]))
-        assert torch.equal(idle.grad, torch.zeros(1, dtype=dtypes[2]))
-        norms = (parts.square().sum() + norm.sum(0).square().sum()).sqrt()
-        found = clip_gradient_norm([shared, alike, idle], max_norm, tensor=tensor)
-        assert math.isclose(found, float(norms), rel_tol=1e-14)
-        factor = min(1.0, max_norm / max(found, 1e-300))
-        torch.testing.assert_close(
-            shared.grad, (placement.take(parts, tensor.rank) * factor).to(dtypes[0])
-        )
-        torch.testing.assert_close(alike.grad, (norm.sum(0) * factor).to(dtypes[1]))
 
 
 @spmd(2)

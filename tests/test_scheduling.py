@@ -18,9 +18,6 @@ from sp_core.scheduling import (
     balanced,
     dynamic,
     gpipe,
-    one_forward_one_backward,
-    picture,
-    split_stages,
     timeline,
 )
 from sp_core.scheduling.pipeline import Slot
@@ -123,51 +120,8 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         Work(0, 0)
 
 
-@given(
-    costs=st.lists(st.integers(1, 9), min_size=1, max_size=7),
-    stages=st.integers(1, 5),
-    ends=st.tuples(*[st.integers(0, 20)] * 2),
-)
-def test_layers_are_split_as_evenly_as_can_be(
-    costs: list[int], stages: int, ends: tuple[int, int]
-) -> None:
-    """Against every other split."""
-    if stages > len(costs):
-        with pytest.raises(sp.ShapeError, match="Use pp"):
-            split_stages(costs, stages)
-        return
-
-    def worst(parts: tuple[range, ...]) -> float:
-        loads = [sum(costs[layer] for layer in part) for part in parts]
-        loads[0] += ends[0]
-        loads[-1] += ends[1]
-        return max(loads)
-
-    def splits(start: int, left: int) -> list[tuple[range, ...]]:
-        if left == 1:
-            return [(range(start, len(costs)),)]
-        stops = range(start + 1, len(costs) - left + 2)
-        return [(range(start, stop), *rest) for stop in stops for rest in splits(stop, left - 1)]
-
-    found = split_stages(costs, stages, first=ends[0], last=ends[1])
-    assert found in splits(0, stages)
-    assert worst(found) == min(map(worst, splits(0, stages)))
-
-
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(sp.ShapeError, match="for ever after 1 slots"):
         timeline([(Slot("F", 0), Slot("B", 0)), (Slot("B", 0), Slot("F", 0))])
     with pytest.raises(sp.ShapeError, match="micro-batches"):
         gpipe(2, 0)
-
-
-def test_a_schedule_can_be_seen() -> None:
-    orders = one_forward_one_backward(2, 3)
-    for seconds in (1.0, 0.5, 4.0):
-        assert picture(
-            timeline(orders, lambda stage, slot, each=seconds: each), unit=seconds
-        ).splitlines() == [
-            "stage 0 |  0  1 .. 0'  2 1' .. 2'",
-            "stage 1 | ..  0 0'  1 1'  2 2' ..",
-            "bubble: 25.0% of the stages' time",
-        ]

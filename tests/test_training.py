@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from domains.models import Expected, with_gradients
-from hypothesis import strategies as st
-from llama_cases import Case, cases, mesh_of, meshes, schemes
-from oracle import reference
-from oracle.strategies import LAYOUTS
-from torch import Tensor
+from llama_cases import Case, mesh_of
 
 import sp_core as sp
 from benchmarks import launching
@@ -21,77 +14,10 @@ from benchmarks.training import setting as faults
 from benchmarks.training.__main__ import allowed, complaints, divergence, train, yardstick
 from benchmarks.training.runs import run_alone, run_place
 from benchmarks.training.setting import DTYPES, Place, Setting, places
-from sp_core.llama.train import backward, train_step
-from sp_core.testing import given, run_threads, spmd
+from sp_core.llama.train import backward
+from sp_core.testing import run_threads, spmd
 
-STEPS = 2
 RATE, MAX_NORM = 0.5, 0.3
-
-
-def expected(case: Case, sequences: list[list[int]]) -> Expected:
-    """The losses and norms of some steps of plain gradient descent, and the weights after them."""
-    rows = [torch.tensor([sequence]) for sequence in sequences if len(sequence) > 1]
-    count = sum(row.shape[1] - 1 for row in rows)
-
-    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            logits = [
-                reference.llama(row, leaves, rounding=rounding, **case.options()) for row in rows
-            ]
-            losses = [
-                reference.next_token_loss(x, row) * (row.shape[1] - 1)
-                for x, row in zip(logits, rows, strict=True)
-            ]
-            loss = torch.stack(losses).sum() / count
-            return loss, {"loss": loss.reshape(1)}
-
-        seen = {}
-        for step in range(STEPS):
-            found = with_gradients(outputs, weights)
-            seen[f"loss {step}"] = found["loss"]
-            seen[f"norm {step}"] = norm = rounding(
-                torch.cat([found[name].flatten() for name in weights]).norm()
-            ).reshape(1)
-            factor = min(1.0, MAX_NORM / float(norm))
-            weights = {
-                name: rounding(x - RATE * rounding(factor * found[name]))
-                for name, x in weights.items()
-            }
-        return {**seen, **weights}
-
-    return Expected("training", case, run, repr(sequences), samples=8)
-
-
-@given(
-    max_ranks=4,
-    max_examples=5,
-    case=cases(),
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3).filter(
-        lambda lengths: max(lengths) > 1
-    ),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    mesh=meshes(),
-    scheme=schemes(),
-)
-def test_steps_are_those_of_one_device(
-    comm: Any, case: Case, lengths: list[int], layout: str, mesh: int, scheme: str | None
-) -> None:
-    """Sequences of any lengths, also fewer than replicas; each weight in the end too."""
-    line = case.tokens(sum(lengths)).tolist()
-    ends = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
-    sequences = [line[start:stop] for start, stop in pairwise(ends)]
-    wanted = expected(case, sequences)
-    with mesh_of(comm, mesh) as made:
-        model = case.model(made, scheme)
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-
-        for number in range(STEPS):
-            step = train_step(
-                model, optimizer, sequences, max_norm=MAX_NORM, layout=LAYOUTS[layout]
-            )
-            wanted.check(f"loss {number}", torch.tensor([step.loss], dtype=torch.float64))
-            wanted.check(f"norm {number}", torch.tensor([step.norm], dtype=torch.float64))
-        wanted.check_weights(model)
 
 
 @spmd(1, 3)

@@ -8,68 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from domains.models import Expected
 from hypothesis import strategies as st
-from llama_cases import MESHES, Case, cases, mesh_of, meshes, schemes
-from oracle import reference
-from torch import Tensor
+from llama_cases import Case
 
 import sp_core as sp
 from sp_core.llama import prefill_unequal
-from sp_core.llama.unequal import work_of
-from sp_core.scheduling import POLICIES, Plan, Work, balanced
-from sp_core.testing import event, given, spmd
+from sp_core.scheduling import Plan, Work, balanced
+from sp_core.testing import given, spmd
 
 
 def texts_of(case: Case, lengths: list[int]) -> list[list[int]]:
     line: list[int] = case.tokens(sum(lengths)).tolist()
     return [line[sum(lengths[:n]) : sum(lengths[: n + 1])] for n in range(len(lengths))]
-
-
-@given(
-    max_ranks=4,
-    max_examples=12,
-    case=cases(),
-    lengths=st.lists(st.integers(1, 9), max_size=5),
-    policy=st.sampled_from(sorted(POLICIES)),
-    mesh=meshes(),
-    scheme=schemes(),
-    pass_tokens=st.sampled_from([1, 8, 1000]),
-    tolerance=st.sampled_from([0.02, 10.0]),
-)
-def test_each_sequence_is_as_it_would_be_alone(
-    comm: Any,
-    case: Case,
-    lengths: list[int],
-    policy: str,
-    mesh: int,
-    scheme: str | None,
-    pass_tokens: int,
-    tolerance: float,
-) -> None:
-    single = [number for number, axes in enumerate(MESHES[comm.size]) if axes["dp"] == 1]
-    texts = texts_of(case, lengths)
-    with mesh_of(comm, single[mesh % len(single)]) as made:
-        model = case.model(made, scheme)
-        size, extra = (
-            model.grid.sequence.size,
-            {"tolerance": tolerance} if policy in ("balanced", "dynamic") else {},
-        )
-        plan = POLICIES[policy](lengths, size, work_of(case.config), **extra)
-        event(f"{policy}, {bool(plan.sharded)} sharded")
-        logits = prefill_unequal(model, texts, plan, pass_tokens=pass_tokens).cpu()
-    assert logits.shape == (len(lengths), case.vocab)
-
-    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = [
-            reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1]
-            for x in texts
-        ]
-        return {str(number): row for number, row in enumerate(found)}
-
-    wanted = Expected("llama unequal", case, run, repr(texts))
-    for number, row in enumerate(logits):
-        wanted.check(str(number), row)
 
 
 class Slow:
@@ -116,18 +66,6 @@ def test_ranks_that_are_late_change_no_result(
             torch.testing.assert_close(
                 prefill_unequal(model, texts, plan, pass_tokens=pass_tokens), wanted
             )
-
-
-@spmd(2, 4)
-def test_one_rank_takes_everything_where_the_others_come_too_late(comm: Any) -> None:
-    case, lengths = Case((4, 2), layers=1), [2, 1, 3, 1, 2]
-    texts, nobody = texts_of(case, lengths), ((),) * comm.size
-    with sp.Mesh(comm, ring=comm.size) as mesh:
-        model, counter = case.model(mesh), mesh["ring"].counter
-        wanted = prefill_unequal(model, texts, balanced(lengths, comm.size, Work(1, 1)))
-        vars(mesh["ring"])["counter"] = lambda: Slow(counter(), 0.2 * (comm.rank > 0), before=True)
-        plan = Plan(tuple(lengths), (), nobody, tuple(range(len(lengths))))
-        torch.testing.assert_close(prefill_unequal(model, texts, plan, pass_tokens=1), wanted)
 
 
 @spmd(1, 2, 4)
