@@ -128,7 +128,7 @@ def compare(
     facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed, "ranks": ranks}
     result = build(out, strict=options.strict, listed=listed, **facts)
     terminal.show(screen, table(result))
-    for line in summary(result):
+    for line in (*summary(result), *result.problems):
         terminal.say(screen, line)
     return result
 

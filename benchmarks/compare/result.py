@@ -196,4 +196,3 @@ def summary(result: Result) -> Iterator[str]:
         )
     if result.same_commit:
         yield "Base and head are the same commit, so this measures the comparison itself."
-    yield from (plain(problem) for problem in result.problems)
