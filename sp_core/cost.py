@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
-from sp_core.schemes.travel import hops, visibility
+from sp_core.schemes.reach import hops, seen_blocks
 from sp_core.sharding import Sharding
 
 
@@ -137,7 +137,7 @@ def ring(problem: Attention, rank: int) -> Both:
 
 def _ring_in_place(problem: Attention, rank: int) -> Both:
     """Return what `rank` reads in shared memory: the blocks that it sees, and in the backward their sums."""
-    seen = visibility(problem.sharding, problem.kv_sharding, problem.mask)[rank]
+    seen = seen_blocks(problem.sharding, problem.kv_sharding, problem.mask, rank)
     others = [other for other, visible in enumerate(seen) if visible and other != rank]
     keys, sums = (
         _blocks(problem, others, itemsize) for itemsize in (problem.itemsize, problem.wide)

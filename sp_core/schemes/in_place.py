@@ -25,7 +25,8 @@ from torch import Tensor
 from sp_core.communicator import Communicator
 from sp_core.schemes.blocks import Block
 from sp_core.schemes.problem import Problem
-from sp_core.schemes.travel import hops, sees
+from sp_core.schemes.reach import hops
+from sp_core.schemes.travel import sees
 from sp_core.transport import Done, Handle, Window
 
 

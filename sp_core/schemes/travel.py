@@ -1,49 +1,28 @@
 """The messages of a ring: which block of keys and values each rank sends and receives in each step.
 
 Block j starts at rank j. In step s it is at rank j + s, which passes it on if a later rank sees any
-of it. `hops` counts the steps of each block. Every rank computes all counts from the positions, so
-all ranks know every message without asking.
+of it. `reach.hops` counts the steps of each block. Every rank computes all counts from the
+positions, so all ranks know every message without asking.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from torch import Tensor
 
-from sp_core.mask import Mask, plan_blocks
 from sp_core.schemes.blocks import Block
 from sp_core.schemes.problem import Problem
-from sp_core.sharding import Sharding
+from sp_core.schemes.reach import hops, seen_blocks
 from sp_core.transport import Done, Handle
 
 _DONE: Handle = Done()
 
 
-@lru_cache(maxsize=64)
-def visibility(
-    sharding: Sharding, kv_sharding: Sharding, mask: Mask
-) -> tuple[tuple[bool, ...], ...]:
-    """Return, for each rank and each block, whether the rank's queries see any key of the block."""
-    queries = [sharding.positions(rank) for rank in range(sharding.size)]
-    keys = [kv_sharding.positions(rank) for rank in range(sharding.size)]
-    return tuple(tuple(bool(plan_blocks(q, k, mask)) for k in keys) for q in queries)
-
-
 def sees(problem: Problem, block: int) -> bool:
     """Return whether this rank's queries see any key of a block."""
-    return visibility(problem.sharding, problem.kv_sharding, problem.mask)[problem.comm.rank][block]
-
-
-@lru_cache(maxsize=64)
-def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
-    """Return how often each block is passed on: from its owner to the last rank that sees any of its keys."""
-    seen, size = visibility(sharding, kv_sharding, mask), sharding.size
-    return tuple(
-        max((s for s in range(size) if seen[(block + s) % size][block]), default=0)
-        for block in range(size)
-    )
+    seen = seen_blocks(problem.sharding, problem.kv_sharding, problem.mask, problem.comm.rank)
+    return seen[block]
 
 
 class Travel:

@@ -1,0 +1,91 @@
+"""Which ranks see which blocks, and how far a block travels, against the definition of the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle.strategies import EVERY_LAYOUT, masks
+
+from sp_core import Mask, Sharding
+from sp_core.schemes.reach import _Wavelet, hops, seen_blocks
+
+pytestmark = pytest.mark.mpi_skip
+
+
+@st.composite
+def shardings(draw: st.DrawFn, length: int, size: int) -> Sharding:
+    """Any layout, and stripes of more ranks in groups, as after an exchange of heads."""
+    inner = draw(st.sampled_from([1, 1, 2, 3]))
+    layout = EVERY_LAYOUT[draw(st.sampled_from(sorted(EVERY_LAYOUT)))]
+    whole = layout(length, size * inner, draw(st.sampled_from([0, 0, 5])))
+    order = draw(st.permutations(range(size * inner)))
+    return whole.group([order[inner * rank :][:inner] for rank in range(size)])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Sharding, Sharding, Mask]:
+    size = draw(st.integers(1, 9))
+    queries = draw(shardings(draw(st.integers(0, 40)), size))
+    keys = draw(st.just(queries) | shardings(draw(st.integers(0, 40)), size))
+    return queries, keys, draw(masks(queries.end, keys.end))
+
+
+def defined(queries: Sharding, keys: Sharding, mask: Mask) -> list[list[bool]]:
+    """Return for each rank and block whether any query sees any key."""
+    ranks = range(queries.size)
+    q, k = ([sharding.positions(rank) for rank in ranks] for sharding in (queries, keys))
+    return [[bool(mask.allowed(q[r], k[b]).any()) for b in ranks] for r in ranks]
+
+
+@given(cases())
+def test_a_rank_sees_the_blocks_of_the_definition(case: tuple[Sharding, Sharding, Mask]) -> None:
+    expected = defined(*case)
+    assert [list(seen_blocks(*case, rank)) for rank in range(len(expected))] == expected
+
+
+@given(cases())
+def test_a_block_travels_to_the_last_rank_that_sees_it(
+    case: tuple[Sharding, Sharding, Mask],
+) -> None:
+    seen = defined(*case)
+    size = len(seen)
+    expected = [
+        max((s for s in range(size) if seen[(block + s) % size][block]), default=0)
+        for block in range(size)
+    ]
+    assert list(hops(*case)) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1), st.data())
+def test_a_wavelet_matrix_answers_as_sorting_does(
+    ranges: Sequence[tuple[int, int]], data: st.DataObject
+) -> None:
+    values = np.array(data.draw(st.lists(st.integers(0, 12), min_size=30, max_size=30)))
+    begin, end = np.array([sorted(pair) for pair in ranges]).T
+    limit = np.array([data.draw(st.integers(0, 13)) for _ in ranges])
+    order = _Wavelet(values, 13)
+    parts = [np.sort(values[one:other]) for one, other in zip(begin, end, strict=True)]
+    below = [int((part < top).sum()) for part, top in zip(parts, limit, strict=True)]
+    assert order.count_below(begin, end, limit).tolist() == below
+    full = np.flatnonzero(end > begin)
+    k = np.array([data.draw(st.integers(0, len(parts[place]) - 1)) for place in full], np.int64)
+    smallest = [int(parts[place][number]) for place, number in zip(full, k, strict=True)]
+    assert order.smallest(begin[full], end[full], k).tolist() == smallest
+
+
+@pytest.mark.parametrize("documents", [None, 2000])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(
+    layout: str, documents: int | None
+) -> None:
+    """A million tokens on 1024 ranks: pairs of ranks, or of documents and ranks, would take minutes."""
+    length = 1 << 20
+    bounds = documents and tuple(range(0, length, length // documents))
+    mask = Mask(causal=True, documents=(*bounds, length) if bounds else None)
+    sharding = EVERY_LAYOUT[layout](length, 1024, 0)
+    assert len(hops(sharding, sharding, mask)) == 1024
+    assert seen_blocks(sharding, sharding, mask, 0)[0]
