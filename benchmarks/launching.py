@@ -1,4 +1,4 @@
-"""Start the ranks of one measurement under `mpiexec` or another launcher, and bring back their record, also of a failure."""
+"""Start the ranks of one measurement under a launcher, and bring back their record."""
 
 from __future__ import annotations
 
@@ -72,9 +72,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.prefix and "{ranks}" not in self.prefix:
-            raise UsageError(
-                f"--launcher {self.prefix!r} does not say where the number of ranks goes; write {{ranks}} in it."
-            )
+            text = "does not say where the number of ranks goes; write {ranks} in it."
+            raise UsageError(f"--launcher {self.prefix!r} {text}")
         if self.timeout <= 0:
             raise UsageError(f"--timeout is {self.timeout:g}; pass more than 0.")
 
@@ -85,53 +84,49 @@ class Launch:
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
-        launcher = [
-            self.python,
-            "-m",
-            "sp_core.testing.launch",
-            "-n",
-            str(ranks),
-            "--timeout",
-            f"{self.timeout:g}",
-        ]
-        return [*launcher, *more, "--", *program]
+        limits = ["-n", str(ranks), "--timeout", f"{self.timeout:g}"]
+        return [self.python, "-m", "sp_core.testing.launch", *limits, *more, "--", *program]
 
 
-def about(**keywords: Any) -> Record:
-    """Describe an option by the keywords of `ArgumentParser.add_argument`."""
-    return keywords
+about = dict[str, Any]
+"""Describe an option by the keywords of `ArgumentParser.add_argument`."""
+
+
+def add(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Add options to a parser."""
+    for flag, keywords in options.items():
+        parser.add_argument(flag, **keywords)
 
 
 def parse(
     name: str, text: str | None, options: Options, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Read the command line of a program whose options are described by `about`."""
+    """Read the command line of a program."""
     made = argparse.ArgumentParser(prog=name, description=text)
-    for flag, keywords in options.items():
-        made.add_argument(flag, **keywords)
+    add(made, options)
     return made.parse_args(arguments)
 
 
-def add_launching(parser: argparse.ArgumentParser, *, ranks: str, timeout: float) -> None:
-    """Add the options that say on how many ranks, on which device and how a program is started."""
-    parser.add_argument(
-        "--ranks", default=ranks, metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=timeout,
-        metavar="S",
-        help="limit for each launch (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--launcher",
-        default="",
-        metavar="COMMAND",
-        help="instead of mpiexec, such as 'srun --ntasks={ranks}'",
-    )
+def starting(*, ranks: str, timeout: float) -> Options:
+    """Return the options that say on how many ranks, on which device and how a program starts."""
+    return {
+        "--ranks": about(
+            default=ranks, metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
+        ),
+        "--device": about(choices=("cpu", "cuda"), default="cpu", help="default: cpu"),
+        "--share-gpu": about(action="store_true", help="let several ranks use one GPU"),
+        "--timeout": about(
+            type=float,
+            default=timeout,
+            metavar="S",
+            help="limit for each launch (default: %(default)g)",
+        ),
+        "--launcher": about(
+            default="",
+            metavar="COMMAND",
+            help="instead of mpiexec, such as 'srun --ntasks={ranks}'",
+        ),
+    }
 
 
 def numbers_of_ranks(text: str, least: int = 1) -> list[int]:
@@ -159,14 +154,11 @@ def writable(path: Path) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(0, "it is a folder, or you may not write there")
     except OSError as error:
-        raise UsageError(
-            f"--out {path} cannot be written: {error.strerror}. Pass another one."
-        ) from None
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(
-            f"--out {path} cannot be written. Pass a file in a folder that you may write to."
-        )
+        text = f"--out {path} cannot be written: {error.strerror}. Pass a file that you may write."
+        raise UsageError(text) from None
     return path
 
 
@@ -212,7 +204,7 @@ def run(
 
 
 def commit(root: Path = ROOT) -> Record:
-    """Return the hash of the commit that is checked out, and whether files differ from it; None where that is not known."""
+    """Return the hash of the commit that is checked out, and whether files differ from it."""
     sha = git(root, "rev-parse", "HEAD")
     changed = git(
         root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
@@ -228,7 +220,10 @@ def tail(output: str) -> str:
 def watch(
     command: list[str], folder: Path, timeout: float, progress: Progress
 ) -> tuple[int | None, str]:
-    """Run a command that leaves `progress` in a folder. Return its exit code, None if time ran out, and its output."""
+    """Run a command that leaves `progress` in a folder. Return its exit code and its output.
+
+    The exit code is None if time ran out.
+    """
     code = known = None
     with (folder / "output").open("w") as output, _process(command, output) as process:
         end = time.monotonic() + timeout + GRACE_SECONDS
@@ -238,14 +233,16 @@ def watch(
             if now is not None and now != known:
                 progress(now)
                 known = now
-    return code, (folder / "output").read_text(errors="replace").replace(
-        "\0", ""
-    )  # Open MPI ends some lines with one
+    said = (folder / "output").read_text(errors="replace")
+    return code, said.replace("\0", "")  # Open MPI ends some lines with one
 
 
 @contextlib.contextmanager
 def _process(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a group of its own, which is ended with the block: first asked, so that a launcher can end its ranks."""
+    """Run a process in a group of its own, and end that with the block.
+
+    It is asked first, so that a launcher can end its ranks.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
@@ -267,7 +264,7 @@ def _process(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes
 
 
 def told(folder: Path) -> Record | None:
-    """Return the latest news of rank 0; None if there is none yet, or it is half written."""
+    """Return the latest news of rank 0; None if there is none, or it is half written."""
     try:
         news: Record = json.loads((folder / "progress").read_text())
     except (OSError, ValueError):
@@ -289,12 +286,10 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
     if any(text in output for text in NO_MEMORY):
         return {"status": "oom", "reason": f"out of memory, while {doing}"}
     if any(text in output for text in KILLED) or code in (137, -signal.SIGKILL):
-        return {
-            "status": "oom",
-            "reason": f"killed, most likely because memory ran out, while {doing}",
-        }
+        reason = f"killed, most likely because memory ran out, while {doing}"
+        return {"status": "oom", "reason": reason}
     lines = [line.strip() for line in output.splitlines() if any(map(str.isalpha, line))]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|WrongResult)\b", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     complaint = (errors or lines or ["nothing was printed"])[0]
     return {"status": "failed", "reason": f"exit code {code} while {doing}: {complaint}"}
 
@@ -311,6 +306,6 @@ def git(root: Path, *arguments: str) -> str | None:
 
 
 def main(program: Callable[[], int]) -> None:
-    """Run a program as the command line does; SIGTERM ends it like Ctrl-C, so that its ranks are ended too."""
+    """Run a program as the command line does. SIGTERM ends it and its ranks like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(program())

@@ -1,4 +1,4 @@
-"""Measure all cases on several numbers of ranks, and keep one record for each: one launch per P, JSON lines, a table at the end.
+"""Measure all cases on several numbers of ranks: a launch for each, a record for each case, a table.
 
 A record is on the disk as soon as its case is done. A case that fails, and one that a dying launch
 did not reach, are records too.
@@ -7,7 +7,6 @@ did not reach, are records too.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,9 +22,10 @@ from benchmarks.cases.setting import LAYERS, Setting
 from benchmarks.launching import (
     ROOT,
     Launch,
+    Options,
     Progress,
     UsageError,
-    add_launching,
+    about,
     commit,
     git,
     numbers_of_ranks,
@@ -49,75 +49,45 @@ INTERRUPTED = {"status": "missing", "reason": "interrupted"}
 Plan = dict[int, list[Case]]
 """The cases of each number of ranks."""
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    made = argparse.ArgumentParser(prog="bench", description=__doc__)
-    made.add_argument(
-        "--out",
+OPTIONS: Options = {
+    "--out": about(
         type=Path,
         metavar="FILE",
         help="records are appended to it (default: a new one in benchmarks/results)",
-    )
-    made.add_argument(
-        "--only",
+    ),
+    "--only": about(
         action="append",
         default=[],
         metavar="PART",
         help="cases whose id contains it; may be repeated",
-    )
-    made.add_argument(
-        "--layer",
-        action="append",
-        default=[],
-        choices=LAYERS,
-        help="only this suite; may be repeated",
-    )
-    made.add_argument(
-        "--quick", action="store_true", help="a small selection of cases, each for longer"
-    )
-    made.add_argument(
-        "--list",
-        action="store_true",
-        help="print the cases and numbers of ranks, and measure nothing",
-    )
-    made.add_argument(
-        "--root",
+    ),
+    "--layer": about(
+        action="append", default=[], choices=LAYERS, help="only this suite; may be repeated"
+    ),
+    "--quick": about(action="store_true", help="a small selection of cases, each for longer"),
+    "--list": about(
+        action="store_true", help="print the cases and numbers of ranks, and measure nothing"
+    ),
+    "--root": about(
         type=Path,
         default=ROOT,
         metavar="FOLDER",
         help="a checkout: its sp_core is measured (default: this)",
-    )
-    add_launching(made, ranks="1,2,4", timeout=300.0)
-    made.add_argument(
-        "--no-json", action="store_true", help="leave no file for `pytest-benchmark compare`"
-    )
-    notes = made.add_argument_group("what records say of a launch that is part of something larger")
-    notes.add_argument(
-        "--pair", type=json.loads, metavar="JSON", help="which measurement of a comparison it is"
-    )
-    notes.add_argument(
-        "--launch", type=int, default=0, metavar="N", help="its number within the run (default: 0)"
-    )
-    notes.add_argument(
-        "--run-id", default="", metavar="ID", help="made of time and chance if not given"
-    )
-    return made.parse_args(arguments)
+    ),
+    **launching.starting(ranks="1,2,4", timeout=300.0),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; 0 if every case came out well, 1 if one did not, 2 for options that cannot be run."""
-    options = parse(arguments)
+    """Measure; 0 if every case came out well, 1 if one did not, 2 for bad options."""
+    options = launching.parse("bench", __doc__, OPTIONS, arguments)
     try:
         ranks = numbers_of_ranks(options.ranks)
-        launch = Launch(options.launcher, options.timeout)
-        setting = _setting(options)
+        launch, setting = Launch(options.launcher, options.timeout), _setting(options)
         plan = listing(setting, ranks, options.root)
         if not any(plan.values()):
-            raise UsageError(
-                "no case has that name. `--list` without `--only` and `--layer` prints all."
-            )
-        check_notes(setting, next(case for cases in plan.values() for case in cases))
+            text = "no case has that name. `--list` without `--only` and `--layer` prints all."
+            raise UsageError(text)
         if not options.list:
             writable(Path(setting.out))
     except UsageError as error:
@@ -127,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size, cases in plan.items():
             print("\n".join(f"{case.id} {size}" for case in cases))
         return 0
-    return _run_all(plan, setting, launch, options)
+    return _run_all(plan, setting, launch, options.root)
 
 
 def listing(
@@ -138,41 +108,18 @@ def listing(
     Raises:
         UsageError: the library cannot be imported, or does not have what the cases need.
     """
-    command = [
-        python,
-        "-m",
-        "benchmarks.cases.suite",
-        str(root),
-        msgspec.json.encode(setting).decode(),
-        *map(str, ranks),
-    ]
+    asked = (str(root), msgspec.json.encode(setting).decode(), *map(str, ranks))
     answer = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=LIST_SECONDS, check=False
+        [python, "-m", "benchmarks.cases.suite", *asked],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIST_SECONDS,
+        check=False,
     )
     if answer.returncode != 0:
         raise UsageError(f"the cases cannot be listed for {root}:\n{tail(answer.stderr)}")
     return msgspec.json.decode(answer.stdout, type=Plan)
-
-
-def check_notes(setting: Setting, case: Case) -> None:
-    """Check the notes of a run before it starts, which the ranks would find out one by one.
-
-    Raises:
-        UsageError: records with these notes would not be valid.
-    """
-    try:
-        made = {
-            **setting.common(),
-            "case": case,
-            **NOTHING,
-            "status": "missing",
-            "reason": "not yet measured",
-        }
-        records.parse(msgspec.json.encode(made))
-    except records.RecordError as error:
-        raise UsageError(
-            f"--pair, --launch or --run-id make no record: {error}. See benchmarks/records/types.py."
-        ) from error
 
 
 def run_launch(
@@ -224,14 +171,11 @@ def complete(
         doing: id of the case that was measured last.
     """
     reason = records.reason(problem.get("reason", "nothing was measured"))
+    unreached = {"status": "missing", "reason": f"the launch ended before this case: {reason}"}
     have = {record.case.id for record in done}
     for case in cases:
         if case.id not in have:
             ended = {"status": problem["status"], "reason": reason}
-            unreached = {
-                "status": "missing",
-                "reason": f"the launch ended before this case: {reason}",
-            }
             note = ended if case.id == doing else unreached
             records.append(setting.out, {**setting.common(), "case": case, **NOTHING, **note})
 
@@ -241,43 +185,39 @@ def _written(setting: Setting) -> list[Record]:
     return records.read(out).records if out.exists() else []
 
 
-def _run_all(plan: Plan, setting: Setting, launch: Launch, options: argparse.Namespace) -> int:
+def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     screen = terminal.console()
-    total = sum(map(len, plan.values()))
-    terminal.say(
-        screen,
-        f"{total} measurements: P = {', '.join(map(str, plan))}; this machine offers {cores()} cores.",
-    )
+    total, counts = sum(map(len, plan.values())), ", ".join(map(str, plan))
+    machine = f"this machine offers {cores()} cores."
+    terminal.say(screen, f"{total} measurements: P = {counts}; {machine}")
     warn_of_load(screen)
     earlier, left = len(_written(setting)), dict(plan)
     try:
         for ranks, cases in plan.items():
             del left[ranks]
-            saved = f"--benchmark-json={Path(setting.out).with_suffix('')}-p{ranks}.pytest-benchmark.json"
-            saves = () if options.no_json or options.pair else (saved,)
+            saved = f"{Path(setting.out).with_suffix('')}-p{ranks}.pytest-benchmark.json"
             with terminal.bar(screen) as bar:
                 heard = follow(bar, screen, f"P = {ranks}", len(cases))
-                mine = msgspec.structs.replace(setting, saves=saves)
-                output = run_launch(ranks, cases, mine, launch, options.root, heard)
+                mine = msgspec.structs.replace(setting, saves=(f"--benchmark-json={saved}",))
+                output = run_launch(ranks, cases, mine, launch, root, heard)
             terminal.say(screen, f"P = {ranks}: done")
             if output:
-                terminal.say(
-                    screen,
-                    f"P = {ranks} went wrong; the last lines of its output:\n{output}",
-                    "red",
-                )
+                text = f"P = {ranks} went wrong; the last lines of its output:\n{output}"
+                terminal.say(screen, text, "red")
     except KeyboardInterrupt:
         for cases in left.values():
             complete(cases, [], setting, INTERRUPTED)
         print("\nrecord: interrupted; what is complete is kept.", file=sys.stderr)
     found = _written(setting)[earlier:]
-    _show(screen, found)
+    failed = tables.failures(found)
+    for table in [*tables.per_ranks(derive.rows(found)), *([failed] if failed else [])]:
+        terminal.show(screen, table)
     terminal.say(screen, f"records: {setting.out}")
     return 0 if all(record.status in MEASURED for record in found) else 1
 
 
 def follow(bar: Any, screen: Console, name: str, total: int) -> Callable[[dict[str, Any]], None]:
-    """Return a listener that shows the news of rank 0: in a bar on a terminal, else as a line now and then."""
+    """Return a listener that shows the news of rank 0: a bar on a terminal, else lines."""
     task = bar.add_task(f"{name}: starting", total=total)
     said = -LINES_EVERY
 
@@ -294,33 +234,19 @@ def follow(bar: Any, screen: Console, name: str, total: int) -> Callable[[dict[s
 def warn_of_load(screen: Console) -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
     if (busy := busy_share()) > BUSY_SHARE:
-        terminal.say(
-            screen,
-            f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.",
-            "yellow",
-        )
-
-
-def _show(screen: Console, found: list[Record]) -> None:
-    """Print one table for each layer and P, and one of the cases that failed."""
-    failed = tables.failures(found)
-    for table in [*tables.per_ranks(derive.rows(found)), *([failed] if failed else [])]:
-        terminal.show(screen, table)
+        text = f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer."
+        terminal.say(screen, text, "yellow")
 
 
 def _setting(options: argparse.Namespace) -> Setting:
-    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    now, root = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), options.root.resolve()
     out = options.out or RESULTS / f"bench-{now}.jsonl"
-    root = options.root.resolve()
     if not (root / "sp_core").is_dir():
-        raise UsageError(
-            f"--root {root} has no folder sp_core. Pass a checkout of this repository."
-        )
+        text = f"--root {root} has no folder sp_core. Pass a checkout of this repository."
+        raise UsageError(text)
     return Setting(
         out=str(out.resolve()),
-        run_id=options.run_id or f"{now}-{uuid4().hex[:6]}",
-        launch=options.launch,
-        pair=options.pair,
+        run_id=f"{now}-{uuid4().hex[:6]}",
         commit=_commit(root),
         only=tuple(options.only),
         layers=tuple(options.layer),
@@ -331,7 +257,7 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 
 def _commit(root: Path) -> dict[str, Any]:
-    """The commit that is checked out there, and where it left the main branch."""
+    """Return the commit that is checked out there, and where it left the main branch."""
     bases = (git(root, "merge-base", "HEAD", branch) for branch in BRANCHES)
     branch = git(root, "branch", "--show-current")
     return {**commit(root), "merge_base": next(filter(None, bases), None), "branch": branch or None}

@@ -1,14 +1,13 @@
-"""The scaling experiment: one transformer block, its sequence split over P ranks, K and V gathered, checked and timed.
+"""The scaling experiment: a transformer block, its sequence split over P ranks, checked and timed.
 
-For each P the ranks run in a job of their own. The output is first compared with a single device's;
-a wrong one is a failure, not a row.
+K and V are gathered. For each P the ranks run in a job of their own. The output is first compared
+with a single device's; a wrong one is a failure, not a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from benchmarks.files import write_json
 from benchmarks.launching import (
     ROOT,
     Launch,
+    Options,
     UsageError,
-    add_launching,
+    about,
     commit,
     numbers_of_ranks,
     writable,
@@ -75,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Sizes by name; all others follow from them."""
 
-CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+SHAPE = ("batch", "seq", "hidden", "heads", "kv_heads", "head_dim", "ffn")
 COLUMNS = (
     "P",
     "time (ms)",
@@ -90,11 +90,44 @@ COLUMNS = (
     "",
 )
 LEGEND = (
-    "time: median over the iterations, last rank's end minus first rank's start. speed-up: against the fewest ranks; each rank "
-    "uses 1 CPU thread. comm share: part of the step spent waiting for communication and for other ranks. AllGather: of all K "
-    "and V, by itself. GB/s: bytes a rank receives / its time. peak memory: live tensors of the rank that has most. max error: "
-    "against a single device in plain torch; 0 is bit for bit."
+    "time: median over the iterations, last rank's end minus first rank's start. speed-up: against "
+    "the fewest ranks; each rank uses 1 CPU thread. comm share: part of the step spent waiting for "
+    "communication and for other ranks. AllGather: of all K and V, by itself. GB/s: bytes a rank "
+    "receives / its time. peak memory: live tensors of the rank that has most. max error: against "
+    "a single device in plain torch; 0 is bit for bit."
 )
+OPTIONS: Options = {
+    "--preset": about(
+        choices=tuple(PRESETS), default="small", help="sizes to begin with (default: %(default)s)"
+    ),
+    **launching.starting(ranks="1,2,4", timeout=600.0),
+    **{
+        f"--{name.replace('_', '-')}": about(type=int, metavar="N", help=text)
+        for name, text in SIZES.items()
+    },
+    "--causal": about(
+        action=argparse.BooleanOptionalAction, help="tokens see only those before them"
+    ),
+    "--dtype": about(
+        metavar="DTYPE,...", help=f"of {', '.join(DTYPES)}; several are run one after the other"
+    ),
+    "--layout": about(
+        choices=LAYOUTS,
+        default="contiguous",
+        help="which rank owns which tokens (default: contiguous)",
+    ),
+    "--transport": about(
+        default="auto",
+        metavar="NAME",
+        help="how bytes travel; see `python -m sp_core doctor` (default: auto)",
+    ),
+    "--out": about(
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="where files go (default: benchmarks/results)",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -108,44 +141,7 @@ class Outcome:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    made = argparse.ArgumentParser(prog="scaling", description=__doc__)
-    made.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        default="small",
-        help="sizes to begin with (default: %(default)s)",
-    )
-    add_launching(made, ranks="1,2,4", timeout=600.0)
-    for name, text in SIZES.items():
-        made.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
-    made.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="tokens see only those before them"
-    )
-    made.add_argument(
-        "--dtype",
-        metavar="DTYPE,...",
-        help=f"of {', '.join(DTYPES)}; several are run one after the other",
-    )
-    made.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        default="contiguous",
-        help="which rank owns which tokens (default: contiguous)",
-    )
-    made.add_argument(
-        "--transport",
-        default="auto",
-        metavar="NAME",
-        help="how bytes travel; see `python -m sp_core doctor` (default: auto)",
-    )
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=RESULTS,
-        metavar="FOLDER",
-        help="where files go (default: benchmarks/results)",
-    )
-    return made.parse_args(arguments)
+    return launching.parse("scaling", __doc__, OPTIONS, arguments)
 
 
 def settings(options: argparse.Namespace) -> list[list[Setting]]:
@@ -154,36 +150,25 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
     Raises:
         UsageError: options that make no case, or that this machine cannot run.
     """
-    given = {
-        name: value for name in (*SIZES, "dtype") if (value := getattr(options, name)) is not None
-    }
+    asked = {name: getattr(options, name) for name in (*SIZES, "dtype")}
+    given = {name: value for name, value in asked.items() if value is not None}
     sizes = {**PRESETS[options.preset], **given}
     dtypes = [name.strip() for name in str(sizes.pop("dtype")).split(",")]
     shape = shape_of(sizes, given)
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise UsageError(f"dtype is {wrong[0]!r}; pass one of {', '.join(DTYPES)}.")
-    more = {
-        "iterations": sizes["iterations"],
-        "warmup": sizes["warmup"],
-        "seed": sizes.get("seed", 0),
-    }
     counts, mask = numbers_of_ranks(options.ranks), "causal" if options.causal else "full"
     check_machine(options, max(counts))
+    how = (sizes["iterations"], sizes["warmup"], sizes.get("seed", 0))
+    where = (*how, options.device, options.share_gpu)
+    what = {"direction": "forward", "layout": options.layout, "mask": mask, "detail": "block"}
 
-    def one(ranks: int, dtype: str) -> Setting:
-        where = (options.transport,)
-        what = {
-            "direction": "forward",
-            "layout": options.layout,
-            "mask": mask,
-            "dtype": dtype,
-            "detail": "block",
-        }
-        case = make_case("layers", "allgather_kv", {AXIS: ranks}, shape, *where, **what)
-        return Setting(case, **more, device=options.device, share_gpu=options.share_gpu)
+    def case(ranks: int, dtype: str) -> Case:
+        of = ("layers", "allgather_kv", {AXIS: ranks}, shape, options.transport)
+        return make_case(*of, **what, dtype=dtype)
 
-    return [[one(ranks, dtype) for ranks in counts] for dtype in dtypes]
+    return [[Setting(case(ranks, dtype), *where) for ranks in counts] for dtype in dtypes]
 
 
 def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
@@ -204,24 +189,27 @@ def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
         if value < (0 if name in ("warmup", "seed") else 1):
             raise UsageError(f"{name} is {value}; pass more.")
     hidden, heads, kv_heads = sizes["hidden"], sizes["heads"], sizes["kv_heads"]
-    if head_dim is not None and heads * head_dim != hidden:
-        raise UsageError(
-            f"{heads} heads of {head_dim} make {heads * head_dim}, hidden is {hidden}. "
-            "Leave one of --hidden, --heads, --head-dim out, or make them fit."
-        )
-    if hidden % heads:
-        raise UsageError(
-            f"{heads} heads do not divide hidden {hidden}. Pass a --hidden that is a multiple of --heads."
-        )
-    if heads % kv_heads:
-        raise UsageError(
-            f"{kv_heads} key/value heads do not divide {heads} heads. Pass a divisor as --kv-heads."
-        )
+    for fails, text in (
+        (
+            head_dim is not None and heads * head_dim != hidden,
+            f"{heads} heads of {head_dim} make {heads * (head_dim or 0)}, hidden is {hidden}. "
+            "Leave one of --hidden, --heads, --head-dim out, or make them fit.",
+        ),
+        (
+            hidden % heads,
+            f"{heads} heads do not divide hidden {hidden}. "
+            "Pass a --hidden that is a multiple of --heads.",
+        ),
+        (
+            heads % kv_heads,
+            f"{kv_heads} key/value heads do not divide {heads} heads. "
+            "Pass a divisor as --kv-heads.",
+        ),
+    ):
+        if fails:
+            raise UsageError(text)
     sizes["head_dim"] = hidden // heads
-    return {
-        name: sizes[name]
-        for name in ("batch", "seq", "hidden", "heads", "kv_heads", "head_dim", "ffn")
-    }
+    return {name: sizes[name] for name in SHAPE}
 
 
 def check_machine(options: argparse.Namespace, ranks: int) -> None:
@@ -231,44 +219,34 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
         UsageError: a program or a GPU is missing.
     """
     program = options.launcher.split()[0] if options.launcher else "mpiexec"
-    if (
-        shutil.which(program) is None
-        and shutil.which(program, path=str(Path(sys.executable).parent)) is None
-    ):
-        raise UsageError(
-            f"no {program} on the PATH or beside {sys.executable}. Install one: pip install mpich"
-        )
+    beside = Path(sys.executable).parent
+    if shutil.which(program) is None and shutil.which(program, path=str(beside)) is None:
+        text = f"no {program} on the PATH or beside {sys.executable}. Install one: pip install"
+        raise UsageError(f"{text} mpich")
     if options.transport != "auto":
         from sp_core.transport import NAMES
 
-        if options.transport not in NAMES[options.device]:
-            choices = ", ".join(NAMES[options.device])
-            raise UsageError(
-                f"transport {options.transport!r} on {options.device}; pass auto or one of {choices}."
-            )
-    if options.device == "cpu":
-        return
-    # a process of its own: importing torch here would slow every other run
-    answer = subprocess.run(
-        [sys.executable, "-c", CUDA_PROBE], capture_output=True, text=True, timeout=120, check=False
-    )
-    gpus = int(answer.stdout) if answer.returncode == 0 else 0
-    if gpus == 0:
-        raise UsageError(
-            "--device cuda, but torch sees no CUDA device here. Use --device cpu, or a torch with CUDA on a machine with a GPU."
-        )
-    if ranks > gpus and not options.share_gpu:
-        raise UsageError(
-            f"{ranks} ranks, but {gpus} GPUs. Pass fewer --ranks, or --share-gpu to let several ranks use one."
-        )
+        choices = NAMES[options.device]
+        if options.transport not in choices:
+            text = f"pass auto or one of {', '.join(choices)}."
+            raise UsageError(f"transport {options.transport!r} on {options.device}; {text}")
+    if options.device == "cuda":
+        import torch  # it is slow to import
+
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            text = "--device cuda, but torch sees no CUDA device here. "
+            raise UsageError(text + "Use --device cpu, or a torch with CUDA and a GPU.")
+        if ranks > gpus and not options.share_gpu:
+            text = "Pass fewer --ranks, or --share-gpu to let several ranks use one."
+            raise UsageError(f"{ranks} ranks, but {gpus} GPUs. {text}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for options that cannot be run."""
+    """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for bad options."""
     options = parse(arguments)
     try:
-        launch = Launch(options.launcher, options.timeout)
-        groups = settings(options)
+        launch, groups = Launch(options.launcher, options.timeout), settings(options)
         writable(options.out / file_name(groups[0][0], 0))
     except UsageError as error:
         print(f"scaling: {error}", file=sys.stderr)
@@ -296,19 +274,13 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
     with terminal.bar(screen) as bar:
-        heard = (
-            follow(bar, screen, name, setting.iterations)
-            if screen.is_terminal
-            else lambda news: None
-        )
+        shown = follow(bar, screen, name, setting.iterations)
+        heard = shown if screen.is_terminal else lambda news: None
         found = launching.run(case.ranks, "benchmarks.cases.block:measure", setting, launch, heard)
     outcome = outcome_of(setting, found)
     if outcome.check is None:
-        terminal.say(
-            screen,
-            f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}",
-            "red",
-        )
+        text = f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}"
+        terminal.say(screen, text, "red")
     else:
         word, style = ("correct", "") if found["status"] == "ok" else ("WRONG", "red")
         terminal.say(screen, f"{name}: {word}. {Verdict(**outcome.check)}", style)
@@ -319,30 +291,25 @@ def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
     """Return the outcome of a launch from what it has left."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     common = Run(run_id=now, commit={**commit(), "merge_base": None, "branch": None}).common()
-    check = found.get("check")
-    status, reason = found["status"], found.get("reason")
+    check, status, reason = found.get("check"), found["status"], found.get("reason")
     if status == "ok" and found["parts"]["timing"]["skew_limited"]:
         status = "skew_limited"
     if status == "wrong":
         reason = str(Verdict(**check)) if check else "wrong"
     note = {"status": status, "reason": None if reason is None else records.reason(reason)}
-    record = records.parse(
-        msgspec.json.encode(
-            {**common, "case": setting.case, **NOTHING, **found.get("parts", {}), **note}
-        )
-    )
-    return Outcome(record, check, found.get("all_gather"))
+    made = {**common, "case": setting.case, **NOTHING, **found.get("parts", {}), **note}
+    return Outcome(records.parse(msgspec.json.encode(made)), check, found.get("all_gather"))
 
 
 def table(outcomes: list[Outcome], device: str) -> tables.Table:
     """Return the table of one dtype: a line for each P, also for those that failed."""
     by_ranks = {outcome.record.case.ranks: outcome for outcome in outcomes}
-    failed = {
-        ranks: one.record.status for ranks, one in by_ranks.items() if one.record.status != "wrong"
-    }
+    failed = {ranks: one.record.status for ranks, one in by_ranks.items()}
+    dashes = [DASH] * (len(COLUMNS) - 2)
     lines = {
-        ranks: (str(ranks), *[DASH] * (len(COLUMNS) - 2), status)
+        ranks: (str(ranks), *dashes, status)
         for ranks, status in failed.items()
+        if status != "wrong"
     }
     for row in derive.rows(outcome.record for outcome in outcomes):
         gather, check = by_ranks[row.ranks].all_gather, by_ranks[row.ranks].check or {}
@@ -359,9 +326,8 @@ def table(outcomes: list[Outcome], device: str) -> tables.Table:
             f"{check.get('max_abs_error', 0.0):.1e}",
             ", ".join(row.flags),
         )
-    return tables.make(
-        title(outcomes[0].record.case, device), COLUMNS, (line for _, line in sorted(lines.items()))
-    )
+    shown = (line for _, line in sorted(lines.items()))
+    return tables.make(title(outcomes[0].record.case, device), COLUMNS, shown)
 
 
 def title(case: Case, device: str) -> str:
@@ -370,10 +336,10 @@ def title(case: Case, device: str) -> str:
     heads = f"{shape['heads']} heads of {shape['head_dim']}"
     if shape["kv_heads"] != shape["heads"]:
         heads += f" ({shape['kv_heads']} key/value heads)"
-    return (
-        f"{case.dtype} on {device}: hidden {shape['hidden']}, {heads}, feed-forward {shape['ffn']}, "
-        f"sequence {shape['seq']}, batch {shape['batch']}, {'causal' if case.mask == 'causal' else 'not causal'}, {case.layout}"
-    )
+    sizes = f"hidden {shape['hidden']}, {heads}, feed-forward {shape['ffn']}"
+    mask = "causal" if case.mask == "causal" else "not causal"
+    tokens = f"sequence {shape['seq']}, batch {shape['batch']}, {mask}, {case.layout}"
+    return f"{case.dtype} on {device}: {sizes}, {tokens}"
 
 
 def show(screen: Console, groups: list[list[Outcome]], options: argparse.Namespace) -> None:
@@ -403,10 +369,8 @@ def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
             axes.legend()
         text = title(record.case, device).partition(" on ")[2]
         machine = "" if record.device is None else record.device.name
-        figure.suptitle(
-            f"Strong scaling of one transformer block, AllGather-KV, forward\n{text}\n{machine}",
-            fontsize=10,
-        )
+        name = "Strong scaling of one transformer block, AllGather-KV, forward"
+        figure.suptitle(f"{name}\n{text}\n{machine}", fontsize=10)
         figure.savefig(path, dpi=150)
 
 

@@ -181,23 +181,6 @@ def test_bad_options_are_refused_before_anything_starts(
     assert not out.parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [("--pair [1]", "$.pair"), ('--pair {"index":1}', "$.pair"), ("--run-id a/b", "run_id")],
-)
-def test_notes_that_make_no_record_are_refused(
-    options: str,
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a")})
-    assert record.main([*options.split(), "--out", str(tmp_path / "out.jsonl")]) == 2
-    assert complaint in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_name_that_no_case_has_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

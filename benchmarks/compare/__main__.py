@@ -22,7 +22,15 @@ from benchmarks.compare.pairs import build
 from benchmarks.compare.result import RECORDS, Key, Result, summary, table
 from benchmarks.compare.running import Bench, Heard, Session
 from benchmarks.compare.sides import Side, commits, sides, uncommitted
-from benchmarks.launching import ROOT, Launch, UsageError, add_launching, numbers_of_ranks, writable
+from benchmarks.launching import (
+    ROOT,
+    Launch,
+    UsageError,
+    add,
+    numbers_of_ranks,
+    starting,
+    writable,
+)
 from benchmarks.reporting import terminal
 from benchmarks.reporting.terminal import Console
 
@@ -52,7 +60,7 @@ def measuring_parser(name: str, text: str | None) -> argparse.ArgumentParser:
         help="only cases with one of these in their name",
     )
     made.add_argument("--full", action="store_true", help="all cases of `nox -s bench`")
-    add_launching(made, ranks="1,2", timeout=300.0)
+    add(made, starting(ranks="1,2", timeout=300.0))
     made.add_argument(
         "--out", type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
     )
