@@ -1,4 +1,7 @@
-"""The commands `sp-core generate` and `sp-core logits`: they start mpiexec themselves, or run inside a job that is under way."""
+"""The commands `sp-core generate` and `sp-core logits`.
+
+They start mpiexec themselves, or run inside a job that is under way.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ Segment = range
 
 
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Cut `length` into `parts` nearly equal sizes. The first `length % parts` sizes are one longer."""
+    """Cut `length` into `parts` nearly equal sizes.
+
+    The first `length % parts` sizes are one longer.
+    """
     quotient, remainder = divmod(length, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 

@@ -58,7 +58,9 @@ class Sharding:
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r chunks r and 2*size-1-r of 2*size chunks. Every rank then has as much causal work.
+        """Give rank r chunks r and 2*size-1-r of 2*size chunks.
+
+        Every rank then has as much causal work.
 
         Args and errors as in `contiguous`.
 
@@ -71,7 +73,9 @@ class Sharding:
 
     @classmethod
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r the tokens r, r+size, r+2*size, .... Every step of a ring then has nearly equal causal work.
+        """Give rank r the tokens r, r+size, r+2*size, ....
+
+        Every step of a ring then has nearly equal causal work.
 
         Args and errors as in `contiguous`.
 
@@ -92,13 +96,17 @@ class Sharding:
         twice = [a for a, b in pairwise(flat) if a == b]
         if twice or (flat and flat[0] < 0):
             raise ShapeError(
-                f"positions must be >= 0 and owned by exactly one rank; lowest is {flat[0]}, owned twice: {twice[:5]}. "
+                f"positions must be >= 0 and owned by exactly one rank; lowest is {flat[0]}, "
+                f"owned twice: {twice[:5]}. "
                 "Give every token to one rank."
             )
         return cls(segments)
 
     def __hash__(self) -> int:
-        """Return a hash that is computed once. Caches are keyed by shardings in every step of a ring."""
+        """Return a hash that is computed once.
+
+        Caches are keyed by shardings in every step of a ring.
+        """
         return self._hash
 
     @cached_property
@@ -122,7 +130,10 @@ class Sharding:
 
     @cached_property
     def end(self) -> int:
-        """One more than the greatest position. This is `seq_len` if positions start at 0 without gaps."""
+        """One more than the greatest position.
+
+        This is `seq_len` if positions start at 0 without gaps.
+        """
         return max((s[-1] + 1 for s in self.gathered_segments if len(s)), default=0)
 
     def local_len(self, rank: int) -> int:
@@ -130,12 +141,12 @@ class Sharding:
         return self.lengths[self._checked(rank)]
 
     def positions(self, rank: int) -> Tensor:
-        """Return the global positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
+        """Return the positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
         return concatenated(self.segments[self._checked(rank)])
 
     @cached_property
     def gathered_segments(self) -> tuple[Segment, ...]:
-        """The segments of all ranks one after the other, in the order in which an all-gather returns the tokens."""
+        """The segments of all ranks one after the other, in the order of an all-gather."""
         return tuple(segment for owned in self.segments for segment in owned)
 
     @cached_property
@@ -144,7 +155,7 @@ class Sharding:
         return concatenated([self.gathered_segments[place] for place in self._segment_order])
 
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
-        """Reorder whole segments from the order of an all-gather to ascending order of their first positions.
+        """Reorder whole segments from the order of an all-gather to that of their first positions.
 
         Unlike `restore` this keeps strided segments together, so that the positions stay a few
         arithmetic runs.
@@ -166,7 +177,7 @@ class Sharding:
         return [range(stops[place] - lengths[place], stops[place]) for place in places]
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """Take the tokens of `rank` from a tensor that holds all tokens in ascending order of position.
+        """Take the tokens of `rank` from a tensor that holds all tokens in order of position.
 
         Args:
             x: any shape, `x.shape[dim] == seq_len`.
@@ -183,8 +194,10 @@ class Sharding:
         self._checked(rank)
         if x.shape[dim] != self.seq_len:
             raise ShapeError(
-                f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with shape {tuple(x.shape)} has "
-                f"{x.shape[dim]}. Make the sharding for {x.shape[dim]} tokens, or pass the sequence dimension."
+                f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with "
+                f"shape {tuple(x.shape)} has "
+                f"{x.shape[dim]}. Make the sharding for {x.shape[dim]} tokens, or pass the "
+                f"sequence dimension."
             )
         owned = self.segments[rank]
         if self._is_dense and len(owned) == 1 and owned[0].step == 1 and len(owned[0]):
@@ -204,7 +217,8 @@ class Sharding:
         given = tuple(shard.shape[dim] for shard in shards)
         if given != self.lengths:
             raise ShapeError(
-                f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given has {given}."
+                f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given "
+                f"has {given}."
             )
         return self.restore(torch.cat(list(shards), dim), dim)
 
@@ -215,7 +229,9 @@ class Sharding:
         return gathered.index_select(dim, self._restore_index.to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
-        """Make the sharding over groups of ranks. A group holds the tokens of its ranks, one rank after the other.
+        """Make the sharding over groups of ranks.
+
+        A group holds the tokens of its ranks, one rank after the other.
 
         Args:
             groups: ranks of each group; every rank in exactly one group.
@@ -248,7 +264,7 @@ class Sharding:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that identifies the sharding, for ranks to compare and for people to read."""
+        """A short text that identifies the sharding, for ranks to compare and people to read."""
         digest = hashlib.blake2b(repr(self.segments).encode(), digest_size=4).hexdigest()
         return f"{self.seq_len} tokens over {self.size} ranks #{digest}"
 
@@ -278,7 +294,7 @@ class Sharding:
 
     @cached_property
     def _is_dense(self) -> bool:
-        """Whether the positions are first to first + seq_len - 1, so that a position is an index of the full tensor."""
+        """Whether the positions have no gaps, so that a position less the first is an index."""
         return self.end - self._first == self.seq_len
 
     def _places(self, rank: int) -> Tensor:

@@ -87,7 +87,7 @@ class Case:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """All whole tensors by their names in a checkpoint, float64 but representable in the dtype."""
+        """All whole tensors by their names in a checkpoint: float64, representable in the dtype."""
         random = torch.Generator().manual_seed(self.seed)
         dtype = getattr(torch, self.dtype)
         return {
@@ -169,7 +169,7 @@ def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
 
 
 def mesh_of(comm: Any, number: int, stages: int = 1, **options: Any) -> sp.Mesh:
-    """One of the meshes of this many ranks, with no more stages than that, without the axes that have one rank."""
+    """One of the meshes of this many ranks and at most so many stages."""
     shapes = [*MESHES[comm.size], *(axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages)]
     axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1}
     return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))

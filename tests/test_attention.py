@@ -1,4 +1,7 @@
-"""Laws of attention on one device: against the dense reference, of the merge, of the kernels that it stands on."""
+"""Laws of attention on one device.
+
+Against the dense reference, of the merge, of the kernels that it stands on.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +197,7 @@ def test_the_comparison_fails_on_another_problem(
 @pytest.mark.parametrize("backend", ["plain", "flash_cpu"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_values_that_no_query_sees_are_not_read(backend: str, poison: float) -> None:
-    """Padding past the queries, a document of its own, keys behind a window, holes in an irregular mask; both directions."""
+    """Padding, another document, keys behind a window, holes in an irregular mask."""
     cases = [
         (Mask(causal=True), range(40), range(64), range(40, 64)),
         (Mask(documents=(0, 30, 64)), range(30), range(64), range(30, 64)),
@@ -226,7 +229,10 @@ def test_values_that_no_query_sees_are_not_read(backend: str, poison: float) -> 
 
 
 def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None:
-    """The contract for values that are not finite, as the fused kernel has it: 0 times NaN is NaN."""
+    """The contract for values that are not finite, as the fused kernel has it.
+
+    0 times NaN is NaN.
+    """
     q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
     v[:, :, 100] = torch.nan
     inside, _ = block_attention(q, k, v, kind="causal", scale=0.3)

@@ -1,4 +1,7 @@
-"""What torch's CUDA kernels of attention are given, and which of them: on the meta device, where there is no GPU."""
+"""What torch's CUDA kernels of attention are given, and which of them.
+
+On the meta device, where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     head_dim: int, dtype: torch.dtype
 ) -> None:
-    """Rows of 16 bytes are what the fused kernels read; flash up to 256 elements, and none of them float64."""
+    """Rows of 16 bytes are what the fused kernels read.
+
+    Flash up to 256 elements, and none of them float64.
+    """
     half = dtype.itemsize == 2
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
     fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
@@ -43,7 +49,7 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
 
 
 class Passed(TorchDispatchMode):
-    """What the kernels of attention are given, by the names of their schemas, and which tensor each is made of."""
+    """The arguments of the kernels by name, and the tensor each is made of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +143,7 @@ def test_the_cuda_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
 
 @pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
 def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(backend: str) -> None:
-    """Neither rows that begin between two pieces of 16 bytes, nor in the efficient backward another layout of out."""
+    """Neither rows between pieces of 16 bytes, nor another layout of out."""
     wide = torch.empty(2, 5, 40, 17, dtype=torch.bfloat16, device="meta")
     q, k, v, do, out = (wide[:, :4, :, :16] for _ in range(5))
     lse = torch.empty(2, 4, 40, device="meta")
@@ -176,7 +182,7 @@ def test_repeated_keys_are_gathered_again() -> None:
     "mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)]
 )
 def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
-    """Nothing on the meta device has a value, so nothing there can decide which queries and keys a kernel gets."""
+    """Tensors on the meta device have no values, so none can decide what a kernel gets."""
     q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
     here = {
         "q_positions": range(40),

@@ -1,4 +1,7 @@
-"""Laws of the pieces of attention: merging partial results, the kernels and what they do not survive, their choice."""
+"""Laws of the pieces of attention.
+
+Merging partial results, the kernels and what they do not survive, their choice.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
 def test_the_fused_kernel_agrees_with_the_plain_one(
     dtype: torch.dtype, kind: str, group: int, ran: list[tuple[str, str]]
 ) -> None:
-    """What the module says of the CPU kernel: dtypes, groups, alignment, masks of each dtype, any scale, sizes past one tile."""
+    """What the module says of the CPU kernel.
+
+    Dtypes, groups, alignment, masks of each dtype, any scale, sizes past one tile.
+    """
     for sq, sk, scale in (
         (7, 7, 0.3),
         (300, 300, 0.3),
@@ -125,7 +131,8 @@ def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int, backend: str | 
 
 def test_the_kernel_itself_still_dies_of_nothing() -> None:
     """When this fails, torch has mended it and the guard can go."""
-    script = "import torch; q = torch.ones(1, 1, 0, 4); torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)"
+    call = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)"
+    script = f"import torch; q = torch.ones(1, 1, 0, 4); {call}"
     assert (
         subprocess.run(
             [sys.executable, "-c", script], check=False, capture_output=True, timeout=120
@@ -177,7 +184,10 @@ def test_a_kernel_that_there_is_not_is_refused() -> None:
 
 
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
-    """exp(s - lse) of such a row would be infinite; a caller that merged nothing for it hands it over all the same."""
+    """exp(s - lse) of such a row would be infinite.
+
+    A caller that merged nothing for it hands it over all the same.
+    """
     q, do, out = (torch.randn(1, 2, 6, 4) for _ in range(3))
     k, v = (torch.randn(1, 2, 6, 4) for _ in range(2))
     lse = torch.full((1, 2, 6), -torch.inf)

@@ -1,4 +1,7 @@
-"""Causal blocks in tiles: every visible pair once, in an order that the merging relies on, and the same attention."""
+"""Causal blocks in tiles.
+
+Every visible pair once, in an order that the merging relies on, and the same attention.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def test_tiles_show_each_visible_pair_once(
 
 @given(size=st.integers(1, 1500))
 def test_halves_never_go_back_to_rows_that_they_passed_over(size: int) -> None:
-    """`attend` takes a block that starts below all rows written so far for the first of its rows."""
+    """`attend` takes a block that starts below all rows written so far for their first."""
     written = 0
     for block in halves(causal(size)):
         assert block.q_start >= written or block.q_stop <= written

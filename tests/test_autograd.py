@@ -1,4 +1,7 @@
-"""The backward of every collective is its adjoint: exactly by inner products, to second order by differences of the global map."""
+"""The backward of every collective is its adjoint.
+
+Exactly by inner products, to second order by differences of the global map.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
 def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: int) -> None:
-    """All shards to all outputs, in one check: per rank it would be wrong, because all ranks perturb at once."""
+    """All shards to all outputs, in one check.
+
+    Per rank it would be wrong, because all ranks perturb at once.
+    """
 
     def kept(comm: Any, x: Tensor) -> Tensor:
         mesh = sp.Mesh(comm, sp=comm.size)  # the backward needs it: it ends with the threads
@@ -52,7 +58,6 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: 
         for _ in range(size)
     ]
     assert torch.autograd.gradcheck(global_map(kept, size), shards)
-    one_direction = (
-        size > 2
-    )  # a random one; element by element three ranks take half of the time, and two have shown each element
+    # In one random direction: two ranks have shown each element.
+    one_direction = size > 2
     assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=one_direction)

@@ -1,4 +1,7 @@
-"""The command that measures balance: its counter of operations, what it derives, and what makes it fail."""
+"""The command that measures balance.
+
+Its counter of operations, what it derives, and what makes it fail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout: the same elements for any number of ranks, as many as asked for, and nothing that two places have in common."""
+"""Dropout: as many elements as asked for, and nothing that two places have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_as_many_are_dropped_as_asked_for_and_the_mean_stays(
     "offset", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, -1), (1, -1, 0, 0)]
 )
 def test_neighbours_have_nothing_in_common(offset: tuple[int, int, int, int]) -> None:
-    """Seeds, sequences of a batch, tokens and features that differ by one are dropped independently of each other."""
+    """Seeds, sequences, tokens and features that differ by one are dropped independently."""
     by_seed = [
         sp.dropout(torch.ones(8, 256, 64), 0.5, seed=seed, positions=range(256)) == 0
         for seed in range(8)

@@ -1,4 +1,7 @@
-"""A LLaMA on any mesh: logits, loss, every gradient and the clipped norm are those of one device."""
+"""A LLaMA on any mesh.
+
+Logits, loss, every gradient and the clipped norm are those of one device.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
     way: Way,
     tp_sp: bool,
 ) -> None:
-    """Ignored labels make the number of valid tokens differ by rank; the first token of each sequence always counts."""
+    """Ignored labels make the number of valid tokens differ by rank.
+
+    The first token of each sequence always counts.
+    """
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
     wanted = expected(case, tokens, left_out)
@@ -103,7 +109,10 @@ def split(model: Llama) -> tuple[tuple[range, ...], ...]:
 
 @spmd(1, 2, 3, 4)
 def test_each_rank_holds_its_part_of_the_weights_and_no_more(comm: Any) -> None:
-    """Bytes of all parameters: 1/tp of what is split, rounded up to a slice, and the norms; key/value heads once per reader."""
+    """Bytes of all parameters.
+
+    1/tp of what is split, rounded up to a slice, and the norms; key/value heads once per reader.
+    """
     case = Case((4, 4), ffn=8, vocab=16)
     total = sum(x.numel() for x in case.weights().values())
     norms = (2 * case.layers + 1) * case.hidden

@@ -1,4 +1,7 @@
-"""Model folders: each rank reads its own slices, and what is broken is the same error on every rank."""
+"""Model folders.
+
+Each rank reads its own slices, and what is broken is the same error on every rank.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ def saved(
 def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(
     comm: Any, tensor: int, tmp_path: Path
 ) -> None:
-    """Bytes alive. Weights: 1/tp and the norms; while loading also one tensor of the file and the part that is cut from it.
+    """Bytes alive.
+
+    Weights: 1/tp and the norms; while loading also one tensor of the file and the part that is cut
+    from it.
 
     Cache: 1/4 and one token; and no step of a decoder leaves anything else behind.
     """

@@ -1,4 +1,7 @@
-"""`sp-core generate` and `sp-core logits`: the same text for any number of ranks, and one clear line where something is wrong."""
+"""`sp-core generate` and `sp-core logits`.
+
+The same text for any number of ranks, and one clear line where something is wrong.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,10 @@ def test_logits_of_several_prompts_inside_a_job(folder: Path) -> None:
 
 
 def best_bytes() -> list[str]:
-    """The reference's two most likely tokens after the prompt; a token of the alphabet is not its byte."""
+    """The reference's two most likely tokens after the prompt.
+
+    A token of the alphabet is not its byte.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     prompt = torch.tensor(
         [[alphabet.index({" ": "\u0120"}.get(letter, letter)) for letter in "def f("]]

@@ -1,4 +1,7 @@
-"""Sequences that grow with a split cache: any split into prefill and decode gives what one device gives for the whole sequence."""
+"""Sequences that grow with a split cache.
+
+Any split into prefill and decode gives what one device gives for the whole sequence.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
-"""The loss of the next token over tokens and vocabulary that are split over ranks, and what becomes of gradients over a mesh."""
+"""The loss of the next token over split tokens and vocabulary, and gradients over a mesh."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from domains.collectives import MEMORIES, in_memory
+from hypothesis import strategies as st
+from oracle.strategies import seeds
+from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.nn.gradients import (
@@ -14,16 +18,18 @@ from sp_core.nn.gradients import (
     clip_gradient_norm,
     place,
     placement_of,
+    reduce_gradients,
 )
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import spmd
-
-"""Sequence ranks and tensor ranks, by the number of all."""
+from sp_core.testing import given, spmd
 
 
 @spmd(1, 2, 4)
 def test_the_mean_is_of_all_tokens_and_not_of_ranks(comm: Any) -> None:
-    """One valid token on the last rank, all on the others: a mean of the ranks' means would be another number."""
+    """One valid token on the last rank, all on the others.
+
+    A mean of the ranks' means would be another number.
+    """
     logits = torch.tensor([0.0, 1.0, 4.0]).double()
     mine = torch.full((1, 3), 2 if comm.rank else 0)
     if comm.rank:
@@ -64,6 +70,83 @@ def test_bad_input_is_refused_on_every_rank(comm: Any, wrong: str) -> None:
 
 
 """Numbers whose small multiples each dtype has, and no lower one."""
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Any ranges of a small tensor, on 2 ranks; each slice on at least one."""
+    length = draw(st.integers(1, 5))
+    dim = draw(st.integers(0, 1))
+    cut = draw(st.integers(0, length))
+    other = draw(st.integers(0, cut))
+    return Placement(
+        (length, 3) if dim == 0 else (3, length),
+        dim,
+        ((range(cut),), (range(other, length),)),
+        partial=True,
+    )
+
+
+UNITS = {torch.float64: 1 + 2**-40, torch.float32: 1 + 2**-16, torch.bfloat16: 1.0}
+"""Numbers whose small multiples each dtype has, and no lower one."""
+DTYPES = st.lists(st.sampled_from(list(UNITS)), min_size=3, max_size=3)
+
+
+@given(
+    nprocs=st.just(4),
+    max_examples=40,
+    placement=placements(),
+    seed=seeds(),
+    max_norm=st.sampled_from([0.5, 1e9]),
+    dtypes=DTYPES,
+    memory=st.sampled_from(MEMORIES),
+)
+def test_a_gradient_is_the_sum_over_those_who_have_a_part(
+    comm: Any,
+    placement: Placement,
+    seed: int,
+    max_norm: float,
+    dtypes: list[torch.dtype],
+    memory: str,
+) -> None:
+    """Multiples of a unit, whose sums are exact.
+
+    Partial slices on two tensor ranks, complete ones beside them, two data ranks.
+    """
+    whole = (
+        torch.randint(
+            -4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)
+        ).double()
+        * UNITS[dtypes[0]]
+    )
+    norm = (
+        torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
+        * UNITS[dtypes[1]]
+    )
+    with sp.Mesh(comm, dp=2, tp=2) as mesh:
+        data, tensor = mesh["dp"], mesh["tp"]
+        local = [in_memory(placement.take(whole[rank], rank % 2), memory) for rank in range(4)]
+        shared = place(
+            nn.Parameter(torch.zeros(local[comm.rank].shape, dtype=dtypes[0])), placement
+        )
+        shared.grad = in_memory(local[comm.rank].clone().to(dtypes[0]), memory)
+        alike = place(nn.Parameter(torch.zeros(3, dtype=dtypes[1])), Placement.replicated((3,), 2))
+        alike.grad = norm[data.rank].clone().to(dtypes[1])
+        idle = place(nn.Parameter(torch.zeros(1, dtype=dtypes[2])), Placement.replicated((1,), 2))
+        reduce_gradients([shared, alike, idle], data=data, tensor=tensor)
+        parts = sum(placement.spread(part, rank % 2) for rank, part in enumerate(local))
+        assert isinstance(parts, Tensor)
+        assert torch.equal(shared.grad, placement.take(parts, tensor.rank).to(dtypes[0]))
+        assert torch.equal(alike.grad, norm.sum(0).to(dtypes[1]))
+        assert torch.equal(idle.grad, torch.zeros(1, dtype=dtypes[2]))
+        norms = (parts.square().sum() + norm.sum(0).square().sum()).sqrt()
+        found = clip_gradient_norm([shared, alike, idle], max_norm, tensor=tensor)
+        assert math.isclose(found, float(norms), rel_tol=1e-14)
+        factor = min(1.0, max_norm / max(found, 1e-300))
+        torch.testing.assert_close(
+            shared.grad, (placement.take(parts, tensor.rank) * factor).to(dtypes[0])
+        )
+        torch.testing.assert_close(alike.grad, (norm.sum(0) * factor).to(dtypes[1]))
 
 
 @spmd(2)

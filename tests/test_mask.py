@@ -1,4 +1,7 @@
-"""Laws of the mask: its definition, and that the blocks of a plan are the definition again, each visible pair once."""
+"""Laws of the mask.
+
+Its definition, and that the blocks of a plan are the definition again, each visible pair once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
 
 @st.composite
 def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
-    """Any mask for sequences of these lengths. Empty documents at the beginning give the others large numbers."""
+    """Any mask for sequences of these lengths.
+
+    Empty documents at the beginning give the others large numbers.
+    """
     documents = draw(st.none() | st.integers(1, 4))
     pair = (None, None)
     if documents is not None:
@@ -45,7 +51,10 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
 
 @st.composite
 def shards(draw: st.DrawFn, length: int) -> list[int]:
-    """Positions that one rank holds: contiguous, zigzag, striped, gathered from such shards, in any order, or none."""
+    """Positions that one rank holds.
+
+    Contiguous, zigzag, striped, gathered from such shards, in any order, or none.
+    """
     size = draw(st.integers(1, 4))
     every = range(length)
     cuts = [length * i // (2 * size) for i in range(2 * size + 1)]
@@ -72,7 +81,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
 
 @st.composite
 def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
-    """Queries and keys at regular distances, mostly not the same ones, and a mask without documents."""
+    """Queries and keys at regular distances, mostly other ones, and a mask without documents."""
     q, kv = (list(range(draw(st.integers(0, 12)), 60, draw(st.integers(1, 6)))) for _ in range(2))
     return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
 

@@ -1,4 +1,7 @@
-"""A LLaMA whose layers are split over stages: loss, gradients and tokens are those of one device."""
+"""A LLaMA whose layers are split over stages.
+
+Loss, gradients and tokens are those of one device.
+"""
 
 from __future__ import annotations
 

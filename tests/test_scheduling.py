@@ -1,4 +1,7 @@
-"""Plans for unequal sequences and for pipelines, as plain integers: every law holds without a message being sent."""
+"""Plans for unequal sequences and for pipelines, as plain integers.
+
+Every law holds without a message being sent.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ WORKS = st.builds(Work, st.integers(1, 100), st.integers(0, 10))
 def test_a_balanced_plan_keeps_its_promise(
     lengths: list[int], size: int, work: Work, tolerance: float
 ) -> None:
-    """No load is above the mean by more than the tolerance, unless sharding every sequence is not better either."""
+    """No load exceeds the mean by more than the tolerance, unless sharing all is no better."""
     plan = balanced(lengths, size, work, tolerance)
     loads = plan.loads(work)
     mean = sum(loads) / size

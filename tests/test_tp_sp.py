@@ -1,4 +1,7 @@
-"""Column- and row-parallel layers are the ordinary layers, exactly: small integers, which no order of summation rounds."""
+"""Column- and row-parallel layers are the ordinary layers, exactly.
+
+Small integers, which no order of summation rounds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training over ranks: a step is that of one device, and the comparison of whole runs finds what is planted."""
+"""Training over ranks.
+
+A step is that of one device, and the comparison of whole runs finds what is planted.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,6 @@ from benchmarks.training.runs import run_alone, run_place
 from benchmarks.training.setting import DTYPES, Place, Setting, places
 from sp_core.llama.train import backward
 from sp_core.testing import run_threads, spmd
-
-RATE, MAX_NORM = 0.5, 0.3
 
 
 @spmd(1, 3)

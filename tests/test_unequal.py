@@ -1,4 +1,7 @@
-"""Sequences of unequal length, computed as a plan says: in the caller's order, each as it would be alone."""
+"""Sequences of unequal length, computed as a plan says.
+
+In the caller's order, each as it would be alone.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Slow:
 def test_ranks_that_are_late_change_no_result(
     comm: Any, lengths: list[int], late: list[float], before: bool, tensor: bool, pass_tokens: int
 ) -> None:
-    """Late to the plan, to the counter, or with what they took; the others compute what they leave."""
+    """Late to the plan, to the counter, or with what they took.
+
+    The others compute what they leave.
+    """
     tp = 2 if tensor and comm.size % 2 == 0 else 1
     case, waiting = Case((4, 2), layers=1), tuple(range(len(lengths)))
     texts = texts_of(case, lengths)

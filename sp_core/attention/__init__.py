@@ -1,4 +1,6 @@
-"""Attention on one device: blocks that return (out, lse), their backward, and the merge of partial results. No communication.
+"""Attention on one device.
+
+Blocks that return (out, lse), their backward, and the merge of partial results. No communication.
 
 Shape letters: B batch, S sequence (Sq queries, Sk keys), H heads, K key/value heads (H a multiple
 of K; query head h reads key/value head h // (H / K)), D head dim. Inside, tensors are (B, H, S, D);

@@ -1,4 +1,4 @@
-"""Attention of one block, forward and backward, including the inputs that the kernels cannot handle."""
+"""Attention of one block, forward and backward, for every input the kernels cannot take too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def block_attention(
     scale: float,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of queries to one block of keys: out = softmax(scale q k^T) v and its log-sum-exp.
+    """Compute attention of queries to one block of keys.
+
+    Out = softmax(scale q k^T) v and its log-sum-exp.
 
     Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal
     or partial block sees may spread to other queries of that block, because the kernels multiply
@@ -118,14 +120,20 @@ def _empty(q: Tensor, k: Tensor) -> bool:
 def _signed(
     kind: str, allowed: Tensor | None, size: int, scale: float
 ) -> tuple[str, Tensor | None]:
-    """Turn a causal block into a partial one if its scale is not positive. The fused kernels mask with -inf before they scale."""
+    """Turn a causal block into a partial one if its scale is not positive.
+
+    The fused kernels mask with -inf before they scale.
+    """
     if kind != "causal" or scale > 0:
         return kind, allowed
     return "partial", torch.ones(size, size, dtype=torch.bool).tril_()
 
 
 def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the indices of queries that see a key, and of keys that a query sees. Return None if these are all."""
+    """Return the indices of queries that see a key, and of keys that a query sees.
+
+    Return None if these are all.
+    """
     rows, columns = allowed.any(1), allowed.any(0)
     return (
         None

@@ -38,7 +38,8 @@ def forward(
         )
     else:
         raise ValueError(
-            f"backend is {backend!r}, needed flash_cuda, efficient_cuda or cudnn_cuda; ask backend_for"
+            f"backend is {backend!r}, needed flash_cuda, efficient_cuda or cudnn_cuda; ask "
+            f"backend_for"
         )
     return out, unpadded_lse(lse, q.shape[2])
 
@@ -82,7 +83,9 @@ def backward(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Copy a tensor (B, H, S, D) unless the kernels can read it: with a dense last dim, and every row at a multiple of LOAD_BYTES.
+    """Copy a tensor (B, H, S, D) unless the kernels can read it.
+
+    With a dense last dim, and every row at a multiple of LOAD_BYTES.
 
     torch passes others on as they are (pytorch issue 183484). The kernel then fails, or ends all
     CUDA work of the process.
@@ -97,7 +100,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """Lay (B, H, S, D) out in memory as (B, S, H, D), the only layout that the efficient backward reads `out` in.
+    """Lay (B, H, S, D) out as (B, S, H, D), the layout in which the efficient backward reads `out`.
 
     Source: `o_strideM` in torch's kernel_backward.h: the row stride is num_heads * head_dim,
     whatever the strides of `out` are.
@@ -111,7 +114,10 @@ def repeated(x: Tensor, num_heads: int) -> Tensor:
 
 
 def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum gradients over the query heads of each key head, (B, H, S, D) to (B, K, S, D), in float32 or wider."""
+    """Sum gradients over the query heads of each key head: (B, H, S, D) to (B, K, S, D).
+
+    In float32 or wider.
+    """
     if dx.shape[1] == num_kv_heads:
         return dx
     b, h, s, d = dx.shape
@@ -126,6 +132,9 @@ def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
 
 
 def padded_lse(lse: Tensor) -> Tensor:
-    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf. A row with lse = +inf has all weights 0."""
+    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf.
+
+    A row with lse = +inf has all weights 0.
+    """
     missing = -lse.shape[-1] % LSE_ALIGNMENT
     return pad(lse, (0, missing), value=torch.inf).contiguous()

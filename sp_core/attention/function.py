@@ -80,15 +80,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[2] % max(k.shape[2], 1) or (k.shape[2] == 0 and q.shape[2] > 0):
         raise ShapeError(
-            f"{q.shape[2]} query heads on {k.shape[2]} key/value heads, needed a multiple; repeat or drop heads"
+            f"{q.shape[2]} query heads on {k.shape[2]} key/value heads, needed a multiple; repeat "
+            f"or drop heads"
         )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in FLOATS:
         raise DtypeError(
-            f"dtypes {q.dtype}, {k.dtype}, {v.dtype} given, needed one of {FLOATS} for all three; cast first"
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype} given, needed one of {FLOATS} for all three; "
+            f"cast first"
         )
     if not (q.device == k.device == v.device):
         raise DeviceError(
-            f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; move them first"
+            f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; "
+            f"move them first"
         )
 
 

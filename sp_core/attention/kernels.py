@@ -1,4 +1,6 @@
-"""The kernels: torch's fused ones, which return the lse, and a plain one for the rest. Chosen by one plain function.
+"""The kernels: torch's fused ones, which return the lse, and a plain one for the rest.
+
+Chosen by one plain function.
 
 Facts about the fused kernels of torch 2.13 that the rest of the package relies on (each is fixed by
 a test):
@@ -62,7 +64,10 @@ def backend_for(
 def forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel on a non-empty block in which every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
+    """Run a kernel on a non-empty block in which every query sees a key.
+
+    Return out (B, H, Sq, D) and lse (B, H, Sq).
+    """
     if backend == "plain":
         return _plain(q, k, v, _visible(q, k, kind, allowed), scale)
     if backend == "flash_cpu":
@@ -102,7 +107,10 @@ def backward(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return a tensor whose last dim is contiguous. The CPU kernel reads anything else wrongly, without an error."""
+    """Return a tensor whose last dim is contiguous.
+
+    The CPU kernel reads anything else wrongly, without an error.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -167,7 +175,10 @@ def _plain_backward(
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """View (B, H, Sq, D) as (B, K, H/K * Sq, D): the queries of a key head become rows, so no key is repeated."""
+    """View (B, H, Sq, D) as (B, K, H/K * Sq, D).
+
+    The queries of a key head become rows, so no key is repeated.
+    """
     return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])
 
 

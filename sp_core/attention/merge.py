@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are summed: float64 for float64, float32 for anything narrower."""
+    """Return the dtype in which partial results are summed.
+
+    Float64 for float64, float32 for anything narrower.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,7 @@
-"""Rules that all autograd functions of attention follow: no autocast inside, no second derivative."""
+"""Rules that all autograd functions of attention follow.
+
+No autocast inside, no second derivative.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity in x, with a backward that raises. `causes` are the tensors from which x was computed."""
+    """The identity in x, with a backward that raises.
+
+    `causes` are the tensors from which x was computed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *causes: Tensor | None) -> Tensor:
@@ -23,17 +29,21 @@ class _Refuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         raise RuntimeError(
-            "attention is differentiable once; a second derivative was asked for. Use plain torch attention for it."
+            "attention is differentiable once; a second derivative was asked for. Use plain torch "
+            "attention for it."
         )
 
 
 def exact(x: Tensor) -> torch.autocast:
-    """Turn autocast off. It would run the float32 products of the plain kernel in half precision."""
+    """Turn autocast off.
+
+    It would run the float32 products of the plain kernel in half precision.
+    """
     return torch.autocast(x.device.type, enabled=False)
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Decorate a backward `(ctx, saved, *grads)` so that its gradients raise when they are differentiated.
+    """Decorate a backward `(ctx, saved, *grads)`: its gradients raise when they are differentiated.
 
     torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable.
     The gradients of attention also depend on q, k and v; that part of a second derivative it would

@@ -1,4 +1,7 @@
-"""Attention between two shards: plan blocks from positions and mask, run each, merge the results."""
+"""Attention between two shards.
+
+Plan blocks from positions and mask, run each, merge the results.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +178,8 @@ def _blocks(
     ):
         if len(positions) != length:
             raise ShapeError(
-                f"{name}_positions has {len(positions)} positions, needed {length}, one for each token of {name}"
+                f"{name}_positions has {len(positions)} positions, needed {length}, one for each "
+                f"token of {name}"
             )
     return plan_blocks(q_positions, kv_positions, mask)
 
@@ -183,7 +187,10 @@ def _blocks(
 def _dense_masks(
     q_positions: Positions, kv_positions: Positions, mask: Mask | None
 ) -> Callable[[Block], Tensor | None]:
-    """Return a function that makes a block's dense mask on the CPU; equal window tiles share one."""
+    """Return a function that makes a block's dense mask on the CPU.
+
+    Equal window tiles share one.
+    """
     band = cache(band_mask)
     q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
 

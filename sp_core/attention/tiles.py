@@ -24,23 +24,32 @@ Cut = Callable[[Block], Iterator[Block]]
 
 HALVES_TILE = 256
 STRIP_WIDTHS = (384, 192)
-"""Keys of a strip, and of the parts of its causal tile. These values and HALVES_TILE were the fastest of 64 to 512, for 4 and 8
-heads of 64 elements and 512 to 8192 tokens, on one core with AVX-512.
+"""Keys of a strip, and of the parts of its causal tile.
+
+These values and HALVES_TILE were the fastest of 64 to 512, for 4 and 8 heads of 64 elements and 512
+to 8192 tokens, on one core with AVX-512.
 """
 
 POLLED_ROWS = 768
-"""Queries of a full block between two polls: the fewest for which torch's kernel still takes 256 at a time."""
+"""Queries of a full block between two polls: the fewest for which torch's kernel still takes 256 "
+"at a time."""
 
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
-    """Cut blocks into tiles on a CPU. Half types are not cut, because the kernel would round once more for each tile."""
+    """Cut blocks into tiles on a CPU.
+
+    Half types are not cut, because the kernel would round once more for each tile.
+    """
     if like.device.type != "cpu" or like.itemsize < 4:
         return tuple(blocks)
     return tuple(tile for block in blocks for tile in cut(block))
 
 
 def halves(block: Block) -> Iterator[Block]:
-    """Yield two causal halves, each cut again, and the full square between them, in the order of their queries."""
+    """Yield two causal halves, each cut again, and the full square between them.
+
+    They come in the order of their queries.
+    """
     size = block.q_stop - block.q_start
     if block.kind != "causal" or size <= HALVES_TILE:
         yield block
@@ -51,7 +60,7 @@ def halves(block: Block) -> Iterator[Block]:
 
 
 def rows(block: Block) -> Iterator[Block]:
-    """Cut a full block into ranges of queries, so that communication can make progress in between."""
+    """Cut a full block into ranges of queries, between which communication can make progress."""
     if block.kind != "full":
         yield block
         return
@@ -62,7 +71,10 @@ def rows(block: Block) -> Iterator[Block]:
 
 
 def strips(block: Block) -> Iterator[Block]:
-    """Cut a block into strips of keys: the causal queries of a strip, then all queries that see all of its keys."""
+    """Cut a block into strips of keys.
+
+    The causal queries of a strip, then all queries that see all of its keys.
+    """
     if block.kind == "full":
         yield from (
             _below(block, 0, keys.start, keys.stop) for keys in _cuts(block, STRIP_WIDTHS[0])

@@ -1,4 +1,7 @@
-"""LLaMA over MPI: a Hugging Face checkpoint whose weights are split over the ranks, for sequences that are split over others.
+"""LLaMA over MPI.
+
+A Hugging Face checkpoint whose weights are split over the ranks, for sequences that are split over
+others.
 
 `load` reads a model folder, `save` writes one, and `create` makes a model with random weights.
 `Llama` is the model, `Decoder` makes sequences grow with a cache that is split along the sequence,

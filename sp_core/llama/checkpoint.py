@@ -69,7 +69,8 @@ class Checkpoint:
         kind = self._slice(name).get_dtype()
         if kind not in DTYPES:
             raise CheckpointError(
-                f"{name} in {self._places[name]} has dtype {kind}; supported are {', '.join(DTYPES)}. Convert the model, or take "
+                f"{name} in {self._places[name]} has dtype {kind}; supported are "
+                f"{', '.join(DTYPES)}. Convert the model, or take "
                 "one that is not quantized."
             )
         return DTYPES[kind]
@@ -82,7 +83,8 @@ class Checkpoint:
         """
         if self.shape(name) != placement.shape:
             raise CheckpointError(
-                f"{name} in {self._places[name]} has shape {self.shape(name)}; the configuration needs {placement.shape}. "
+                f"{name} in {self._places[name]} has shape {self.shape(name)}; the configuration "
+                f"needs {placement.shape}. "
                 "Weights and config.json belong to different models."
             )
         view = self._slice(name)
@@ -93,9 +95,12 @@ class Checkpoint:
         return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
 
     def fingerprint(self) -> str:
-        """Return a short text that differs between checkpoints with other tensors, shapes or dtypes."""
+        """Return a short text that tells checkpoints with other tensors apart."""
         text = repr([(name, self.shape(name), self.dtype(name)) for name in sorted(self.names)])
-        return f"{len(self.names)} tensors #{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+        return (
+            f"{len(self.names)} tensors "
+            f"#{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+        )
 
     def _slice(self, name: str) -> Any:
         if name not in self._places:
@@ -103,7 +108,8 @@ class Checkpoint:
         file = self._files[self._places[name]]
         if name not in file.keys():  # noqa: SIM118  # not a dict
             raise CheckpointError(
-                f"{name} is missing from {self.folder / self._places[name]}, where {INDEX} says it is. Copy both again."
+                f"{name} is missing from {self.folder / self._places[name]}, where {INDEX} says "
+                f"it is. Copy both again."
             )
         return file.get_slice(name)
 
@@ -116,7 +122,8 @@ class Checkpoint:
             or not all(isinstance(x, str) and Path(x).name == x for x in places.values())
         ):
             raise CheckpointError(
-                f"{self.folder / INDEX} has no weight_map from tensors to files of this folder. Copy it again."
+                f"{self.folder / INDEX} has no weight_map from tensors to files of this folder. "
+                f"Copy it again."
             )
         return places
 
@@ -147,7 +154,9 @@ def load(
     scheme: str | None = None,
     tp_sp: bool = False,
 ) -> Llama:
-    """Load a LLaMA from a folder in Hugging Face's format. Each rank reads only its own slices of its own layers.
+    """Load a LLaMA from a folder in Hugging Face's format.
+
+    Each rank reads only its own slices of its own layers.
 
     Args:
         folder: holds `config.json` and either `model.safetensors`, or several files and
@@ -181,7 +190,8 @@ def load(
         )
         if layers != config.num_hidden_layers:  # before so many layers are built
             raise CheckpointError(
-                f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in {folder} are those of {layers}. "
+                f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in "
+                f"{folder} are those of {layers}. "
                 "They belong to different models."
             )
         model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
@@ -207,7 +217,7 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 
 
 def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
-    """Refuse weights that lack a tensor of the model, or that have one which the model does not use."""
+    """Refuse weights that lack a tensor of the model or have one that the model does not use."""
     expected, names = parameter_names(model), set(checkpoint.names)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     missing = sorted(expected - names)
@@ -289,7 +299,10 @@ def _gathered(weight: nn.Parameter, model: Llama) -> Tensor:
 def _files(
     weights: Mapping[str, nn.Parameter], limit: int | None
 ) -> dict[str, dict[str, nn.Parameter]]:
-    """Assign the weights to files in their order. A file takes as many as fit into `limit` bytes, but at least one."""
+    """Assign the weights to files in their order.
+
+    A file takes as many as fit into `limit` bytes, but at least one.
+    """
     groups: list[dict[str, nn.Parameter]] = [{}]
     for name, weight in weights.items():
         together = sum(map(_size, (*groups[-1].values(), weight)))
@@ -324,11 +337,13 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
 def _begin(stages: int, target: Path, draft: Path) -> None:
     if stages > 1:
         raise CheckpointError(
-            f"the layers are split over {stages} stages, and a model is saved without pp only. Leave it out."
+            f"the layers are split over {stages} stages, and a model is saved without pp only. "
+            f"Leave it out."
         )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
-            f"{target} is there already, and is no empty folder. Delete it, or save under another name."
+            f"{target} is there already, and is no empty folder. Delete it, or save under another "
+            f"name."
         )
     draft.mkdir(parents=True)
 

@@ -1,4 +1,7 @@
-"""The architecture of a LLaMA: those entries of a Hugging Face `config.json` that decide the results."""
+"""The architecture of a LLaMA.
+
+Those entries of a Hugging Face `config.json` that decide the results.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,8 @@ class LlamaConfig:
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise CheckpointError(
-                f"num_attention_heads={self.num_attention_heads} and num_key_value_heads={self.num_key_value_heads} were given; "
+                f"num_attention_heads={self.num_attention_heads} and "
+                f"num_key_value_heads={self.num_key_value_heads} were given; "
                 "the first must be a multiple of the second."
             )
         for name in ("rms_norm_eps", "rope_theta"):
@@ -112,7 +116,9 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
-        """Take the needed entries of a `config.json`. Refuse settings that would change the results and are not supported.
+        """Take the needed entries of a `config.json`.
+
+        Refuse settings that would change the results and are not supported.
 
         Raises:
             CheckpointError: something that is missing or not supported.
@@ -120,7 +126,8 @@ class LlamaConfig:
         architectures = values.get("architectures") or [ARCHITECTURE]
         if values.get("model_type") != "llama" or ARCHITECTURE not in architectures:
             raise CheckpointError(
-                f"model_type {values.get('model_type')!r} with architectures {architectures} is not supported; "
+                f"model_type {values.get('model_type')!r} with architectures {architectures} is "
+                f"not supported; "
                 f"only {ARCHITECTURE} is."
             )
         for name, supported in _ONLY.items():
@@ -140,7 +147,7 @@ class LlamaConfig:
         return cls(**{**inferred, **given, **others})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of a `config.json` from which `from_dict` makes this configuration again."""
+        """Return the contents of a `config.json`, which `from_dict` reads again."""
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -177,7 +184,10 @@ def _is_size(value: object) -> bool:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base and scaling. Older files have an entry for each; those of transformers 5 have one, `rope_parameters`."""
+    """Return base and scaling.
+
+    Older files have an entry for each; those of transformers 5 have one, `rope_parameters`.
+    """
     joint = values.get("rope_parameters") or {}
     scaling = joint or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):

@@ -1,4 +1,6 @@
-"""Sequences that grow: by many tokens, which the ranks divide among them, or by single tokens. The cache is split over the ranks.
+"""Sequences that grow: by many tokens, which the ranks divide among them, or by single tokens.
+
+The cache is split over the ranks.
 
     prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept
     q_r  (k v)_0..P-1
@@ -101,7 +103,8 @@ class Cache:
         ):
             if length + len(new) > room:
                 raise ShapeError(
-                    f"sequence {number} has {length} tokens and room for {room}; {len(new)} more were given. Make more room."
+                    f"sequence {number} has {length} tokens and room for {room}; {len(new)} more "
+                    f"were given. Make more room."
                 )
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [
@@ -109,7 +112,7 @@ class Cache:
         ]
 
     def add(self, tokens: Tokens, positions: list[int]) -> New:
-        """Add new tokens at the positions that `place` has returned, and divide them among the ranks."""
+        """Add new tokens at the positions of `place`, and divide them among the ranks."""
         shares = self.shares(len(positions))
         self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
         for owned, share in zip(self.owned, shares, strict=True):
@@ -117,7 +120,7 @@ class Cache:
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values (1, S, K/T, D) of the S tokens of this rank that were added last."""
+        """Store keys and values (1, S, K/T, D) of this rank's S tokens that were added last."""
         stop = len(self.owned[self.rank])
         start = stop - k.shape[1]
         self.rows[layer, 0, start:stop], self.rows[layer, 1, start:stop] = k[0], v[0]
@@ -128,7 +131,10 @@ class Cache:
         return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
 
     def mask(self, end: int, kv_end: int) -> Mask:
-        """Return a causal mask with each sequence as a document, for queries below `end` and keys below `kv_end`."""
+        """Return a causal mask with each sequence as a document.
+
+        Queries lie below `end`, and keys below `kv_end`.
+        """
         slots = [number * self.slot for number in range(len(self.room))]
         documents, kv_documents = (
             (*(min(start, stop) for start in slots), stop) for stop in (end, kv_end)
@@ -208,7 +214,7 @@ class Decoder:
         return self._run("prefill", tokens, self._spread)
 
     def decode(self, tokens: Tokens) -> Tensor:
-        """Append tokens to each sequence, usually one, with the work on every sequence rank and the cache split over them.
+        """Append tokens to each sequence, usually one. Every sequence rank computes all of them.
 
         Args, returns, raises: as `prefill`.
 
@@ -253,7 +259,7 @@ class Decoder:
         return one, lambda hidden: self._last(hidden, new, one.lengths)
 
     def _everywhere(self, cache: Cache, new: New) -> Step:
-        """Prepare a step in which every rank computes all new tokens against the keys that it keeps."""
+        """Prepare a step in which every rank attends from all new tokens to its own keys."""
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end = len(cache.room) * cache.slot
@@ -279,7 +285,10 @@ class Decoder:
         return one, lambda hidden: hidden[0, new.ends()]
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
-        """Agree on a call, and add the tokens to the caches. Micro-batches without a new token are left out."""
+        """Agree on a call, and add the tokens to the caches.
+
+        Micro-batches without a new token are left out.
+        """
         shown = [length for cache in self.caches for length in cache.lengths]
         found: list[tuple[Cache, Tokens, list[int]]] = []
 
@@ -287,7 +296,8 @@ class Decoder:
             arguments.check(tokens=tokens)
             if len(tokens) != len(shown):
                 raise ShapeError(
-                    f"tokens for {len(tokens)} sequences were given; there are {len(shown)}. Give an empty list for none."
+                    f"tokens for {len(tokens)} sequences were given; there are {len(shown)}. Give "
+                    f"an empty list for none."
                 )
             for cache, part in zip(self.caches, self.parts, strict=True):
                 own = [tokens[number] for number in part]
@@ -315,7 +325,10 @@ class Decoder:
         return Pass(tokens, where, attend, lengths)
 
     def _last(self, hidden: Tensor, new: New, lengths: Lengths) -> Tensor:
-        """Gather the last new token of each sequence (N', E), first over the tensor ranks and then over the sequence ranks."""
+        """Gather the last new token of each sequence (N', E).
+
+        First over the tensor ranks, then over the sequence ranks.
+        """
         tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(new.ends())
         held = [[place for place in share if place in ends] for share in new.shares]
         mine = [index for index, place in enumerate(new.shares[comm.rank]) if place in ends]
@@ -335,11 +348,15 @@ class Decoder:
 
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""What the stages compute for a micro-batch, and how the last tokens (N', E) are found in the result (1, S, E)."""
+"""What the stages compute for a micro-batch, and how the last tokens (N', E) are found in the "
+"result (1, S, E)."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
-    """Merge the attention of all ranks, (1, H/T, S, D) with its log-sum-exp (1, H/T, S), in one order on every rank."""
+    """Merge the attention of all ranks in one order, so that every rank gets the same bits.
+
+    Each has (1, H/T, S, D) and its log-sum-exp (1, H/T, S).
+    """
     parts = all_gather(
         torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size
     )

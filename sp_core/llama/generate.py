@@ -1,4 +1,7 @@
-"""Choose tokens greedily, or at random with temperature, top-k and top-p. All ranks choose the same tokens."""
+"""Choose tokens greedily, or at random with temperature, top-k and top-p.
+
+All ranks choose the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ class Sampling:
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(
-                f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for all tokens."
+                f"top_p={self.top_p} was given; pass a number above 0 and at most 1, or None for "
+                f"all tokens."
             )
 
     def random(self, prompt: int) -> torch.Generator:
@@ -62,7 +66,10 @@ class Sampling:
         return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """Choose a token from logits (V,); with temperature 0 the first of those with the greatest logit."""
+        """Choose a token from logits (V,).
+
+        With temperature 0 the first of those with the greatest logit.
+        """
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
@@ -178,10 +185,12 @@ def _check(
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(
-                f"prompt {number} is empty; give at least one token, such as the one that begins a text."
+                f"prompt {number} is empty; give at least one token, such as the one that begins "
+                f"a text."
             )
         if len(prompt) + max_tokens > limit:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the model's {limit} positions."
+                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the "
+                f"model's {limit} positions."
             )
         check_tokens(torch.tensor(prompt), model.config)

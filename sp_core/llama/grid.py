@@ -1,4 +1,7 @@
-"""A model's view of a mesh: which ranks split weights, layers and sequences, and which hold replicas for other sequences."""
+"""A model's view of a mesh.
+
+Which ranks split weights, layers and sequences, and which hold replicas for other sequences.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class Grid:
 
     @classmethod
     def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
-        """Make the grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp". An axis that it lacks has one rank.
+        """Make the grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
+
+        An axis that it lacks has one rank.
 
         Args:
             mesh: the ranks.
@@ -94,7 +99,8 @@ def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttent
     def call() -> str:
         if name not in SCHEMES and (name != HYBRID or len(axes) != 2):
             raise ValueError(
-                f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there are {sorted(SCHEMES)}, "
+                f"scheme {name!r} was asked for on a mesh with the axes {tuple(mesh.axes)}; there "
+                f"are {sorted(SCHEMES)}, "
                 f"and {HYBRID!r} where the mesh has both {SEQUENCE_AXES}."
             )
         return f"Grid.of(scheme={name!r})"

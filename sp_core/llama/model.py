@@ -1,4 +1,8 @@
-"""LLaMA over a mesh: weights split over tensor ranks, layers over stages, sequences over sequence ranks, batches over replicas."""
+"""LLaMA over a mesh.
+
+Weights split over tensor ranks, layers over stages, sequences over sequence ranks, batches over
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,8 @@ from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding, split_sizes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of this rank's heads: q (B, S, H/T, D), k and v (B, S, K/T, D), q and k rotated, to (B, S, H/T, D)."""
+"""Attention of this rank's heads: q (B, S, H/T, D), k and v (B, S, K/T, D), q and k rotated, to "
+"(B, S, H/T, D)."""
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of the layer of that number among those of this stage."""
 CAUSAL = Mask(causal=True)
@@ -122,7 +127,9 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A LLaMA whose weights have not been set yet; `load` makes one from a model folder, and `fill` sets them from anywhere.
+    """A LLaMA whose weights have not been set yet.
+
+    `load` makes one from a model folder, and `fill` sets them from anywhere.
 
     Each parameter carries its placement (see `sp_core.nn.gradients`). It has the name of Hugging
     Face's, without "model.".
@@ -186,12 +193,15 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
-        """Set every weight to the part of this rank, which `read` returns for the name in a checkpoint and the placement."""
+        """Set every weight to the part of this rank.
+
+        `read` returns it for the name in a checkpoint and the placement.
+        """
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
     def forward(self, tokens: Tensor, *, sharding: Sharding, mask: Mask = CAUSAL) -> Tensor:
-        """Compute the logits of the token after each of this rank's tokens, for this rank's part of the vocabulary.
+        """Compute logits of the token after each of this rank's tokens, for its part of the vocabulary.
 
         Args:
             tokens: int64 (B, S/P), the same on all tensor ranks; replicas may have other shapes.
@@ -216,7 +226,8 @@ class Llama(nn.Module):
         def call() -> str:
             if self.grid.stages.size > 1:
                 raise ShapeError(
-                    f"the layers are split over {self.grid.stages.size} stages, and one call of the model would use one at a time. "
+                    f"the layers are split over {self.grid.stages.size} stages, and one call of "
+                    f"the model would use one at a time. "
                     "Use Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
                 )
             self.check(tokens, sharding, mask)
@@ -227,7 +238,10 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, one), one.lengths)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
-        """Describe how the scheme of the grid takes these tokens through the layers. Arguments as in `forward`."""
+        """Describe how the scheme of the grid takes these tokens through the layers.
+
+        Arguments as in `forward`.
+        """
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
         return Pass(
@@ -235,7 +249,10 @@ class Llama(nn.Module):
         )
 
     def lengths(self, count: int) -> Lengths:
-        """Return how many of so many tokens each tensor rank has between the splits; None if they have them all."""
+        """Return how many of so many tokens each tensor rank has between the splits.
+
+        None if they have them all.
+        """
         return split_sizes(count, self.grid.tensor.size) if self.tp_sp else None
 
     def hidden(self, x: Tensor, one: Pass) -> Tensor:
@@ -251,7 +268,7 @@ class Llama(nn.Module):
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
-        """Compute the logits (B, S, V/T) of hidden states (B, S, E), or with `lengths` (B, S/T, E)."""
+        """Compute logits (B, S, V/T) of hidden states (B, S, E); with `lengths` (B, S/T, E)."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return project(hidden, head, lengths=lengths)[0]
 
@@ -273,11 +290,11 @@ class Llama(nn.Module):
         return out
 
     def spread(self, x: Tensor) -> Tensor:
-        """Return the key/value heads (B, S, K/T, D) in the order in which this rank's query heads read them, some repeatedly."""
+        """Repeat key/value heads (B, S, K/T, D) as this rank's query heads read them."""
         return x if self.slots is None else x[:, :, self.slots]
 
     def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
-        """Refuse tokens that are not this rank's shard, or not in the vocabulary, and a mask that does not fit them.
+        """Refuse tokens that are not this rank's shard of the vocabulary, and a mask that does not fit.
 
         Raises:
             ShapeError, DtypeError, ValueError, TypeError: on this rank.
@@ -289,7 +306,10 @@ class Llama(nn.Module):
 
 
 def check_model(model: object) -> None:
-    """Refuse an object that is no LLaMA. It has no ranks that could agree, so only this rank raises the error."""
+    """Refuse an object that is no LLaMA.
+
+    It has no ranks that could agree, so only this rank raises the error.
+    """
     arguments.check_type("model", model, Llama, "Make one with load or create.")
 
 
@@ -329,7 +349,9 @@ def parameter_names(model: Llama) -> set[str]:
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
-    """Divide the layers among the stages so that the slowest stage is as fast as possible. The last stage also has the head.
+    """Divide the layers among the stages so that the slowest stage is as fast as possible.
+
+    The last stage also has the head.
 
     Raises:
         ShapeError: more stages than layers.
@@ -342,7 +364,7 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:
-    """Return positions counted from the beginning of each token's document, as rotary angles need them."""
+    """Count positions from the beginning of each token's document, as rotary angles need them."""
     if mask.documents is None:
         return positions
     return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
@@ -358,7 +380,8 @@ def check_ranks(config: LlamaConfig, size: int) -> None:
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) < size:
             raise ShapeError(
-                f"{size} tensor ranks are too many for {name}={getattr(config, name)}. Use tp <= {getattr(config, name)}, and more "
+                f"{size} tensor ranks are too many for {name}={getattr(config, name)}. Use tp <= "
+                f"{getattr(config, name)}, and more "
                 "ranks along another axis."
             )
 

@@ -1,4 +1,6 @@
-"""Micro-batches through the stages of a model. Each stage computes its own layers, several micro-batches at the same time.
+"""Micro-batches through the stages of a model.
+
+Each stage computes its own layers, several micro-batches at the same time.
 
     stage s:  x <- s - 1    y = layers_s(x)    y -> s + 1          backward:  dy <- s + 1    dx =
     layers_s'(x)^T dy    dx -> s - 1
@@ -50,7 +52,9 @@ class MicroBatch:
 
 
 class _Mail:
-    """The messages of one step between neighbouring stages: hidden states to the next stage, their gradients to the one before.
+    """The messages of one step between neighbouring stages.
+
+    Hidden states to the next stage, their gradients to the one before.
 
     All messages of a step are announced when it begins. Each stage posts its own as soon as they
     are ready, so no stage waits for one that does not have its input. The receive of the next
@@ -105,14 +109,17 @@ class _Mail:
             )
 
     def receive(self, *, backward: bool = False) -> Tensor:
-        """Return the next hidden state from the stage before this one, or gradient from the one after it."""
+        """Return the next hidden state of the stage before, or gradient of the one after."""
         handle, x = self._coming.pop(backward)
         self._comm.wait(handle, NAME)
         self._expect(backward)
         return x
 
     def send(self, x: Tensor, *, backward: bool = False) -> None:
-        """Send a hidden state to the stage after this one, or a gradient to the one before it. Do not wait."""
+        """Send a hidden state to the stage after this one, or a gradient to the one before it.
+
+        Do not wait.
+        """
         comm, flat = self._comm, x.detach().contiguous().view(-1)
         count = comm.counters[NAME]
         count.messages, count.bytes_sent = count.messages + 1, count.bytes_sent + flat.nbytes
@@ -127,7 +134,9 @@ class _Mail:
 
 @torch.no_grad()
 def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
-    """Return the hidden states (B, S, E) of each micro-batch: after the last norm on the last stage, else after the own layers.
+    """Return the hidden states (B, S, E) of each micro-batch.
+
+    After the last norm on the last stage, else after the own layers.
 
     Communication:
         For each micro-batch one message of (B, S, E) from each stage to the next.
@@ -143,7 +152,7 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
 def loss_and_gradients(
     model: Llama, batches: Sequence[MicroBatch], *, ordering: Ordering = one_forward_one_backward
 ) -> Tensor:
-    """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients to those of the parameters.
+    """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients.
 
     Then `sum_tied_gradients`, and `reduce_gradients` as for any model.
 
@@ -172,7 +181,8 @@ def loss_and_gradients(
     count = int(all_reduce(valid, comm=grid.data))
     if count == 0:  # on every stage: the loss, which would say so, is computed on the last one only
         raise ValueError(
-            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is not defined."
+            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is "
+            f"not defined."
         )
     passes = [model.one_pass(batch.tokens, batch.sharding, batch.mask) for batch in batches]
     mail = _Mail(
@@ -204,7 +214,10 @@ def loss_and_gradients(
 
 
 def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
-    """Take a micro-batch from the stage before through the own layers, and send the result on. Return input and result."""
+    """Take a micro-batch from the stage before through the own layers, and send the result on.
+
+    Return input and result.
+    """
     x = one.tokens if model.is_first else mail.receive().requires_grad_(torch.is_grad_enabled())
     y = model.hidden(x, one)
     if not model.is_last:
@@ -214,7 +227,7 @@ def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sum_tied_gradients(model: Llama) -> None:
-    """Add the gradients of a tied embedding and head, which the first and the last stage hold, on both of them.
+    """Add the gradients of a tied embedding and head on the first and on the last stage.
 
     Every rank calls this, once before each step of the optimizer, before or after
     `reduce_gradients`.
@@ -266,7 +279,10 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
         )
 
     def same_shapes() -> str:
-        return f"{call()} of {[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
+        return (
+            f"{call()} of "
+            f"{[(len(batch.tokens), batch.sharding.fingerprint, batch.mask) for batch in batches]}"
+        )
 
     def check() -> None:
         _check(model, batches, ordering)
@@ -294,7 +310,8 @@ def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> N
         model.check(batch.tokens, batch.sharding, batch.mask)
         if batch.labels.shape != batch.tokens.shape or batch.labels.dtype != torch.int64:
             raise ShapeError(
-                f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens {tuple(batch.tokens.shape)} given; needed "
+                f"labels {tuple(batch.labels.shape)} of {batch.labels.dtype} for tokens "
+                f"{tuple(batch.tokens.shape)} given; needed "
                 "as many, of int64."
             )
         check_tokens(batch.labels[batch.labels != IGNORED], model.config, "label")

@@ -43,7 +43,7 @@ class Stream:
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """Return the text that the token adds, or "" as long as its last character is incomplete."""
+        """Return the text that the token adds, or "" while its last character is incomplete."""
         self._tokens.append(token)
         return "" if self._tokenizer.decode(self._tokens).endswith(_UNFINISHED) else self.rest()
 
@@ -54,7 +54,7 @@ class Stream:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Make a tokenizer whose tokens are the bytes of the text in UTF-8, for a model with a vocabulary of 256."""
+    """Make a tokenizer whose 256 tokens are the bytes of the text in UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     printable = {

@@ -70,7 +70,7 @@ def train_step(
 
 
 def backward(model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigzag) -> float:
-    """Set the gradient of each weight to that of the mean loss over all sequences, on every rank that holds it.
+    """Set the gradient of each weight, on every rank, to that of the mean loss over all sequences.
 
     Args:
         model: on any mesh.
@@ -117,7 +117,10 @@ def _backward(
                 Sharding,
                 "Pass a function that makes one, such as Sharding.zigzag.",
             )
-        return f"{call} of {list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
+        return (
+            f"{call} of {list(map(list, sequences))} dealt as "
+            f"{[sharding.fingerprint for sharding in dealt]}"
+        )
 
     grid.everyone.agree_on(text)
     share = split_ranges(len(sequences), grid.replicas.size)[grid.replicas.rank]
@@ -134,7 +137,10 @@ def _backward(
 
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
-    """Put sequences one after the other in a row (1, S). Return it with the mask under which none sees another."""
+    """Put sequences one after the other in a row (1, S).
+
+    Return it with the mask under which none sees another.
+    """
     return flat(sequences).unsqueeze(0), Mask(
         causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None
     )

@@ -1,4 +1,6 @@
-"""Prefill of sequences of unequal length as a plan says: some shared by all sequence ranks, the others each whole on one of them.
+"""Prefill of sequences of unequal length as a plan says.
+
+Some shared by all sequence ranks, the others each whole on one of them.
 
     shared:  q_r, (k v)_r of a zigzag shard -> the grid's scheme            packed: whole sequences
     as documents -> local attention
@@ -36,13 +38,14 @@ from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
 
 PASS_TOKENS = 1024
-"""Tokens of short sequences that are computed together; more need more memory, and less makes the products small."""
+"""Tokens of short sequences that are computed together; more need more memory, and less makes "
+"the products small."""
 Rows = dict[int, Tensor]
 """Hidden states (E,) of the last tokens of some sequences, by the number of the sequence."""
 
 
 def work_of(config: LlamaConfig) -> Work:
-    """Return the floating-point operations of the layers in a forward pass, without embedding, norms and head."""
+    """Return the operations of the layers in a forward pass, without embedding, norms and head."""
     attention = 4 * config.num_attention_heads * config.head_dim
     return Work(
         2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers
@@ -92,7 +95,10 @@ def prefill_unequal(
 
 @torch.no_grad()
 def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
-    """Do this rank's part of `prefill_unequal` after the ranks have agreed. Return the rows of the last tokens that it had."""
+    """Do this rank's part of `prefill_unequal` after the ranks have agreed.
+
+    Return the rows of the last tokens that it had.
+    """
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _shared(model, number, _filled(sequences, plan, number), len(sequences[number]))
@@ -119,7 +125,10 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
 
 
 def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
-    """Compute a sequence that the sequence ranks share. The rank with the last token returns its row."""
+    """Compute a sequence that the sequence ranks share.
+
+    The rank with the last token returns its row.
+    """
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
     mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
@@ -146,7 +155,10 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan)
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the waiting runs that this rank takes. Tensor rank 0 draws their numbers from a shared counter for all tensor ranks."""
+    """Yield the waiting runs that this rank takes.
+
+    Tensor rank 0 draws their numbers from a shared counter for all tensor ranks.
+    """
     if not waiting:
         return
     counter = model.grid.sequence.counter()
@@ -174,12 +186,15 @@ def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> Non
     grid, lengths = model.grid, tuple(map(len, sequences))
     if grid.everyone.size > grid.model.size:
         raise ShapeError(
-            f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. Leave dp out."
+            f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. "
+            f"Leave dp out."
         )
     if plan.lengths != lengths or plan.size != grid.sequence.size:
         raise ShapeError(
-            f"the plan is for {len(plan.lengths)} sequences of {sum(plan.lengths)} tokens on {plan.size} ranks; given were "
-            f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks. Make a plan for these."
+            f"the plan is for {len(plan.lengths)} sequences of {sum(plan.lengths)} tokens on "
+            f"{plan.size} ranks; given were "
+            f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks. Make a "
+            f"plan for these."
         )
     if pass_tokens < 1 or 0 in lengths:
         what = (

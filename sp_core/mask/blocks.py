@@ -1,4 +1,7 @@
-"""Plan blocks of attention work from positions and a mask: full and causal ones for fused kernels, thin partial ones for others."""
+"""Plan blocks of attention work from positions and a mask.
+
+Full and causal ones for fused kernels, thin partial ones for others.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ TILE = (
 
 
 class Block(NamedTuple):
-    """One unit of attention work: queries q_start..q_stop against keys kv_start..kv_stop of a shard, all in one document.
+    """One unit of attention work.
+
+    Queries q_start..q_stop against keys kv_start..kv_stop of a shard, all in one document.
 
     kind "full": every pair is visible. "causal": square, key j of the block is visible to query i
     of the block when j <= i. "partial": some pairs are visible; `band` = (lo, hi) says which, lo <=
@@ -177,7 +182,10 @@ def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bloc
 
 
 def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
-    """Yield the blocks of j <= i - lo: one causal square, the rest full. The last row sees the last column at least."""
+    """Yield the blocks of j <= i - lo: one causal square, the rest full.
+
+    The last row sees the last column at least.
+    """
     corner = rows.start - lo
     size = columns.stop - corner
     if corner > columns.start:
@@ -190,7 +198,10 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
 
 
 def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield the blocks of a band that hides keys far behind a query: the rows that see all keys, then tiles along the diagonal."""
+    """Yield the blocks of a band that hides keys far behind a query.
+
+    The rows that see all keys, then tiles along the diagonal.
+    """
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
     if uncut:
         yield from _band_blocks(rows[:uncut], columns, lo, hi)
@@ -236,7 +247,10 @@ def _full(rows: range, columns: range) -> Block:
 
 
 def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
-    """Yield the block of a dense chunk after counting its visible pairs. Yield nothing if there are none."""
+    """Yield the block of a dense chunk after counting its visible pairs.
+
+    Yield nothing if there are none.
+    """
     pairs = int(visible.sum())
     if pairs == len(rows) * len(columns):
         yield _full(rows, columns)

@@ -58,7 +58,8 @@ class Mask:
         count, kv_count = (x and len(x) - 1 for x in (self.documents, self.key_documents))
         if count != kv_count:
             raise ShapeError(
-                f"{count} documents and {kv_count} kv_documents were given, needed the same number; "
+                f"{count} documents and {kv_count} kv_documents were given, needed the same "
+                f"number; "
                 "give documents for the queries too, and repeat a boundary for an empty document"
             )
 
@@ -68,12 +69,17 @@ class Mask:
         return self.documents if self.kv_documents is None else self.kv_documents
 
     def difference_range(self) -> tuple[int | None, int | None]:
-        """Return the least and greatest visible q - k, without regard to documents. None means no limit."""
+        """Return the least and greatest visible q - k, without regard to documents.
+
+        None means no limit.
+        """
         greatest = None if self.window is None else self.window - 1
         return (0 if self.causal else None if greatest is None else -greatest), greatest
 
     def allowed(self, q_positions: Positions, kv_positions: Positions) -> Tensor:
-        """Return for every pair of positions whether the query sees the key. This is the definition of the mask.
+        """Return for every pair of positions whether the query sees the key.
+
+        This is the definition of the mask.
 
         Args:
             q_positions: Sq global positions, in any order.
@@ -122,7 +128,8 @@ class Mask:
         ):
             if bounds is not None and bounds[-1] != needed:
                 raise ShapeError(
-                    f"the mask's {name} end at {bounds[-1]}, needed {needed_name} = {needed}; make the "
+                    f"the mask's {name} end at {bounds[-1]}, needed {needed_name} = {needed}; "
+                    f"make the "
                     f"last boundary {needed} (for cross attention give kv_documents for the keys)"
                 )
 
@@ -140,20 +147,24 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         kind = positions.dtype
         if kind.is_floating_point or kind.is_complex or kind == torch.bool:
             raise TypeError(
-                f"positions have dtype {positions.dtype}, needed an integer dtype; pass global token positions"
+                f"positions have dtype {positions.dtype}, needed an integer dtype; pass global "
+                f"token positions"
             )
         tensor = positions.to(device=device or positions.device, dtype=torch.int64)
     else:
         tensor = torch.tensor([*map(index, positions)], dtype=torch.int64, device=device)
     if tensor.dim() != 1:
         raise ShapeError(
-            f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves the whole batch"
+            f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves "
+            f"the whole batch"
         )
     return tensor
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
-    """Return the number of the document of each position. A position on a boundary opens the next non-empty document.
+    """Return the number of the document of each position.
+
+    A position on a boundary opens the next non-empty document.
 
     Raises:
         ShapeError: a position outside the documents.
@@ -172,7 +183,8 @@ def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
     """
     if first < 0 or last >= boundaries[-1]:
         raise ShapeError(
-            f"positions {first}..{last} given, but the documents of the mask hold 0..{boundaries[-1] - 1}; "
+            f"positions {first}..{last} given, but the documents of the mask hold "
+            f"0..{boundaries[-1] - 1}; "
             "let the last boundary be the sequence length (give padding a document of its own)"
         )
 
@@ -192,7 +204,8 @@ def _window(window: int | None) -> int | None:
         )
     if window.__index__() < 1:
         raise ValueError(
-            f"window is {window}, needed at least 1, because a query counts itself; use None for no window"
+            f"window is {window}, needed at least 1, because a query counts itself; use None for "
+            f"no window"
         )
     return window.__index__()
 
@@ -209,6 +222,7 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
     bounds = tuple(b.__index__() for b in items)
     if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
         raise ShapeError(
-            f"{name} is {bounds!s:.80}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (cu_seqlens)"
+            f"{name} is {bounds!s:.80}, needed boundaries 0 = b0 <= b1 <= ... <= bn = seq_len "
+            f"(cu_seqlens)"
         )
     return bounds

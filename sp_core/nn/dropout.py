@@ -1,4 +1,6 @@
-"""Dropout that does not depend on the number of ranks: a hash of the seed and the global indices decides for each element.
+"""Dropout that does not depend on the number of ranks.
+
+A hash of the seed and the global indices decides for each element.
 
 There is no state and nothing to synchronise: ranks that hold the same token drop the same elements,
 a checkpointed forward drops them again, and one device drops what many ranks drop.

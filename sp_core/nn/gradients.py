@@ -1,4 +1,7 @@
-"""Gradients over a mesh: each parameter's is summed over exactly the ranks that have a part of it, and counted once in the norm.
+"""Gradients over a mesh.
+
+Each parameter's is summed over exactly the ranks that have a part of it, and counted once in the
+norm.
 
 A parameter carries as data what each rank along the tensor axis holds of it (`Placement`). Tokens
 differ along the data axes, so every gradient is summed over these. Along the tensor axis ranks see
@@ -46,7 +49,10 @@ class Placement:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
-        """Place all slices on each of `size` ranks. They use them alike or, if `partial`, each for tokens of its own."""
+        """Place all slices on each of `size` ranks.
+
+        They use them alike or, if `partial`, each for tokens of its own.
+        """
         return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
 
     @classmethod
@@ -75,13 +81,16 @@ class Placement:
         )
 
     def join(self, parts: Tensor) -> Tensor:
-        """Return the whole parameter, from the parts of all ranks put together along `dim` in rank order."""
+        """Return the whole parameter, from the parts of all ranks along `dim` in rank order."""
         return parts.new_empty(self.shape).index_copy_(
             self.dim, _indices(sum(self.held, ()), parts), parts
         )
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
-        """Return the slices of a rank that no lower rank holds: each slice of the whole is counted on one rank."""
+        """Return the slices of a rank that no lower rank holds.
+
+        Each slice of the whole is counted on one rank.
+        """
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
         return (
@@ -113,7 +122,8 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     found = vars(parameter).get("placement")
     if not isinstance(found, Placement):
         raise ShapeError(
-            f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one with `place`."
+            f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one "
+            f"with `place`."
         )
     return found
 
@@ -122,7 +132,7 @@ def placement_of(parameter: nn.Parameter) -> Placement:
 def reduce_gradients(
     parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator
 ) -> None:
-    """Turn the gradients that a backward has left on each rank into those of the sum of all ranks' losses, in place.
+    """Turn the gradients of each rank into those of the sum of all ranks' losses, in place.
 
     Args:
         parameters: the same ones in the same order on every rank, each with a placement; one
@@ -229,7 +239,7 @@ def _placed(
     tensor: Communicator,
     is_wanted: Callable[[nn.Parameter], bool],
 ) -> Placed:
-    """Return some of the parameters with their placements, each of which must be that of the part that this rank holds."""
+    """Return some of the parameters with their placements, which must fit the part of this rank."""
     arguments.check(parameters=parameters)
     found = []
     for parameter in parameters:
@@ -247,8 +257,10 @@ def _placed(
             or placement.local_shape(tensor.rank) != parameter.shape
         ):
             raise ShapeError(
-                f"a parameter of shape {tuple(parameter.shape)} carries a placement for {len(placement.held)} ranks, of which rank "
-                f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut over {tensor.name}."
+                f"a parameter of shape {tuple(parameter.shape)} carries a placement for "
+                f"{len(placement.held)} ranks, of which rank "
+                f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut "
+                f"over {tensor.name}."
             )
         found.append((parameter, placement))
     return found
@@ -261,7 +273,10 @@ def _agree_in_turn(
     *others: Communicator,
     own: Callable[[], str] = str,
 ) -> None:
-    """Agree on communicators that are axes of one grid. The text of `own` has to be the same along the first axis only."""
+    """Agree on communicators that are axes of one grid.
+
+    The text of `own` has to be the same along the first axis only.
+    """
     for each in (first, *others):
         arguments.check_communicator(each, "tensor, data or stages")
     with agreeing_in_turn() as agree_on:

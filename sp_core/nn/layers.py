@@ -1,4 +1,4 @@
-"""Transformer layers over the tokens of one rank, with weights that all ranks of a group hold alike.
+"""Transformer layers over the tokens of one rank, with weights that all ranks hold alike.
 
 Every rank runs a layer on its own tokens, so the gradient that it computes for a weight is only its
 tokens' part. Each layer here sums these parts over the ranks in its backward: after
@@ -33,7 +33,8 @@ Dtype = torch.dtype | None
 Function = Callable[[Tensor], Tensor]
 
 Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""An attention scheme, such as `allgather_kv_attention`: called with q, k, v and the keywords comm, sharding and mask."""
+"""An attention scheme, such as `allgather_kv_attention`: called with q, k, v and the keywords "
+"comm, sharding and mask."""
 
 
 class ReplicatedLayer(nn.Module):
@@ -50,7 +51,9 @@ class ReplicatedLayer(nn.Module):
         self.comm = comm
 
     def weights(self, x: Tensor, sharding: Sharding | None = None) -> dict[str, Tensor]:
-        """Return the parameters by name, for one forward pass on x. Their gradients are summed over the ranks.
+        """Return the parameters by name, for one forward pass on x.
+
+        Their gradients are summed over the ranks.
 
         Communication:
             One agreement forward, and where a gradient may follow one all-reduce of all gradients
@@ -77,7 +80,10 @@ class ReplicatedLayer(nn.Module):
                 tokens,
             )
             owned = "" if sharding is None else f", {sharding.fingerprint}"
-            return f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): {describe_all(parameters, self.comm)}"
+            return (
+                f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): "
+                f"{describe_all(parameters, self.comm)}"
+            )
 
         self.comm.agree_on(call)
         if (
@@ -101,7 +107,10 @@ def attended(
     positions: Positions,
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate, attend: (B, S, H D)."""
+    """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate, attend.
+
+    (B, S, H D).
+    """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
     if rope is not None:
         q, k = rope.apply(q, positions), rope.apply(k, positions)
@@ -183,7 +192,9 @@ class LayerNorm(_Norm):
 
 
 class SelfAttention(ReplicatedLayer):
-    """Attention of a sequence to itself, with projections; the scheme decides how it is split over the ranks.
+    """Attention of a sequence to itself, with projections.
+
+    The scheme decides how it is split over the ranks.
 
     Args:
         hidden: E.
@@ -219,7 +230,8 @@ class SelfAttention(ReplicatedLayer):
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
             raise ShapeError(
-                f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads must be a multiple "
+                f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads "
+                f"must be a multiple "
                 "of num_kv_heads, and divide hidden unless head_dim is given."
             )
         self.head_dim, self.attention, self.rope = head_dim or hidden // num_heads, attention, rope
@@ -365,7 +377,8 @@ class TransformerBlock(nn.Module):
         def call() -> str:
             if seed is None:
                 raise ValueError(
-                    "a block with dropout was called in training without seed=; pass a number, the same on all ranks."
+                    "a block with dropout was called in training without seed=; pass a number, "
+                    "the same on all ranks."
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 
@@ -398,7 +411,8 @@ def check_sharding(sharding: Sharding, comm: Communicator, layer: str) -> None:
     )
     if sharding.size != comm.size:
         raise ShapeError(
-            f"{layer}: the sharding is for {sharding.size} ranks, {comm.name} has {comm.size}. Make it with size={comm.size}."
+            f"{layer}: the sharding is for {sharding.size} ranks, {comm.name} has {comm.size}. "
+            f"Make it with size={comm.size}."
         )
 
 
@@ -410,7 +424,9 @@ def check_input(
     features: int,
     tokens: int | None = None,
 ) -> None:
-    """Refuse an input of a layer that is not (batch, tokens, features); or not (..., features), if any number of tokens will do.
+    """Refuse an input of a layer that is not (batch, tokens, features).
+
+    Or not (..., features), if any number of tokens will do.
 
     Raises:
         DtypeError, DeviceError, ShapeError: naming the layer and the rank.

@@ -1,4 +1,4 @@
-"""The loss of the next token, over tokens that are split over ranks and a vocabulary that is split over others.
+"""The loss of the next token, over tokens and a vocabulary that are split over ranks.
 
     label of the token at position t = the token at position t + 1, whoever owns it
     loss = sum over the valid tokens of all ranks (log sum exp(logits) - logit of the label) /
@@ -33,7 +33,9 @@ IGNORED = -100
 def next_token_labels(
     tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None
 ) -> Tensor:
-    """Return the label of each of this rank's tokens: the token at the next global position, which may be on another rank.
+    """Return the label of each of this rank's tokens.
+
+    The token at the next global position, which may be on another rank.
 
     Args:
         tokens: int64 (B, S/P), this rank's tokens.
@@ -87,7 +89,8 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
         or tokens.shape[1] != sharding.local_len(comm.rank)
     ):
         raise ShapeError(
-            f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the sharding is for {sharding.size} "
+            f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the "
+            f"sharding is for {sharding.size} "
             f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
         )
 
@@ -148,7 +151,8 @@ def next_token_loss(
     count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
     if count == 0:
         raise ValueError(
-            f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing is not defined."
+            f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing "
+            f"is not defined."
         )
     losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
@@ -172,21 +176,27 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():
         raise ValueError(
-            f"label {int(wrong[0])} was given; the vocabulary has 0..{vocabulary - 1}, and {IGNORED} means none."
+            f"label {int(wrong[0])} was given; the vocabulary has 0..{vocabulary - 1}, and "
+            f"{IGNORED} means none."
         )
 
 
 def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
-    """Refuse logits and labels that do not fit. Return the length of this rank's part of the vocabulary."""
+    """Refuse logits and labels that do not fit.
+
+    Return the length of this rank's part of the vocabulary.
+    """
     arguments.check(count=count)
     for x in (logits, labels):
         check_tensor(x, comm)
     if logits.shape[:-1] != labels.shape or not logits.shape[-1]:
         raise ShapeError(
-            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) and (...)."
+            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., "
+            f"V/T > 0) and (...)."
         )
     if labels.dtype != torch.int64 or not logits.is_floating_point():
         raise DtypeError(
-            f"logits of {logits.dtype} and labels of {labels.dtype} given; needed floating ones and int64."
+            f"logits of {logits.dtype} and labels of {labels.dtype} given; needed floating ones "
+            f"and int64."
         )
     return logits.shape[-1]

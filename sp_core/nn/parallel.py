@@ -39,7 +39,10 @@ Lengths = tuple[int, ...] | None
 
 
 class Weight(nn.Module):
-    """A weight, not set yet, of which this rank holds the part that its placement says; and a bias, if a subclass sets one."""
+    """A weight, not set yet, of which this rank holds the part that its placement says.
+
+    And a bias, if a subclass sets one.
+    """
 
     def __init__(self, placement: Placement, comm: Communicator, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,7 +75,9 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
 
 
 def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
-    """Multiply this rank's features (B, S, in/P) by the weight of a layer, and sum over the ranks: (B, S*, E).
+    """Multiply this rank's features (B, S, in/P) by the weight of a layer, and sum over the ranks.
+
+    (B, S*, E).
 
     Communication:
         One all-reduce of the result, and none backward; or, with `lengths`, as `linear_scatter`.
@@ -83,7 +88,9 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
 
 
 class Norm(Weight):
-    """Divide each token by its root mean square; all ranks hold the weight, and if it is `partial` each for other tokens.
+    """Divide each token by its root mean square.
+
+    All ranks hold the weight, and if it is `partial` each for other tokens.
 
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467,
     equation 4.
@@ -101,7 +108,10 @@ class Norm(Weight):
 
 
 class Embedding(Weight):
-    """The vectors of tokens, of which each rank holds those of a part of the vocabulary; a `copy` is the head of a later stage."""
+    """The vectors of tokens, of which each rank holds those of a part of the vocabulary.
+
+    A `copy` is the head of a later stage.
+    """
 
     def __init__(
         self, vocab: int, hidden: int, comm: Communicator, dtype: torch.dtype, *, copy: bool
@@ -206,13 +216,18 @@ class _ParallelLinear(Weight):
             )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
             grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
-            return f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on {self.comm.name}"
+            return (
+                f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on "
+                f"{self.comm.name}"
+            )
 
         self.comm.agree_on(call)
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank has some output features. If the tokens are split over the ranks, it gathers them.
+    """A linear layer of which each rank has some output features.
+
+    If the tokens are split over the ranks, it gathers them.
 
     Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`. Made by `from_linear`.
     """
@@ -220,7 +235,9 @@ class ColumnParallelLinear(_ParallelLinear):
     split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather; without `sharding` from (..., E).
+        """Map x (B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather.
+
+        Without `sharding` from (..., E).
 
         Communication:
             As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the
@@ -233,7 +250,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank has some input features. It sums over the ranks and gives each its tokens, or all of them.
+    """A linear layer of which each rank has some input features.
+
+    It sums over the ranks and gives each its tokens, or all of them.
 
     Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks. Its
     gradient is that of all tokens on every rank. Made by `from_linear`.
@@ -242,7 +261,9 @@ class RowParallelLinear(_ParallelLinear):
     split_dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E); without `sharding` (..., E).
+        """Map x (B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E).
+
+        Without `sharding` (..., E).
 
         Communication:
             As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient
@@ -277,7 +298,8 @@ def _agreed_sizes(
         cut = split_sizes(features, comm.size) if sizes is None else tuple(sizes)
         if len(cut) != comm.size or min(cut) < 0 or sum(cut) != features:
             raise ShapeError(
-                f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to {features} are needed."
+                f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to "
+                f"{features} are needed."
             )
         shown = (
             f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"

@@ -46,7 +46,8 @@ class Rope:
     ) -> None:
         if head_dim < 2 or head_dim % 2:
             raise ShapeError(
-                f"head_dim is {head_dim}, needed an even number of at least 2, because dims rotate in pairs"
+                f"head_dim is {head_dim}, needed an even number of at least 2, because dims "
+                f"rotate in pairs"
             )
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
@@ -70,7 +71,8 @@ class Rope:
         """
         if x.dim() != 4 or x.shape[-1] != self.head_dim or x.shape[1] != len(positions):
             raise ShapeError(
-                f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = {len(positions)} positions and head_dim = "
+                f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = "
+                f"{len(positions)} positions and head_dim = "
                 f"{self.head_dim}; pass the global positions of this rank's tokens"
             )
         if not x.is_floating_point():
@@ -84,7 +86,10 @@ class Rope:
 
 
 def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) -> Tensor:
-    """Return the radians per token of each pair of dims, float64 (head_dim / 2,). The scaling "default" is none."""
+    """Return the radians per token of each pair of dims, float64 (head_dim / 2,).
+
+    The scaling "default" is none.
+    """
     plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
     if not scaling or kind == "default":
@@ -98,7 +103,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) 
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend linearly in turns per original context between."""
+    """Divide low frequencies by the factor, keep high ones, and blend linearly between.
+
+    What is low and high is counted in turns per original context.
+    """
     turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: divided, 1: kept

@@ -1,4 +1,6 @@
-"""Decide which rank computes what, and when: sequences of unequal length on ranks, micro-batches on the stages of a pipeline.
+"""Decide which rank computes what, and when.
+
+Sequences of unequal length on ranks, micro-batches on the stages of a pipeline.
 
 Plans are made of integers, without communication. `sp_core.llama` carries them out.
 """

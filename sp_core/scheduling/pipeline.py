@@ -69,7 +69,7 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
-    """Order 1F1B: stage s of p holds at most p - s micro-batches between their forward and their backward.
+    """Order 1F1B: stage s of p holds at most p - s micro-batches that wait for their backward.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters,
     arXiv:2104.04473, figure 4 above.
@@ -95,7 +95,9 @@ def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
 def timeline(
     orders: Sequence[Order], seconds: Callable[[int, Slot], float] = lambda stage, slot: 1.0
 ) -> Timeline:
-    """Compute when each slot starts: as soon as its stage is free and the slots that it needs are done.
+    """Compute when each slot starts.
+
+    As soon as its stage is free and the slots that it needs are done.
 
     Args:
         orders: for each stage what it does.
@@ -116,7 +118,8 @@ def timeline(
         ready = [stage for stage in stages if done.keys() >= set(needed(stage))]
         if not ready:
             raise ShapeError(
-                f"the stages wait for each other for ever after {len(done)} slots; reorder {orders}."
+                f"the stages wait for each other for ever after {len(done)} slots; reorder "
+                f"{orders}."
             )
         for stage in ready:
             free = placed[stage][-1][2] if placed[stage] else 0.0
@@ -173,7 +176,7 @@ def _name(slot: Slot) -> str:
 def split_stages(
     layers: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[range, ...]:
-    """Give each stage consecutive layers, at least one, so that the most costly stage costs as little as possible.
+    """Give each stage consecutive layers so that the most costly stage costs as little as possible.
 
     Args:
         layers: what each layer costs.
@@ -191,7 +194,8 @@ def split_stages(
     count = len(layers)
     if not 1 <= stages <= count:
         raise ShapeError(
-            f"{stages} stages were asked for, for {count} layers; each stage needs one. Use pp <= {count}."
+            f"{stages} stages were asked for, for {count} layers; each stage needs one. Use pp <= "
+            f"{count}."
         )
     before = list(accumulate(layers, initial=0.0))
 

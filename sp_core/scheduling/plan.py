@@ -28,7 +28,8 @@ class Work:
     def __post_init__(self) -> None:
         if min(self.per_token, self.per_pair) < 0 or self.per_token + self.per_pair == 0:
             raise ShapeError(
-                f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass numbers >= 0, one above 0."
+                f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass "
+                f"numbers >= 0, one above 0."
             )
 
     def of(self, length: int) -> int:
@@ -41,7 +42,7 @@ class Work:
         return self.per_token * (stop - start) + self.per_pair * pairs
 
     def shares(self, length: int, size: int) -> tuple[int, ...]:
-        """Return the operations of each of `size` ranks that share a sequence by `Sharding.zigzag`."""
+        """Return the operations of each of `size` ranks that share a sequence in zigzag order."""
         segments = Sharding.zigzag(length, size).segments
         return tuple(sum(self.between(s.start, s.stop) for s in owned) for owned in segments)
 
@@ -81,12 +82,14 @@ class Plan:
             or sorted(placed) != list(range(len(self.lengths)))
         ):
             raise ShapeError(
-                f"a plan for {len(self.lengths)} sequences and {len(self.packed)} ranks places {len(placed)}; needed are at least "
+                f"a plan for {len(self.lengths)} sequences and {len(self.packed)} ranks places "
+                f"{len(placed)}; needed are at least "
                 "1 rank, lengths >= 0, and every sequence exactly once."
             )
         if self.padded_to is not None and self.padded_to < max(self.lengths, default=0):
             raise ShapeError(
-                f"padded_to={self.padded_to} is less than the longest sequence has, {max(self.lengths)}."
+                f"padded_to={self.padded_to} is less than the longest sequence has, "
+                f"{max(self.lengths)}."
             )
 
     @property
@@ -99,7 +102,10 @@ class Plan:
         return self.lengths[number] if self.padded_to is None else self.padded_to
 
     def loads(self, work: Work) -> tuple[int, ...]:
-        """Return the operations of each rank. A waiting sequence goes to the rank with the least load so far."""
+        """Return the operations of each rank.
+
+        A waiting sequence goes to the rank with the least load so far.
+        """
         loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
         for number in self.sharded:
             loads = [
@@ -125,7 +131,9 @@ def imbalance(loads: Sequence[float]) -> float:
 
 
 def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
-    """Return the rank of each cost in turn: the one with the least load so far, the lowest of equal ones.
+    """Return the rank of each cost in turn.
+
+    The one with the least load so far, the lowest of equal ones.
 
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), list
     scheduling.
@@ -141,7 +149,10 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
 
 
 def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[int, ...]]:
-    """Cut sequences into consecutive runs of at most `max_tokens` tokens. A longer sequence is a run of its own."""
+    """Cut sequences into consecutive runs of at most `max_tokens` tokens.
+
+    A longer sequence is a run of its own.
+    """
     together: list[int] = []
     total = 0
     for number in numbers:

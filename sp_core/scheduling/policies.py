@@ -16,7 +16,9 @@ TOLERANCE = 0.02
 
 
 def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """Share the longest sequences among all ranks. Give the others, longest first, to the rank with the least work.
+    """Share the longest sequences among all ranks.
+
+    Give the others, longest first, to the rank with the least work.
 
     The greatest load is at most (1 + tolerance) times the mean, unless it were greater still if
     every sequence was shared, as with few short ones. How many are shared is found by bisection,
@@ -57,7 +59,9 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
 
 
 def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """Share the sequences that `balanced` shares. Ranks take the others as they finish, longest first.
+    """Share the sequences that `balanced` shares.
+
+    Ranks take the others as they finish, longest first.
 
     Args, raises: as `balanced`.
     """
@@ -84,7 +88,7 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
 
 
 def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Assign as `round_robin`, with every sequence padded to the longest, so that equal numbers are equal work. Naive."""
+    """Assign as `round_robin`, with every sequence padded to the longest. Naive."""
     return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
 
 
@@ -119,5 +123,6 @@ def _longest_first(
 def _check(lengths: Sequence[int], size: int) -> None:
     if size < 1 or min(lengths, default=0) < 0:
         raise ShapeError(
-            f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths >= 0 and size >= 1."
+            f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths "
+            f">= 0 and size >= 1."
         )

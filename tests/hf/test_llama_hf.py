@@ -1,4 +1,4 @@
-"""Against Hugging Face's LLaMA with random weights, from a folder that it has saved itself, on every mesh of up to four ranks."""
+"""Against Hugging Face's LLaMA, from a folder that it has saved, on meshes of up to 4 ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def save(case: Case, folder: Path) -> Any:
 
 
 def without_casts(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """RMSNorm and rotary angles in float64, which transformers computes in float32 whatever the model's dtype."""
+    """RMSNorm and rotary angles in float64, which transformers computes in float32."""
     from transformers.models.llama import modeling_llama as theirs
 
     def norm(self: Any, x: Tensor) -> Tensor:
@@ -174,7 +174,9 @@ def test_transformers_is_the_reference_where_it_does_not_cast(theirs: Theirs) ->
     ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in axes(mesh).items()),
 )
 def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) -> None:
-    """By every algorithm, plain and with TP-SP: float64 to the elementwise bound, float32 no farther from float64 than theirs.
+    """By every algorithm, plain and with TP-SP.
+
+    Float64 to the elementwise bound, float32 no farther from float64 than theirs.
 
     How far is the root mean square over the vocabulary of all tokens of eight sequences: of one
     logit it is chance which of two roundings is the smaller one.
@@ -206,7 +208,10 @@ def rms(error: Tensor) -> float:
 
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: f"mesh {number}")
 def test_greedy_tokens_are_those_of_transformers(theirs: Theirs, number: int) -> None:
-    """64 tokens after each of four unequal prompts in float64; meshes take turns with the algorithms and TP-SP."""
+    """64 tokens after each of four unequal prompts in float64.
+
+    Meshes take turns with the algorithms and TP-SP.
+    """
     mesh, algorithm = TABLE[number], ("auto", *ALGORITHMS)[number % (1 + len(ALGORITHMS))]
     size = mesh["dp"] * mesh["ring"] * mesh["ulysses"] * mesh["tp"]
 
@@ -220,7 +225,11 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Theirs, number: int) ->
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path) -> None:
-    """In several files; its logits are those of the reference with these weights, as near as its casts to float32 let them."""
+    """In several files.
+
+    Its logits are those of the reference with these weights, as near as its casts to float32 let
+    them.
+    """
     from transformers import AutoModelForCausalLM
 
     case = CASES[name]
