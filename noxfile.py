@@ -254,7 +254,7 @@ def workflows(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def package(session: nox.Session) -> None:
-    """Build the sdist and the wheel, and run the README's program and the examples from the wheel."""
+    """Build sdist and wheel; run the README's program and the examples from the wheel."""
     dist = Path(session.create_tmp()).resolve()
     shutil.rmtree(dist)
     session.install("-c", CONSTRAINTS, "build")

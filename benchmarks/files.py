@@ -1,4 +1,4 @@
-"""Files that are whole whenever somebody looks, and files from elsewhere, which may hold anything."""
+"""Write files in one step, and read files from elsewhere, which may hold anything."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
 
 
 def authorisation() -> dict[str, str]:
-    """The setting with which git shows the token of a workflow's job to the server, and to no other."""
+    """Return the setting that shows the token of a workflow's job to its server alone."""
     token, server = os.environ.get("GITHUB_TOKEN"), os.environ.get("GITHUB_SERVER_URL")
     if not token or not server:
         return {}
@@ -92,7 +92,7 @@ def tip(remote: str, access: Mapping[str, str]) -> str | None:
 
 
 def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[str | None, int]:
-    """A commit on top of the branch, and how many records it adds; None where it would add none. No file here is touched."""
+    """Return a commit on top of the branch, or None, and how many records it adds."""
     old = (
         dict(line.split("\t")[::-1] for line in say("ls-tree", parent).splitlines())
         if parent
@@ -116,7 +116,7 @@ def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[st
 def append(
     new: Sequence[Record], title: str, remote: str, *, dry_run: bool, attempts: int = 3
 ) -> str:
-    """Put records on the branch, and say what was done. Who pushed meanwhile is not overwritten: it is tried again on top."""
+    """Put records on the branch, on top of whoever pushed meanwhile; say what was done."""
     access = authorisation()
     made, count = commit_of(tip(remote, access), new, title)
     if made is None:

@@ -1,4 +1,4 @@
-"""Let the environment that runs this use the torch and NumPy of another interpreter, or none but its own.
+"""Let this environment use the torch and NumPy of another interpreter, or its own only.
 
     python ci/borrow_torch.py CONSTRAINTS [INTERPRETER]
 
@@ -21,7 +21,8 @@ BORROWED = ("torch", "numpy")
 LINK = "borrowed_torch.pth"
 PROBE = """
 import json, pathlib, sys, numpy, torch
-print(json.dumps([list(sys.version_info[:2]), sorted({str(pathlib.Path(m.__file__).parent.parent) for m in (numpy, torch)})]))
+places = {str(pathlib.Path(module.__file__).parent.parent) for module in (numpy, torch)}
+print(json.dumps([list(sys.version_info[:2]), sorted(places)]))
 """
 
 
@@ -44,13 +45,14 @@ def folders(interpreter: str) -> list[str]:
     if version != list(sys.version_info[:2]):
         theirs, ours = (".".join(map(str, one)) for one in (version, sys.version_info[:2]))
         raise CannotBorrow(
-            f"{interpreter} is Python {theirs}, this environment Python {ours}; start nox with the same version"
+            f"{interpreter} is Python {theirs}, this environment Python {ours}; "
+            "start nox with the same version"
         )
     return list(found)
 
 
 def borrow(interpreter: str, constraints: Path, site: Path) -> Path:
-    """Link the packages of an interpreter into a folder of packages; returns the constraints without what is borrowed."""
+    """Link an interpreter's packages into a folder; return the constraints without them."""
     found = folders(interpreter)
     subprocess.run(
         [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *BORROWED],

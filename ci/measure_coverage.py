@@ -1,4 +1,4 @@
-"""Which lines of the package the tests reach, with ranks as threads and under mpiexec together. Arguments go to pytest.
+"""Measure which lines of the package the tests reach, as threads and under mpiexec together.
 
 Prints the table and writes reports/coverage.xml, also where tests are red; then the exit code is 1.
 A killed rank tells nothing.

@@ -1,4 +1,4 @@
-"""Let a reviewed pull request run on the GPU runners: push its commit to `pull-request/N`, on which `gpu.yml` runs.
+"""Let a reviewed pull request run on the GPU runners: push it to `pull-request/N`.
 
     python -m ci.promote_pr 123 0123456789abcdef0123456789abcdef01234567 [--dry-run]
 
@@ -37,13 +37,13 @@ class Refused(Exception):
 
 
 def fetch(remote: str, ref: str) -> str:
-    """The commit that a ref of the remote names now; it is fetched, but no ref here is moved to it."""
+    """Fetch the commit that a ref of the remote names; no ref here is moved to it."""
     say("fetch", "--quiet", "--no-tags", "--no-recurse-submodules", remote, ref)
     return say("rev-parse", "--verify", "FETCH_HEAD^{commit}")
 
 
 def changed_files(base: str, head: str) -> list[str]:
-    """Paths in which head differs from where it left base, of a renamed file both; no setting of git hides one."""
+    """Return the paths that head changed since it left base; no setting of git hides one."""
     left = say("merge-base", "--all", base, head).split()
     return sorted(
         {
@@ -61,7 +61,7 @@ def guarded(paths: Sequence[str]) -> Iterator[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names, one a line. They come from a stranger: as JSON strings they cannot steer the terminal."""
+    """List names, one a line, as JSON strings: a stranger's cannot steer the terminal then."""
     rest = [f"  ... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return "\n".join([*(f"  {json.dumps(name)}" for name in names[:SHOWN]), *rest])
 
@@ -71,17 +71,20 @@ def check(number: int, reviewed: str, remote: str, base: str, *, allow_ci: bool)
     head = fetch(remote, f"refs/pull/{number}/head")
     if head != reviewed:
         raise Refused(
-            f"pull request {number} moved: you reviewed {reviewed}, it is now {head}. Review it again, then pass that commit."
+            f"pull request {number} moved: you reviewed {reviewed}, it is now {head}. "
+            "Review it again, then pass that commit."
         )
     changed = changed_files(fetch(remote, f"refs/heads/{base}"), head)
     print(
-        f"pull request {number} at {head} changes {len(changed)} files against {base}:\n{listed(changed)}"
+        f"pull request {number} at {head} changes {len(changed)} files against {base}:\n"
+        f"{listed(changed)}"
     )
     forbidden = list(guarded(changed))
     if forbidden and not allow_ci:
         raise Refused(
             f"it changes how CI runs or what it installs:\n{listed(forbidden)}\n"
-            "Review these line by line; if they are wanted, pass --allow-ci, or merge them by themselves first."
+            "Review these line by line; if they are wanted, pass --allow-ci, "
+            "or merge them by themselves first."
         )
 
 
@@ -92,7 +95,8 @@ def push(number: int, reviewed: str, remote: str, *, dry_run: bool) -> str:
     if there == reviewed:
         return f"pull-request/{number} is at {reviewed} already: nothing to do"
     if dry_run:
-        return f"dry run: would push {reviewed} to pull-request/{number} ({f'now {there}' if there else 'a new branch'})"
+        before = f"now {there}" if there else "a new branch"
+        return f"dry run: would push {reviewed} to pull-request/{number} ({before})"
     say("push", "--quiet", f"--force-with-lease={branch}:{there}", remote, f"{reviewed}:{branch}")
     return f"pushed {reviewed} to pull-request/{number}: the GPU workflow runs on it"
 
@@ -101,7 +105,8 @@ def full_sha(text: str) -> str:
     """A short name of a commit can be forged, a full one cannot."""
     if not re.fullmatch("[0-9a-f]{40}", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no full commit: 40 lower-case hexadecimal digits, as `git rev-parse` prints them"
+            f"{text!r} is no full commit: 40 lower-case hexadecimal digits, "
+            "as `git rev-parse` prints them"
         )
     return text
 

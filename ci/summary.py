@@ -1,4 +1,4 @@
-"""Append a Markdown file to the summary of a workflow's job: `python -m ci.summary REPORT.md`. On a desk it is printed.
+"""Append a Markdown file to the summary of a workflow's job: `python -m ci.summary REPORT.md`.
 
 A summary that is too long would be dropped as a whole, so a long file is cut and says so.
 """

@@ -26,7 +26,7 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 class Branch:
-    """A server, a clone of it that is the working directory, and what the branch on the server holds."""
+    """A server, a clone that is the working directory, and the branch on the server."""
 
     def __init__(self, folder: Path) -> None:
         self.bare, self.clone, self.file = folder / "bare", folder / "clone", folder / "new.jsonl"

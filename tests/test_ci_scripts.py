@@ -1,4 +1,4 @@
-"""The small scripts behind the noxfile: the machine's own torch in a session, and the summary of a job."""
+"""The small scripts behind the noxfile: torch of the machine, and the summary of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def program(path: Path, text: str) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of packages of an environment that has no torch; pip only notes what it is asked for."""
+    """The packages of an environment without torch; pip only notes what it is asked for."""
     folder = tmp_path / "site"
     folder.mkdir()
     (tmp_path / "pins.txt").write_text(PINS)

@@ -1,4 +1,4 @@
-"""The comparison of commits on made-up machines: every verdict, its reason, and that a stranger comes to the same."""
+"""The comparison of commits on made-up machines: every verdict, its reason, a second opinion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stranger's recomputation of a comparison: it comes to the same verdicts, and what was tampered with shows."""
+"""The recomputation comes to the same verdicts, and shows what was tampered with."""
 
 from __future__ import annotations
 

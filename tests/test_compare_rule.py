@@ -1,4 +1,4 @@
-"""The decision rule: exact under coin flips, as good as the design says in simulation, and the same from either side."""
+"""The decision rule: exact under coin flips, as good as designed, the same from either side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MACHINES = {
     "hosted": ("cpu", 0.0469, 0.021),
     "hostile": ("cpu", 0.0815, 0.121),
 }
-"""Floor of delta, spread of a pair's log-ratio, and how often one launch each then differs by more than 10 % in one direction."""
+"""Floor of delta, spread of a log-ratio, and how often one launch each differs by over 10 %."""
 
 logs_of = st.floats(-1, 1).filter(lambda d: abs(d) > 1e-6)
 screens = st.lists(logs_of, min_size=SCREEN_PAIRS, max_size=SCREEN_PAIRS)
@@ -55,7 +55,7 @@ def throws(pairs: int) -> NDArray[np.int64]:
 
 
 def test_the_screen_over_all_throws_of_its_coins() -> None:
-    """Identical commits, the second launch of a pair always slower by far: only the coins decide; 56 of 1024 throws look slower."""
+    """Identical commits, the second launch always slower: 56 of 1024 throws look slower."""
     steps = [0.3 + 0.02 * index for index in range(SCREEN_PAIRS)]
     found = []
     for pattern in range(2**SCREEN_PAIRS):
@@ -66,7 +66,7 @@ def test_the_screen_over_all_throws_of_its_coins() -> None:
 
 
 def test_the_whole_rule_over_all_throws_of_its_coins() -> None:
-    """2^30 throws, by their counts: what is found is the product of both tails, for a drift of any size."""
+    """2^30 throws: what is found is the product of both tails, for a drift of any size."""
     screen_counts, confirm_counts = (np.bincount(throws(n)) for n in (SCREEN_PAIRS, CONFIRM_PAIRS))
     found = dict.fromkeys(Verdict, 0)
     for slower, ways in enumerate(screen_counts):
@@ -117,7 +117,7 @@ def simulated(spread: float, effect: float) -> tuple[Floats, Floats]:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_simulated_comparisons(machine: str) -> None:
-    """No false positive, twice delta is found as often as the design says, where one launch each is often wrong."""
+    """No false positive; twice delta is found as often as designed, where one launch is wrong."""
     kind, spread, usual = MACHINES[machine]
     floors = np.full(COMPARISONS, DELTAS[kind])
     _, nothing = simulated(spread, 0.0)
@@ -202,7 +202,7 @@ def test_what_a_verdict_says_is_in_its_interval(
 
 @pytest.mark.parametrize(("pairs", "place"), [(9, 2), (10, 2), (20, 5), (30, 9), (3, 1)])
 def test_the_interval_is_the_sign_test_inverted(pairs: int, place: int) -> None:
-    """Zero lies below the interval exactly where so many are positive that fewer than 2 in 100 throws of coins show it."""
+    """Zero lies below the interval exactly if fewer than 2 in 100 throws show so many heads."""
     ordered = [float(n) for n in range(1, pairs + 1)]
     found = interval(random.Random(3).sample(ordered, pairs))
     assert (found.low, found.high) == (ordered[place - 1], ordered[-place])

@@ -1,4 +1,4 @@
-"""The comparison tests itself: what its self-test and its resampling must find, and must not, and that they can fail."""
+"""The comparison tests itself: its self-test and its resampling find what they must, or fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_resampling_finds_no_regression_and_a_delay(
 
 
 def test_resampling_throws_every_coin_again() -> None:
-    """A second worktree that always looks slower is no change of the commit, and must not look like one."""
+    """A second worktree that always looks slower is no change, and must not look like one."""
     runs = [[(1.0, 1.3)] * 10 for _ in range(3)]
     draw = random.Random(1)
     alarms = [resample.Stored(0.10, runs).again(draw) for _ in range(200)]
@@ -124,7 +124,7 @@ def test_the_selftest_knows_what_must_not_be_found(verdict: str) -> None:
 
 
 def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the last rank only, forward only; by a clock that goes on by one whenever it is read, and by ten in the call."""
+    """On the last rank, forward only; the clock goes on by one a reading, by ten in the call."""
     path = tmp_path / selftest.PLANTED_IN
     path.parent.mkdir(parents=True)
     call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"

@@ -1,4 +1,4 @@
-"""Around the comparison: worktrees come and go, launches are started as they should be, what is wrong is refused."""
+"""Around the comparison: worktrees come and go, launches start, wrong options are refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Pa
 def test_a_library_with_other_needs_gets_an_environment_of_its_own(
     alike: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what the library itself needs counts; the harness comes from the present tree with its own needs."""
+    """Only the needs of the library count; the harness has those of the present tree."""
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(sides_module, "_install", lambda *command: commands.append(command))
     monkeypatch.setattr(sides_module, "_harness_needs", lambda: ["rich", "mpich"])
@@ -130,7 +130,7 @@ def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
 def test_the_harness_is_asked_for_cases_and_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it writes is kept, also where it is interrupted; what it prints when it fails goes to a log."""
+    """Records are kept, also of an interruption; the output of a failure goes to a log."""
     asked: list[Any] = []
 
     def run_launch(

@@ -1,4 +1,4 @@
-"""History: a move of the level is found where it was made, noise is not, and records of other machines or cases are not mixed."""
+"""History: a change is found where it was made, noise is not; nothing unlike is mixed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_two_changes_are_both_found() -> None:
 
 
 def test_one_series_in_a_hundred_is_marked_by_chance() -> None:
-    """The p of a shuffled series is uniform, so that 1 % or less are marked: 300 series, of which 9 or more would be 1 in 500."""
+    """The p of a shuffled series is uniform: of 300 series 9 or more would be 1 in 500."""
     assert sum(bool(changes(noise(14, seed, 0.2))) for seed in range(300)) <= 8
 
 

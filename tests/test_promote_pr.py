@@ -1,4 +1,4 @@
-"""The script that lets a reviewed pull request run on GPUs, with a bare repository as the server."""
+"""The script that lets a reviewed pull request run on GPUs, with a bare repository as server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEW_BRANCH = "refs/heads/pull-request/7"
 
 
 class Server:
-    """A bare repository with `main` and pull request 7, a stranger's clone that writes both, and a maintainer's that promotes."""
+    """A bare repository with pull request 7, a stranger's clone and a maintainer's."""
 
     def __init__(self, folder: Path) -> None:
         self.stranger, self.maintainer = folder / "stranger", folder / "maintainer"

@@ -1,4 +1,4 @@
-"""Records: what is written can be read; what cannot be used is named, and costs nothing but itself."""
+"""Records: what is written can be read; what cannot be used is named, and costs only itself."""
 
 from __future__ import annotations
 
@@ -265,7 +265,8 @@ def test_a_record_survives_the_death_of_its_writer(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     program = (
         "import json, os, signal, sys\nfrom benchmarks import records\n"
-        "records.append(sys.argv[1], json.loads(sys.argv[2]))\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "records.append(sys.argv[1], json.loads(sys.argv[2]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = [sys.executable, "-c", program, str(path), line(GOOD).decode()]
     answer = subprocess.run(command, cwd=ROOT, timeout=60, check=False)

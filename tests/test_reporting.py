@@ -1,4 +1,4 @@
-"""Reports: their numbers are those of the records, whatever the records say stays text, and broken files cost only themselves."""
+"""Reports: numbers are the records', foreign words stay text, broken files cost themselves."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole() -> None:
 
 
 def test_a_page_shows_little_until_somebody_asks(tmp_path: Path) -> None:
-    """A phone shows one plot beside nothing else, and a table of hundreds of rows is many screens."""
+    """A phone shows one plot beside nothing else, and hundreds of rows are many screens."""
     _, page = report(tmp_path, save(tmp_path / "r.jsonl", *made.run()))
     opened = [name for tag, name, _ in page.attributes if (tag, name) == ("details", "open")]
     assert page.tags["details"] - len(opened) >= 3

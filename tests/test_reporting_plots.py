@@ -1,4 +1,4 @@
-"""Plots: every axis has its unit, no text covers another, and the points are the numbers of the records."""
+"""Plots: every axis has its unit, no text covers another, points are the records' numbers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ case "$*" in
         mkdir -p "$folder/bin"
         cp "$UNDOCTORED" "$folder/bin/python"
         printf '#!/bin/sh\\necho "pip $*" >>"$CALLS"\\ncat "$4" >>"$CALLS"\\n' >"$folder/bin/pip"
-        printf '#!/bin/sh\\necho "nox $* with ${SP_TORCH:-no torch}" >>"$CALLS"\\nexit "${NOX_ENDS:-0}"\\n' >"$folder/bin/nox"
+        echo '#!/bin/sh' >"$folder/bin/nox"
+        echo 'echo "nox $* with ${SP_TORCH:-no torch}" >>"$CALLS"' >>"$folder/bin/nox"
+        echo 'exit "${NOX_ENDS:-0}"' >>"$folder/bin/nox"
         chmod +x "$folder/bin/python" "$folder/bin/pip" "$folder/bin/nox"
         ;;
     *) exit "$HAS_TORCH" ;;
@@ -67,7 +69,7 @@ esac
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """An environment in which sbatch and srun are on the PATH; what they were called with is in the file $CALLS."""
+    """An environment with sbatch and srun on the PATH; the file $CALLS has their calls."""
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("undoctored/bin/python", UNDOCTORED)):
         path = tmp_path / "bin" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +166,7 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(
 
 @pytest.fixture
 def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """That cluster, with a python3 that makes environments of shell scripts, which only note what they are asked for."""
+    """That cluster, with a python3 whose environments are scripts that note their calls."""
     (tmp_path / "scratch").mkdir()
     fake = tmp_path / "bin" / "python3"
     fake.write_text(PYTHON3)

@@ -1,4 +1,4 @@
-"""The trace of a step: spans of all ranks by one clock, communication named and sized, in a file that trace viewers read."""
+"""The trace of a step: spans of all ranks by one clock, communication named and sized."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
 
 
 def profile(rank: int, *, base: float, offset: float) -> Profile:
-    """A step from 1.0 to 1.5 s by rank 0's clock, in which a ring transfer is started, and waited for from 1.2 to 1.3 s.
+    """A step from 1.0 to 1.5 s by rank 0's clock; a transfer is waited for from 1.2 to 1.3 s.
 
     Args:
         rank: which.

@@ -17,7 +17,8 @@ INSTALL = (
 )
 NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`]*)?""")
 PINNED = re.compile(
-    r"actions/(checkout|setup-python|upload-artifact|download-artifact)@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+    r"actions/(checkout|setup-python|upload-artifact|download-artifact)"
+    r"@[0-9a-f]{40} # v\d+\.\d+\.\d+"
 )
 OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
 FORBIDDEN = ("pull_request_target", "workflow_run", "issue_comment", "secrets.", "secrets:")

@@ -1,4 +1,4 @@
-"""From records to a result: which launches make a pair, whether they may be compared, and a row for each case."""
+"""Turn records into a result: check the pairs of launches, and judge each case."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Group:
             self.at[place] = record
 
     def of(self, stage: str, *sides: str) -> list[Record]:
-        """Return the records of some sides of a stage that is complete, in the order of its pairs."""
+        """Return the records of some sides of a complete stage, in the order of its pairs."""
         return [self.at[place] for place in places(stage, sides or SIDES)]
 
     def seconds(self, stage: str, side: str) -> list[float]:
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def delta(self) -> float:
-        """The smallest change that counts, from the screen, so that the second stage cannot move it."""
+        """The smallest change that counts, of the screen: the second stage cannot move it."""
         return raised_delta(self.floor, self.seconds("screen", "base"))
 
     @property

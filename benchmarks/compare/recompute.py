@@ -1,4 +1,4 @@
-"""Recompute every verdict of a comparison from its stored records: `python -m benchmarks.compare.recompute FOLDER`.
+"""Recompute every verdict of a comparison: `python -m benchmarks.compare.recompute FOLDER`.
 
 For those who do not trust the comparison: this file uses the standard library only and shares no
 code with what it checks. It reads `result.json` and `records.jsonl`, throws the coins again, takes
@@ -25,7 +25,7 @@ Launches = dict[tuple[str, int, str], Json]
 
 
 def launches_of(records: list[Json], complaints: list[str]) -> dict[tuple[str, int], Launches]:
-    """The records by case and ranks, then by stage, pair and side; with complaints about their order."""
+    """Return the records by case and ranks, then by place; complain about their order."""
     found: dict[tuple[str, int], Launches] = {}
     for record in records:
         name, pair = (record["case"]["id"], record["case"]["ranks"]), record["pair"]
@@ -62,7 +62,7 @@ def seconds(record: Json) -> float:
 
 
 def ends(values: list[float]) -> tuple[float, float]:
-    """The interval of the median: as many values left out at each end as miss it in at most MISS."""
+    """Return the interval of the median: each end misses it with a probability of at most MISS."""
     values, count = sorted(values), len(values)
     out = 0
     while 2 * (out + 2) <= count and sum(comb(count, i) for i in range(out + 2)) / 2**count <= MISS:

@@ -1,4 +1,4 @@
-"""Many comparisons from few: the launches of comparisons of a commit with itself, paired and thrown again.
+"""Resample many comparisons from the launches of a few of a commit with itself.
 
 `python -m benchmarks.compare.resample FOLDER...`: a resampled comparison takes the screen of one
 stored run, for the second stage those of two runs, and throws every coin again: which launch of a

@@ -79,7 +79,7 @@ def half_width(seconds: Sequence[float]) -> float:
 
 
 def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
-    """Return the smallest change that counts for a case: twice the half-width of base against itself, at least `floor`.
+    """Return the smallest change that counts for a case: twice the noise of base, at least `floor`.
 
     Head has no say in it, so that a commit cannot loosen its own gate.
     """
@@ -87,7 +87,7 @@ def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
 
 
 def suspicion(screen: Sequence[float], delta: float) -> int:
-    """Return 1 if the screen looks slower, -1 if it looks faster, else 0; fresh pairs then decide."""
+    """Return 1 if the screen looks slower, -1 if faster, else 0; fresh pairs then decide."""
     found = _direction(screen, SCREEN_PAIRS, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
     return found if delta <= MAX_DELTA else 0
 

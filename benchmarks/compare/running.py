@@ -1,4 +1,4 @@
-"""Starts the launches of a comparison in their random order, stage by stage, and says how long it will take."""
+"""Start the launches of a comparison in their random order, stage by stage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bench:
     def launch(
         self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
     ) -> None:
-        """Measure some cases once; each has a record in `out` afterwards, however the launch ends."""
+        """Measure some cases once. Each has a record in `out` then, however the launch ends."""
         part = out.with_name("launch.jsonl")  # its reader need not read all launches before it
         setting = msgspec.structs.replace(
             self.setting,

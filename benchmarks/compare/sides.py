@@ -1,4 +1,4 @@
-"""The two sides of a comparison: a worktree of each commit, and an interpreter with what its library needs.
+"""Make the two sides of a comparison: a worktree of each commit, and an interpreter for it.
 
 Harness and cases come from the present tree for both; a worktree gives the library only.
 """

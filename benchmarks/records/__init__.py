@@ -1,4 +1,4 @@
-"""Records of measurements: JSON lines, one for each case, number of ranks and launch; `types.py` has their form.
+"""Records of measurements: a JSON line for each case, number of ranks and launch.
 
 A file of records is data from elsewhere (another machine, another commit, a pull request), so it is
 checked like hostile input. Written records are checked in the same way: nothing is written that

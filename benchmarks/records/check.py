@@ -72,7 +72,7 @@ def text(record: Record | dict[str, Any]) -> bytes:
 
 
 def reason(told: str) -> str:
-    """Return any text as a record's reason: cut, and without control characters such as a terminal's colours."""
+    """Return any text as a record's reason: cut, without control characters."""
     plain = _ESCAPES.sub("", told).encode(errors="replace").decode()
     return (
         "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON]
@@ -105,13 +105,10 @@ def _contradictions(record: Record) -> Iterator[str]:
         yield "$.phases: there is no total."
     if timing is None:
         return
-    for name, length in (
-        ("samples_s", timing.iterations),
-        ("max_local_s", timing.iterations),
-        ("per_rank_median_s", case.ranks),
-    ):
-        if len(getattr(timing, name)) != length:
-            yield f"$.timing.{name} has {len(getattr(timing, name))} numbers, the record says {length}."
+    lengths = {"samples_s": timing.iterations, "max_local_s": timing.iterations}
+    for name, length in {**lengths, "per_rank_median_s": case.ranks}.items():
+        if (found := len(getattr(timing, name))) != length:
+            yield f"$.timing.{name} has {found} numbers, the record says {length}."
     median = statistics.median(timing.samples_s)
     if not math.isclose(timing.median_s, median, rel_tol=CLOSE):
         yield f"$.timing.median_s is {timing.median_s}, the median of the samples is {median}."
@@ -189,6 +186,6 @@ def read(path: Path | str) -> Reading:
 
 
 def _ends_with_line(descriptor: int) -> bool:
-    """Whether what is written next begins a line: a writer that was killed may have left half of one."""
+    """Return whether the file ends with a whole line, which a killed writer may have cut."""
     size = os.fstat(descriptor).st_size
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"

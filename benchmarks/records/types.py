@@ -1,4 +1,4 @@
-"""The one record: a case on P ranks in one launch. msgspec checks on reading and writing that it has this form."""
+"""Define the record of a case on P ranks in one launch, for msgspec to check."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Part(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Pair(Part):
-    """Which measurement of a comparison a launch is: the side that was launched in a slot of a pair, by the throw of a coin."""
+    """The place of a launch in a comparison: stage, pair, and the slot of a side by a coin."""
 
     index: Count
     stage: Literal["screen", "confirm"]
@@ -103,7 +103,7 @@ def make_case(
     dtype: str = "float32",
     detail: str | None = None,
 ) -> Case:
-    """Return a case whose id names all choices, and with `detail` whatever else tells cases of one scheme apart."""
+    """Return a case whose id names all choices; `detail` tells cases of one scheme apart."""
     parts = (layer, scheme, algorithm, layout, mask, detail, direction)
     return Case(
         id="/".join(part for part in parts if part is not None),
@@ -172,7 +172,10 @@ class Skew(Part):
 
 
 class Timing(Part):
-    """Seconds of one step; `samples_s` from the first rank's start to the last rank's end, `inner` is steps per sample."""
+    """Seconds of one step, from the first rank's start to the last rank's end.
+
+    A sample has `inner` steps.
+    """
 
     warmup: Count
     iterations: Annotated[int, Meta(ge=1, le=10_000)]
@@ -194,7 +197,7 @@ class Phase(Part):
 
 
 class Traffic(Part):
-    """An operation in one step: bytes summed over the ranks, seconds of the rank that waited longest."""
+    """An operation in one step: bytes over all ranks, seconds of the rank that waited longest."""
 
     calls: Count
     messages: Count
@@ -220,7 +223,10 @@ class Work(Part):
 
 
 class Record(Part):
-    """A case on P ranks in one launch; the parts from `device` to `work` are None if it was not measured."""
+    """A case on P ranks in one launch.
+
+    The parts from `device` to `work` are None if it was not measured.
+    """
 
     schema: Literal[1]
     run_id: Word

@@ -1,1 +1,1 @@
-"""What records say, for people: tables, plots, a page, change points over commits, and one step as a timeline."""
+"""Show records to people: tables, plots, a page, changes over commits, and a timeline."""

@@ -1,4 +1,4 @@
-"""Report on records: `python -m benchmarks.reporting RECORDS.jsonl... [--compare RESULT.json] [--trace TRACE.json] --out DIR`.
+"""Report on records: `python -m benchmarks.reporting RECORDS.jsonl... --out DIR`.
 
 Writes report.md, report.html and report.png. With `--history` only changes over the commits:
 history.md, history.html and history.png; the changes are printed too.

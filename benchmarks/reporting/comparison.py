@@ -1,4 +1,4 @@
-"""A comparison of two commits: the verdict on each case with its interval, the most important first."""
+"""Show a comparison of two commits: the verdict on each case with its interval."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
 
 
 def draw(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw an interval for each case; the bracket on the right is the smallest change that counts."""
+    """Draw an interval for each case; the bracket is the smallest change that counts."""
     axes.axvline(0, color=INK, linewidth=1)
     for place, row in enumerate(rows):
         low, middle, high = (100 * (value - 1) for value in row.change or ())

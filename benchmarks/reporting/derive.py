@@ -1,4 +1,4 @@
-"""Numbers that follow from records: speed-up, efficiency, bandwidth, shares. They are computed on reading and never stored."""
+"""Derive numbers from records on reading: speed-up, efficiency, bandwidth, shares."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """Return a row for each case and number of ranks that was measured, in the order of case and ranks."""
+    """Return a row for each measured case and number of ranks, in this order."""
     launches: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         if record.seconds:

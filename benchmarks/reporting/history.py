@@ -1,4 +1,4 @@
-"""Times over commits: a line for each case and number of ranks, with the places where its level changed.
+"""Times over commits: a line for each case and P, with the places where its level changed.
 
 The series of logarithms is split where the means before and after differ most, in units of the
 spread on both sides (the statistic of the two-sample t test, with three values or more on each
@@ -140,7 +140,7 @@ def pictures(series: Sequence[Series]) -> Iterator[Picture]:
 
 
 def draw(axes: Axes, group: Sequence[Series]) -> None:
-    """Draw time against commits, a line for each P; a dashed vertical line where a level changed."""
+    """Draw time against commits, a line for each P; mark where a level changed."""
     longest = max((one.points for one in group), key=len)
     for number, one in enumerate(group):
         offset = len(longest) - len(one.points)  # the newest runs under one another

@@ -1,4 +1,4 @@
-"""What is shown, apart from how: sections of tables and pictures, written as Markdown and as one self-contained HTML page."""
+"""Write sections of tables and pictures as Markdown and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def markdown(page: Page, picture: str | None) -> str:
 
 
 def code(text: str) -> str:
-    """A text as Markdown code, inside which nothing is a link, a mention, HTML or the end of a table's cell.
+    """Return a text as Markdown code, in which nothing is a link, HTML or the end of a cell.
 
     There is no escape for a backtick in code, nor a safe one for a bar in a table, so these two
     become look-alikes.
@@ -176,7 +176,7 @@ TITLE = 60  # characters
 
 
 def overview(pictures: Sequence[Picture]) -> bytes:
-    """Return the first plots of each kind as PNG, two in a row, a broad one alone. Titles go into the figures."""
+    """Return the first plots of each kind as PNG, two in a row, a broad one alone."""
     from PIL import Image  # comes with matplotlib
 
     kinds = dict.fromkeys(picture.kind for picture in pictures)

@@ -1,4 +1,4 @@
-"""Plots of one run: time and efficiency against ranks, bandwidth against message size, and where a step's time goes."""
+"""Draw one run: time and efficiency against ranks, bandwidth, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
 
 
 def bandwidth(rows: Sequence[Row]) -> Iterator[Picture]:
-    """Draw the bandwidths of every collective against the size of its largest buffer, for each P."""
+    """Draw the bandwidths of every collective against its largest buffer, for each P."""
     timed = [row for row in rows if row.algbw is not None]
     for (_, scheme, ranks), group in grouped(
         timed, lambda row: (doubtful(row), row.case.scheme, row.ranks)

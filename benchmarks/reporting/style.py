@@ -1,4 +1,4 @@
-"""How all plots look: one size, colours that colour-blind people tell apart, and ink that follows the page's."""
+"""Give all plots one size, colours that colour-blind people tell apart, and the page's ink."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
     Axes = Axis = Figure = object  # matplotlib is slow to import
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
-"""After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink darkened so that they are seen on white."""
+"""After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink are darker, to be seen on white."""
 
 MARKERS = "osD^vP"
 INK, GRID = "#1b1f24", "#8a8f98"
@@ -35,7 +35,7 @@ TICKS = {
     30.0: (1.0, 2.0, 5.0),
     math.inf: (1.0,),
 }
-"""Which multiples of powers of ten are labelled, by the ratio of the largest to the smallest value."""
+"""Labelled multiples of powers of ten, by the ratio of the largest to the smallest value."""
 
 SETTINGS: Any = {
     "axes.axisbelow": True,

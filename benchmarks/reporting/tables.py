@@ -188,12 +188,14 @@ def _machine(record: Record | None) -> tuple[str, ...]:
 
 
 LEGEND = (
-    "time: median over launches of the median step, from the first rank's start to the last rank's end. "
+    "time: median over launches of the median step, from the first rank's start to the last's end. "
     "speed-up and efficiency: against the fewest ranks of the same case. "
-    "algbw: bytes of the largest buffer of a rank over the time; busbw: the same times the share that must cross a link. "
+    "algbw: bytes of the largest buffer of a rank over the time; "
+    "busbw: the same times the share that must cross a link. "
     "comm share: communication and waiting for other ranks, on the rank where it took longest. "
     "bytes sent: by all ranks in one step. imbalance: the slowest rank's time over the mean. "
-    "oversubscribed: more ranks than cores, so the time says nothing about scaling. skew-limited: the ranks did not start together."
+    "oversubscribed: more ranks than cores, so the time says nothing about scaling. "
+    "skew-limited: the ranks did not start together."
 )
 
 
@@ -208,7 +210,7 @@ BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plain(value: object, longest: int = LONGEST) -> str:
-    """A value on one line, without characters that are invisible or turn the text round, cut to a length."""
+    """Return a value on one line of visible characters in reading order, cut to a length."""
     spaced = "".join(
         " " if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Zs") else c for c in str(value)
     )

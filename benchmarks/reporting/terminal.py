@@ -39,7 +39,7 @@ STYLES = {
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for all tables if the output goes into a file."""
+    """Return a console as wide as the terminal, or as all tables if the output is a file."""
     from rich.console import Console as Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -64,7 +64,7 @@ def say(on: Console, text: str, style: str = "") -> None:
 
 
 def show(on: Console, table: Table) -> None:
-    """Print a table; columns that do not fit beside the first one follow below, under the first one again."""
+    """Print a table; columns that do not fit follow below, under the first one again."""
     from rich import box
     from rich.table import Table as Grid
     from rich.text import Text

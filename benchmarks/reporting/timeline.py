@@ -1,4 +1,4 @@
-"""A Chrome trace of one step as a picture: a bar for each rank, its communication coloured by operation."""
+"""Draw a Chrome trace of one step: a bar for each rank, its communication by operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that is made up, for tests of the comparison: its launches take no time and leave real records."""
+"""Pretend a machine for tests of the comparison: launches take no time and leave real records."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def failed(what: Values, status: str, reason: str) -> Record:
 
 
 def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Record]:
-    """One run of all cases on 1, 2 and 4 ranks; `speed` divides the times, chance moves them by some percent."""
+    """Return one run of all cases on 1, 2 and 4 ranks; `speed` divides the times."""
     chance = random.Random(number)
     about: Values = {
         "run_id": f"202611{number + 1:02d}T131500Z-1a2b3c",

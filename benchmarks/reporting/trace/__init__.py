@@ -1,1 +1,1 @@
-"""One step of a transformer block as a timeline with all ranks side by side: `nox -s trace`, then open trace.json in Perfetto."""
+"""Trace one step of a transformer block on all ranks (`nox -s trace`), for Perfetto."""

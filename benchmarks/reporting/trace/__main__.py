@@ -1,4 +1,4 @@
-"""Trace one step of a transformer block on P ranks: `python -m benchmarks.reporting.trace --ranks 4 --scheme ring`."""
+"""Trace one step of a transformer block: `python -m benchmarks.reporting.trace --ranks 4`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIONS: Options = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ranks and write the trace; the exit code is 0, 1 for a failed run, 2 for options that cannot be run."""
+    """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
     options = parse(
         "trace", "One step of a transformer block, all ranks side by side.", OPTIONS, arguments
     )
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = launching.run(options.ranks, "benchmarks.reporting.trace.rank:measure", setting, launch)
     if found["status"] != "ok":
         print(
-            f"trace: the run failed: {found['reason']}\n{found['output']}\ntrace: nothing was written."
+            f"trace: the run failed: {found['reason']}\n{found['output']}\n"
+            "trace: nothing was written."
         )
         return 1
     out.write_text(json.dumps(found["trace"], separators=(",", ":"), allow_nan=False))

@@ -1,4 +1,4 @@
-"""The profiles of all ranks as one Chrome trace: a row for each rank, communication by name and size, everything by one clock.
+"""Merge the profiles of all ranks into one Chrome trace, by one clock.
 
 Source: Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -61,7 +61,7 @@ def merge(profiles: Iterable[Profile], about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spans(profile: Profile) -> Iterator[Event]:
-    """Yield the spans of one rank by rank 0's clock, with what is under way between start and wait."""
+    """Yield the spans of one rank by rank 0's clock, and what is under way until its wait."""
     shift = _shift(profile)
     begun: dict[int, float] = {}
     for event in profile.events:
@@ -91,7 +91,7 @@ def _spans(profile: Profile) -> Iterator[Event]:
 
 
 def _shift(profile: Profile) -> float:
-    """Return the microseconds to add to a time of the profiler, by the mark that was made fastest."""
+    """Return the microseconds to add to a profiler's time, by the mark that was made fastest."""
     number, (start, end) = min(
         enumerate(profile.anchors), key=lambda anchor: anchor[1][1] - anchor[1][0]
     )

@@ -1,4 +1,4 @@
-"""One rank of a traced step: a transformer block, its communication named, its clock compared with that of rank 0."""
+"""Trace a block on one rank: name its communication, compare its clock with rank 0's."""
 
 from __future__ import annotations
 
