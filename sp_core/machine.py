@@ -18,10 +18,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def cores() -> int:
     """Return the number of processor cores that this process may use, by its affinity and its container's quota."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return _within_quota(allowed)
+    if not hasattr(os, "sched_getaffinity"):
+        return node_cores()
+    return _within_quota(len(os.sched_getaffinity(0)))
 
 
 def node_cores() -> int:
@@ -31,12 +30,8 @@ def node_cores() -> int:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    try:
-        lines = _CPUINFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.*)$", _text(_CPUINFO), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def node_name() -> str:
@@ -46,23 +41,14 @@ def node_name() -> str:
 
 def loaded_library(name: str) -> str | None:
     """Return the path of a shared library that this process has loaded, such as "libmpi"."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = re.search(rf"(/\S*/{name}(-\w+)?\.so\S*)", maps)
+    found = re.search(rf"(/\S*/{name}(-\w+)?\.so\S*)", _text(Path("/proc/self/maps")))
     return found[1] if found else None
 
 
 def node_number() -> int:
     """Return a number below 2^48 that identifies the node, made of its host name and its boot id."""
-    try:
-        boot = _BOOT.read_text()
-    except OSError:
-        boot = ""
-    return int.from_bytes(
-        hashlib.blake2b(f"{node_name()} {boot}".encode(), digest_size=6).digest(), "little"
-    )
+    name = f"{node_name()} {_text(_BOOT)}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
 
 
 def busy_share(seconds: float = 0.3) -> float:
@@ -77,17 +63,21 @@ def busy_share(seconds: float = 0.3) -> float:
 
 def _processor_times() -> tuple[int, int]:
     """Return all ticks since boot, and those in which nothing ran."""
-    try:
-        ticks = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return 0, 0
-    return sum(ticks), ticks[3] + ticks[4]  # idle, and waiting for a disk
+    ticks = [int(word) for word in _text(_STAT).partition("\n")[0].split()[1:9]]
+    return (sum(ticks), ticks[3] + ticks[4]) if ticks else (0, 0)  # idle, and waiting for a disk
 
 
 def _within_quota(cores: int) -> int:
     """Return the smaller of a number of cores and the container's quota of processor time in whole cores, 1 or more."""
-    try:
-        quota, period = _QUOTA.read_text().split()
-    except (OSError, ValueError):
+    quota, _, period = _text(_QUOTA).strip().partition(" ")
+    if not (quota.isdecimal() and period.isdecimal()):  # "max", or no container
         return cores
-    return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
+    return min(cores, max(1, int(quota) // int(period)))
+
+
+def _text(path: Path) -> str:
+    """Read a file of the system; it is empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -137,10 +137,6 @@ class Mesh(NotCopied):
             self._made[names] = self._later(names)
         return self._made[names]
 
-    def coordinate(self, axis: str) -> int:
-        """Return this rank's coordinate along `axis`."""
-        return self[axis].rank
-
     def free(self) -> None:
         """Free every communicator of the mesh, on every rank; a second call does nothing."""
         if self._freed:

@@ -39,29 +39,31 @@ def bounded(
         return code, output.read()
 
 
+HOSTNAME = "see what is in the way: mpiexec -n 2 hostname"
+LAUNCH_PROBLEMS = {
+    "run as root": (
+        "Open MPI refuses to run as root",
+        "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not work as root",
+    ),
+    "not enough slots": (
+        "Open MPI refuses more ranks than cores",
+        "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
+    ),
+    "ranks: 1": (
+        "its ranks do not find each other",
+        "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
+    ),
+}
+"""By a part of the output of a failed launch, what went wrong and what to do."""
+
+
 def launch_problem(code: int | None, output: str) -> tuple[str, str]:
     """Return what went wrong with a launch, and what to do."""
-    if "run as root" in output:
-        return (
-            "Open MPI refuses to run as root",
-            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not work as root",
-        )
-    if "not enough slots" in output:
-        return (
-            "Open MPI refuses more ranks than cores",
-            "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
-        )
-    if "ranks: 1" in output:
-        return (
-            "its ranks do not find each other",
-            "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
-        )
+    if known := [problem for part, problem in LAUNCH_PROBLEMS.items() if part in output]:
+        return known[0]
     if code is None:
-        return (
-            f"two ranks did not start within {LAUNCH_SECONDS} s",
-            "see what is in the way: mpiexec -n 2 hostname",
-        )
-    return f"exit code {code}: {last_line(output)}", "see what is in the way: mpiexec -n 2 hostname"
+        return f"two ranks did not start within {LAUNCH_SECONDS} s", HOSTNAME
+    return f"exit code {code}: {last_line(output)}", HOSTNAME
 
 
 def last_line(output: str) -> str:

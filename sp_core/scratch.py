@@ -29,14 +29,13 @@ class Scratch:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         fitting = [block for block in self._free if block.numel() >= nbytes]
-        if fitting:
-            best = min(fitting, key=Tensor.numel)
-            self._free = [block for block in self._free if block is not best]
-            return best
-        self._free = (
-            self._free[1:] if len(self._free) == KEPT else self._free
-        )  # a small one makes room for a larger one
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if not fitting:
+            if len(self._free) == KEPT:  # a small one makes room for a larger one
+                del self._free[0]
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        best = min(fitting, key=Tensor.numel)
+        self._free = [block for block in self._free if block is not best]
+        return best
 
     def give(self, block: Tensor) -> None:
         """Take a block back."""

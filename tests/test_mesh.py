@@ -55,7 +55,7 @@ def test_ranks_are_numbered_with_the_last_axis_fastest(
         assert group.size == len(members)
         assert members[group.rank] == comm.rank
         assert sp.all_gather(torch.tensor([comm.rank]), comm=group).tolist() == members
-        assert [mesh.coordinate(name) for name in names] == [mine[name] for name in names]
+        assert [mesh[name].rank for name in names] == [mine[name] for name in names]
         assert mesh[chosen] is group
 
 

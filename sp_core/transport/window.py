@@ -23,16 +23,14 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Handle, Transfer, wait
+from sp_core.transport.base import Handle, wait
 from sp_core.transport.shared import HOST, Memory, Rooms, Work, demand, give_back, shaped, share
 
 if TYPE_CHECKING:
@@ -48,6 +46,16 @@ PINNED_SLOT_BYTES = 1 << 21
 """Smaller, so that one rank reads a chunk while another writes the next."""
 
 Steps = Sequence[Sequence[Work]]
+
+
+class Allocation(NamedTuple):
+    """Tensors that one call of `allocate` has made. The storage of this rank's own tensor holds it, and so keeps the others."""
+
+    window: object
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    others: dict[int, Tensor]
 
 
 class Window:
@@ -80,19 +88,15 @@ class Window:
         self.slots = share(comm, memory, SLOTS * self.slot_bytes)
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
-        self._begun = 0  # steps of all operations started so far
+        self.begun = 0  # steps of all operations started so far
+        self.made = 0  # steps that this rank has made
+        self._launched = 0
         self._reached = 0  # steps that all ranks are known to have made
-        self._queue: deque[WindowRun] = deque()
-        self._launched = 0  # steps of the first operation in the queue
-        self._under_way: deque[tuple[WindowRun, Handle]] = deque()
+        self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # steps, by place in the operation
+        self._under_way: deque[Handle] = deque()  # steps that were launched
         self._numbers = itertools.count()  # of allocations; the same on all ranks
-        self._allocations: dict[int, Allocation] = {}
-        self._announce, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
-
-    @property
-    def begun(self) -> int:
-        """Steps of all operations started so far; the number of the first step of the next one."""
-        return self._begun
+        self._token = object()  # by which its allocations are known
+        self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     def start(self, steps: Steps, what: str) -> WindowRun:
         """Begin an operation, on a device after what has been computed so far; every rank calls this, for as many steps.
@@ -103,94 +107,80 @@ class Window:
         """
         self._memory.begin()
         self._announce(what)
-        operation = WindowRun(self, steps, self._begun, what)
-        self._begun += len(steps)
-        self._queue.append(operation)
+        self.begun += len(steps)
+        self._queue.extend(enumerate(steps))
         self.advance()
-        return operation
+        return WindowRun(self, self.begun, what)
 
     def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
-        """Carry an operation out, as `start` and a wait do, but with less work if nothing else is under way."""
-        if self._queue or not self.has_rooms:
-            wait(self.start(steps, what), poll)
-            return
-        self._announce(what)
-        number = self._begun
-        self._begun += len(steps)
-        for place, step in enumerate(steps):
-            reached = number if place else number - 1
-            if not self.have_made(reached):
-                wait(Transfer([partial(self._watched, reached, what)]), poll)
-            for work in step:
-                work()
-            number += 1
-            self._mine[0] = number
+        """Carry an operation out."""
+        wait(self.start(steps, what), poll)
 
     def advance(self) -> None:
         """Make the steps that can be made now, on a device launch them, and say which ones are complete."""
         while True:
-            while self._under_way and self._under_way[0][1].test():
-                operation, _ = self._under_way.popleft()
-                operation.made += 1
-                self._mine[0] = operation.first + operation.made
+            while self._under_way and self._under_way[0].test():
+                self._under_way.popleft()
+                self.made += 1
+                self._mine[0] = self.made
             if not self._queue:
                 return
-            operation = self._queue[0]
-            number = operation.first + self._launched
-            if not self.have_made(number if self._launched else number - 1):
+            place, step = self._queue[0]
+            reached = self._launched if place else self._launched - 1
+            if reached > self._reached and not self._have_made(reached):
                 return
-            self._under_way.append(
-                (operation, self._memory.launch(operation.steps[self._launched]))
-            )
+            self._queue.popleft()
             self._launched += 1
-            if self._launched == len(operation.steps):
-                self._queue.popleft()
-                self._launched = 0
-
-    def watch(self, what: str) -> None:
-        """Notice that a rank has left, where the communicator can tell."""
-        self._watch(what)
-
-    def _watched(self, steps: int, what: str) -> bool:
-        if self.have_made(steps):
-            return True
-        self._watch(what)
-        return False
+            self._under_way.append(self._memory.launch(step))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor of zeros in shared memory; every rank calls this, shapes may differ."""
         shapes = self._comm.allgather(tuple(shape))
         parts = demand(self._comm, self._memory, math.prod(shape) * dtype.itemsize)
         tensors = [shaped(*each, dtype) for each in zip(parts, shapes, strict=True)]
-        self._allocations = {
-            number: found for number, found in self._allocations.items() if found.is_alive
-        }
-        self._allocations[next(self._numbers)] = Allocation(tensors, self._comm.rank)
-        return tensors[self._comm.rank]
+        own, others = tensors[self._comm.rank], dict(enumerate(tensors))
+        del others[self._comm.rank]  # or its memory would keep itself
+        storage: Any = own.untyped_storage()
+        storage.allocation = Allocation(self._token, next(self._numbers), own.shape, dtype, others)
+        return own
 
     def peers(self, x: Tensor) -> list[Tensor]:
         """For a flat tensor in shared memory, return the memory of every rank from the same place on."""
-        number, offset = divmod(self.place(x), 1 << 40)
-        return [tensor.view(-1)[offset:] for tensor in self._allocations[number].tensors(x)]
+        return [tensor.view(-1)[x.storage_offset() :] for tensor in self._all_of(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks that were allocated together with x; none if it was not allocated here."""
-        return next(
-            (found.tensors(x) for found in self._allocations.values() if found.is_whole(x)), []
-        )
+        found = self._allocation(x)
+        is_whole = found and x.shape == found.shape and x.is_contiguous() and self.place(x) >= 0
+        return self._all_of(x) if is_whole and x.storage_offset() == 0 else []
 
     def number(self, x: Tensor) -> int:
         """Return the index of the allocation that starts at a flat tensor, or -1. Ranks number their allocations alike."""
-        number, offset = divmod(self.place(x), 1 << 40)
-        return -1 if offset else number
+        return -1 if x.storage_offset() else self.place(x) >> 40
 
     def place(self, x: Tensor | None) -> int:
         """Return a number for the place of a flat tensor in shared memory, or -1. It is the same for corresponding places."""
-        for number, found in self._allocations.items():
-            offset = -1 if x is None else found.offset(x)
-            if offset >= 0:
-                return number << 40 | offset
-        return -1
+        found = self._allocation(x)
+        if x is None or found is None or found.dtype != x.dtype:
+            return -1
+        return found.number << 40 | int(x.storage_offset())
+
+    def _allocation(self, x: Tensor | None) -> Allocation | None:
+        if x is None or x.layout is not torch.strided:
+            return None
+        found: Allocation | None = getattr(x.untyped_storage(), "allocation", None)
+        return found if found and found.window is self._token else None
+
+    def _all_of(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, from any tensor of this rank that lies there."""
+        found = self._allocation(x)
+        assert found is not None
+        own = shaped(
+            x.detach().as_strided((found.shape.numel(),), (1,), 0).view(torch.uint8),
+            found.shape,
+            x.dtype,
+        )
+        return [found.others.get(rank, own) for rank in range(self._comm.size)]
 
     def close(self, *, together: bool) -> None:
         """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it.
@@ -209,77 +199,32 @@ class Window:
         """Return a copy between tensors, to be made in a step."""
         return self._memory.copying(into, part)
 
-    def have_made(self, steps: int) -> bool:
+    def _have_made(self, steps: int) -> bool:
         """Return whether every other rank has made so many steps."""
-        if self._reached < steps:
-            for flag in self._others:
-                if flag[0] < steps:
-                    return False
-            self._reached = steps
+        for flag in self._others:
+            if flag[0] < steps:
+                return False
+        self._reached = steps
         return True
 
 
-class WindowRun:
+class WindowRun(NamedTuple):
     """Steps under way in a window; a handle.
 
     Attributes:
-        first: number of its first step.
-        made: how many of them this rank has made.
+        end: number of the step after its last one.
+        what: what it is.
     """
 
-    def __init__(self, window: Window, steps: Steps, first: int, what: str) -> None:
-        self.steps, self.first, self.made = steps, first, 0
-        self._window, self._what = window, what
+    window: Window
+    end: int
+    what: str
 
     def test(self) -> bool:
         """Make the steps that can be made now, also of operations before it; True once all of its own are made."""
-        if self.made < len(self.steps):
-            self._window.advance()
-            if self.made < len(self.steps):
-                self._window.watch(self._what)
+        if self.window.made < self.end:
+            self.window.advance()
+            if self.window.made < self.end:
+                self.window.watch(self.what)  # notices that a rank has left, where it can
                 return False
         return True
-
-
-class Allocation:
-    """Tensors of all ranks that one call of `allocate` has made. It does not keep their memory.
-
-    This rank's memory keeps the tensors of the others, as an attribute.
-    """
-
-    def __init__(self, tensors: list[Tensor], rank: int) -> None:
-        own = tensors[rank]
-        storage: Any = own.untyped_storage()
-        storage.others = [*tensors[:rank], None, *tensors[rank + 1 :]]
-        self._start, self._storage = _address(own), StorageWeakRef(storage)
-        self._layout, self._dtype, self._nbytes = (own.shape, own.stride()), own.dtype, own.nbytes
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether this rank has a tensor there."""
-        return not self._storage.expired()
-
-    def offset(self, x: Tensor) -> int:
-        """Return the element of this rank's tensor at which a flat tensor begins; -1 if it lies elsewhere."""
-        start = _address(x) - self._start
-        inside = start >= 0 and start + x.nbytes <= self._nbytes
-        return start // x.itemsize if inside and x.dtype == self._dtype and self.is_alive else -1
-
-    def is_whole(self, x: Tensor) -> bool:
-        """Return whether a tensor is this rank's, and not a part of it."""
-        return (
-            x.layout is torch.strided
-            and (x.shape, x.stride()) == self._layout
-            and self.offset(x) == 0
-        )
-
-    def tensors(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, from any tensor of this rank that lies there."""
-        storage: Any = x.untyped_storage()
-        own = x.detach().as_strided(*self._layout, 0)
-        return [own if other is None else other for other in storage.others]
-
-
-def _address(x: Tensor) -> int:
-    """Return where a tensor begins; torch says so itself only of tensors that have elements."""
-    return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.itemsize

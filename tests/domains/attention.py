@@ -187,7 +187,7 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
         axes = axes[::-1] if drawn["axes"] == "not the mesh's order" else axes
         tokens = mesh[axes]
         problem = problem_of(
-            drawn | {"seed": drawn["seed"] + 3 * (mesh.coordinate("third") if third else 0)}
+            drawn | {"seed": drawn["seed"] + 3 * (mesh["third"].rank if third else 0)}
         )
         shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
         where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}

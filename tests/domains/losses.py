@@ -113,7 +113,7 @@ def losses(comm: Any, drawn: Values) -> Iterator[Call]:
     }
     named = sorted(lengths, reverse=drawn["(order)"] == "reversed")
     with situations.opened(comm, drawn, {axis: lengths[axis] for axis in named}) as mesh:
-        drawn = drawn | {"seed": drawn["seed"] + 100 * mesh.coordinate("third")}
+        drawn = drawn | {"seed": drawn["seed"] + 100 * mesh["third"].rank}
         data, tensor = mesh["data"], mesh["tensor"]
         every = logits_of(drawn)
         mine = every[data.rank].split(drawn["logits.parts"], -1)[tensor.rank]

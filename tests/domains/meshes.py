@@ -115,7 +115,7 @@ def judge_mesh(comm: Any, drawn: Values, mesh: sp.Mesh) -> None:
         axes,
         torch.device("cpu"),
     )
-    assert {axis: mesh.coordinate(axis) for axis in axes} == mine
+    assert {axis: mesh[axis].rank for axis in axes} == mine
     assert (mesh.tuning and mesh.tuning.measured_at) == (
         "of rank 0" if isinstance(drawn["tuning"], Tuning | Path) else None
     )
@@ -273,7 +273,7 @@ SUBJECTS = [
         MESH,
         meshed,
         lambda drawn: int(drawn["comm.ranks"]),
-        ("Mesh.coordinate", "Mesh.free"),
+        ("Mesh.free",),
         allowed=("tuning=unknown", "tuning=None"),
     ),
     on_group(

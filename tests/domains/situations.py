@@ -91,7 +91,7 @@ def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
     axes = axes[::-1] if drawn["comm.axes"] == "product of two, reversed" else axes
     group, place = mesh[tuple(axes)], 0
     for axis in axes:
-        place = place * mesh.axes[axis] + mesh.coordinate(axis)
+        place = place * mesh.axes[axis] + mesh[axis].rank
     assert (group.rank, group.size) == (place, math.prod(mesh.axes[axis] for axis in axes))
     return group
 
@@ -109,7 +109,7 @@ def on_group(
     def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
         with opened(comm, drawn, lengths(drawn)) as mesh:
             group = group_of(mesh, drawn)
-            number = 0 if group.size == mesh.size else mesh.coordinate("other")
+            number = 0 if group.size == mesh.size else mesh["other"].rank
             yield make(group, drawn | {"seed": drawn["seed"] + 30 * number})
 
     return Subject(name, COMMUNICATOR | dict(factors) | dict(around), prepare, ranks, **more)

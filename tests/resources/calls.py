@@ -221,7 +221,7 @@ def parallel_linear(place: Place, n: int) -> None:
 def meshes(place: Place, n: int) -> None:
     transport = ("host", "window")[n % 2]
     with sp.Mesh(place.comm, transport=transport, a=place.comm.size, b=1) as mesh:
-        assert mesh["b", "a"].rank == mesh.coordinate("a")
+        assert mesh["b", "a"].rank == mesh["a"].rank
         group = mesh["a"]
         sp.all_reduce(torch.ones(n), comm=group)
     group.abandon()  # it has been freed
