@@ -1,9 +1,10 @@
-"""The repeated suite: what fails is told with its seed, what was interrupted goes on, and what ran nothing is no success."""
+"""The repeated suite names the seed of a failure, goes on when interrupted, and needs tests."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import pytest
 from soak import __main__ as command
 from soak import runs as runs_module
 from soak.laws import FILES, LEFT_OUT
-from soak.record import LINES, REPORT, Soak
-from soak.runs import Ended, Failure, Run, carried_out, load, read_junit
+from soak.runs import Run, carried_out, load, read_junit
+from studies.commands import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CASE = "tests/kit/case_soak.py"
-BAD = Failure("ranks", "tests/test_x.py::test_y", "it is wrong", "a command")
+BAD = {
+    "stage": "ranks",
+    "test": "tests/test_x.py::test_y",
+    "words": "it is wrong",
+    "command": "a command",
+}
 
 
 def test_the_seed_that_fails_is_told_with_the_test_and_the_command(
@@ -25,12 +30,12 @@ def test_the_seed_that_fails_is_told_with_the_test_and_the_command(
     """A real session."""
     monkeypatch.setenv("CASE_SEED", "7")
     ended = carried_out(Run("idle", 0, 7), [CASE], ["threads"], tmp_path)
-    (failure,) = ended.failures
-    assert not ended.passed
-    assert failure.test == f"{CASE}::test_likes_its_seed"
-    assert "not this seed" in failure.words
+    (failure,) = ended["failures"]
+    assert ended["verdict"] == "failed"
+    assert failure["test"] == f"{CASE}::test_likes_its_seed"
+    assert "not this seed" in failure["words"]
     assert (
-        failure.command
+        failure["command"]
         == f'SP_PROFILE=soak python -m pytest --hypothesis-seed=7 "{CASE}::test_likes_its_seed"'
     )
     assert (tmp_path / "idle-0-threads.txt").exists()
@@ -38,17 +43,22 @@ def test_the_seed_that_fails_is_told_with_the_test_and_the_command(
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The runs that the command has asked for; none of them takes any time; the third fails, and the fifth is interrupted."""
+    """The runs that the command asks for. The third fails, the fifth is interrupted."""
     asked: list[Run] = []
 
-    def run(wanted: Run, files: Any, stages: Any, folder: Path) -> Ended:
+    def run(wanted: Run, files: Any, stages: Any, folder: Path) -> dict[str, Any]:
         asked.append(wanted)
         if len(asked) == 5:
             raise KeyboardInterrupt
-        failures = (BAD,) if wanted.key == ("idle", 2) else ()
-        return Ended(
-            wanted, {"threads": 30.0, "ranks": 31.0}, {"threads": 10, "ranks": 9}, failures
-        )
+        failures = [BAD] if wanted.key == ("idle", 2) else []
+        return {
+            **asdict(wanted),
+            "verdict": "failed" if failures else "passed",
+            "seconds": {"threads": 30.0, "ranks": 31.0},
+            "tests": {"threads": 10, "ranks": 9},
+            "failures": failures,
+            "load": 1.5,
+        }
 
     monkeypatch.setattr(command, "carried_out", run)
     return asked
@@ -60,7 +70,7 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
     arguments = ["--runs", "4", "--loaded", "2", "--seed", "11", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         command.main(arguments)
-    with (tmp_path / LINES).open("a") as file:
+    with (tmp_path / command.LINES).open("a") as file:
         file.write('{"soak": 11, "ki')  # a line that was cut short
     assert command.main([*arguments[:4], *arguments[6:]]) == 1  # the seed is that of the folder
     assert [run.key for run in made_up] == [
@@ -70,21 +80,21 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
         ("loaded", 1),
     ]
     assert len({run.seed for run in made_up}) == 6
-    text = (tmp_path / REPORT).read_text()
+    text = (tmp_path / "soak.md").read_text()
     assert "3 of 4 runs passed with nothing of their own beside them; median 61 s" in text
     assert "2 of 2 runs passed with a busy process on each core" in text
-    assert f"seed {made_up[2].seed}, {BAD.test}: {BAD.words}" in text
-    assert BAD.command in text
-    assert f"  ranks: {BAD.test}: {BAD.words}" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
+    assert f"seed {made_up[2].seed}, {BAD['test']}: {BAD['words']}" in text
+    assert BAD["command"] in text
+    assert f"  ranks: {BAD['test']}: {BAD['words']}" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / command.LINES).read_text().splitlines()]
     assert [line["verdict"] for line in lines] == ["passed", "passed", "failed", *["passed"] * 3]
 
 
-def test_the_runs_of_another_seed_are_not_gone_on_with(tmp_path: Path) -> None:
-    Soak(tmp_path, 3).add(Ended(Run("idle", 0, 5)))
-    assert Soak(tmp_path, None).seed == 3
+def test_the_runs_of_another_seed_are_not_gone_on_with() -> None:
+    lines = [{"soak": 3}]
+    assert command.seed_of(Path(command.LINES), lines, None) == 3
     with pytest.raises(SystemExit, match="is a soak with seed"):
-        Soak(tmp_path, 4)
+        command.seed_of(Path(command.LINES), lines, 4)
 
 
 @pytest.mark.parametrize(
@@ -101,19 +111,12 @@ def test_a_stage_without_a_result_has_failed(
             (tmp_path / "idle-0-ranks.xml").write_text(xml)
         return code
 
-    monkeypatch.setattr(runs_module, "run_command", ends)
+    monkeypatch.setattr(runs_module, "run", ends)
     ended = carried_out(Run("idle", 0, 7), [CASE], ["ranks"], tmp_path)
-    assert not ended.passed
-    (failure,) = ended.failures
+    assert ended["verdict"] == "failed"
+    (failure,) = ended["failures"]
     launch = f"python -m sp_core.testing.launch -n {runs_module.RANKS} -- python -m pytest"
-    assert failure.command == f'SP_PROFILE=soak {launch} --only-mpi --hypothesis-seed=7 "{CASE}"'
-
-
-def test_a_run_without_tests_has_not_passed() -> None:
-    assert not Ended(Run("idle", 0, 1)).passed
-    assert not Ended(Run("idle", 0, 1), {"threads": 1.0}, {"threads": 0}).passed
-    ended = Ended(Run("idle", 0, 1), {"threads": 1.0}, {"threads": 2}, (BAD,))
-    assert Ended.from_dict(json.loads(json.dumps(ended.as_dict()))) == ended
+    assert failure["command"] == f'SP_PROFILE=soak {launch} --only-mpi --hypothesis-seed=7 "{CASE}"'
 
 
 def test_ids_of_tests_are_those_of_the_command_line(tmp_path: Path) -> None:
@@ -129,7 +132,10 @@ def test_ids_of_tests_are_those_of_the_command_line(tmp_path: Path) -> None:
     xml.write_text(f"<testsuites><testsuite>{bodies}<testcase/></testsuite></testsuites>")
     assert read_junit(xml) == (
         3,
-        [("tests/test_x.py::test_a[1]", "no"), ("tests/test_x.py::TestC::test_b", "no")],
+        [
+            (name, "no", [name])
+            for name in ("tests/test_x.py::test_a[1]", "tests/test_x.py::TestC::test_b")
+        ],
     )
 
 

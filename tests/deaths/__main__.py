@@ -17,7 +17,7 @@ from deaths.report import Report
 from deaths.trial import drawn, library, tried, tried_fault
 from deaths.ways import PLACES, WAYS
 from kit.faults import CRASHES, FAULTS
-from mutants.catalogue import ROOT
+from studies.commands import ROOT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,8 +21,7 @@ from typing import Any
 from deaths.ways import RAISED, SILENT
 from kit.faults import CRASH_MINIMUM, CRASHES, FAULTS
 from kit.plugin import wanted
-from mutants.catalogue import ROOT
-from mutants.trial import run
+from studies.commands import ROOT, run
 
 RANKS = 3
 EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0

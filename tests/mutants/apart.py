@@ -1,5 +1,6 @@
-"""Run a program in a namespace of processes of its own: what it starts ends with it, and it can signal nothing else.
+"""Run a program in its own namespace of processes: what it starts ends with it.
 
+It can signal no process outside.
 A wrong edit of the code that ends leftover processes would else end those of the whole machine.
 Shared memory is its own, too.
 

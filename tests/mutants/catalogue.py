@@ -1,4 +1,6 @@
-"""The catalogue of faults: documented bugs of other projects, and some of our own, planted as replacements of a piece of text.
+"""Read the catalogue of faults: documented bugs of other projects and of ours.
+
+Each is the replacement of a piece of text.
 
 `faults/*.toml` hold what is planted, `excluded.toml` what has no place here and why, `known.txt`
 the numbers of all of them.
@@ -11,12 +13,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutants.trial import Stale
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-
-
-class Stale(Exception):
-    """The text that a mutant replaces is not there exactly once."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ class Mutant:
         planted, found = re.subn(_laid_out_anyhow(self.old), lambda _: self.new, text)
         if found != 1:
             raise Stale(
-                f"{self.id}: the text occurs {found} times in {self.file}, needed once: {self.old!r}"
+                f"{self.id}: the text occurs {found} times in {self.file}, needed once: "
+                f"{self.old!r}"
             )
         return planted
 
@@ -77,7 +77,7 @@ class Exclusion:
 
     id: str
     reason: str
-    absent: tuple[str, ...]
+    absent: list[str]
 
 
 def _laid_out_anyhow(text: str) -> str:
@@ -93,22 +93,18 @@ def _laid_out_anyhow(text: str) -> str:
 
 def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
     """All planted faults, by family."""
-    found = []
-    for path in sorted(folder.glob("*.toml")):
-        for family in tomllib.loads(path.read_text())["family"]:
-            found += [
-                Mutant(**{**told, "tests": tuple(told["tests"])}, family=family["name"])
-                for told in family["mutant"]
-            ]
-    return found
+    texts = [path.read_text() for path in sorted(folder.glob("*.toml"))]
+    families = [family for text in texts for family in tomllib.loads(text)["family"]]
+    return [
+        Mutant(**{**told, "tests": tuple(told["tests"])}, family=family["name"])
+        for family in families
+        for told in family["mutant"]
+    ]
 
 
 def exclusions(path: Path = HERE / "excluded.toml") -> list[Exclusion]:
     """All bugs that are not planted."""
-    return [
-        Exclusion(x["id"], x["reason"], tuple(x["absent"]))
-        for x in tomllib.loads(path.read_text())["excluded"]
-    ]
+    return [Exclusion(**entry) for entry in tomllib.loads(path.read_text())["excluded"]]
 
 
 def known(path: Path = HERE / "known.txt") -> list[str]:

@@ -1,4 +1,4 @@
-"""Small wrong edits of a source text: a comparison off by one, two arguments swapped, a statement left out.
+"""Make small wrong edits of a source text, such as a comparison off by one or a dropped statement.
 
 Own operators, on the standard library's `ast`: those of cosmic-ray (8.7) and mutmut (3) know
 neither swapped arguments, dropped statements, extrema nor bounds of slices, and edit hints,
@@ -41,7 +41,7 @@ SYMMETRIC = {*EXTREMA, "transpose"}
 HINTS = ("annotation", "returns", "decorator_list")
 UNSPOKEN = ("__repr__", "__str__")
 SEQUENCES = (ast.Tuple, ast.List, ast.JoinedStr)
-"""What can be added and not subtracted: its edits would die of a TypeError, and say nothing of the tests."""
+"""Types that can be added and not subtracted: such an edit would be a TypeError at once."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where the search is: in which function, with which parameters, in the statement of which line."""
+    """Where the search is: the function, its parameters, and the line of the statement."""
 
     place: str = ""
     parameters: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ def _entered(node: ast.AST, scope: Scope) -> Scope:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts that do something: no hints, decorators, messages, checks of ourselves, or texts for people."""
+    """Yield the parts that do something: no hints, decorators, messages, assertions or texts."""
     for name, value in ast.iter_fields(node):
         parts = value if isinstance(value, list) else [value]
         yield from (

@@ -9,46 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mutants import nursery
-from mutants.catalogue import ROOT
-from mutants.chosen import REACH
 from mutants.edits import Edit
-from mutants.trial import NOTHING_FAILED, RANKS, command, copy_package, environment, run
+from mutants.plugin import REACH, file_of
+from mutants.trial import NOTHING_FAILED, ON_RANKS, Stage, copy_package, run_stage
+from studies.commands import RANKS, ROOT
 
-SECONDS, RANKS_SECONDS = 900.0, 1800.0
+KEPT = ROOT / "reports" / "reach"
+SECONDS = {"threads": 900.0, ON_RANKS: 1800.0}
 APART = (
-    *(
-        "append_history",
-        "ci_scripts",
-        "compare*",
-        "conformance*",
-        "history",
-        "layout",
-        "mutants*",
-        "peers*",
-        "promote_pr",
-    ),
-    *("reporting*", "slurm", "soak", "workflows"),
+    *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*"),
+    *("peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
 )
-"""Tests of benchmarks, CI, layout and of the mutants themselves: what they say is not about a wrong edit."""
+"""Tests of benchmarks, CI, layout and the mutants: they say nothing of a wrong edit."""
 BRIEF = {"SP_PROFILE": "brief"}
 """Under mpiexec as many examples are drawn as in `nox -s tests`."""
+NEAR, FAR = "near", "far"
+STAGES = (NEAR, FAR, ON_RANKS)
+"""The first tests that reach an edit, all others, and those under mpiexec."""
 NEAR_SECONDS = 12.0
-"""Of tests, as they take without an edit: those that are tried first. What they do not kill has all others that reach it."""
-
-
-Missing = list[tuple[str, Path]]
-"""Test files that are not measured yet, and where it is kept what they reach."""
+"""Of tests, as they take without an edit: those that are tried first."""
+PATIENCE, LEAST_SECONDS = 4.0, 90.0
+"""How much longer than without an edit tests may take: the machine may have other work."""
 Told = dict[str, dict[str, Any]]
-"""What `chosen.Reach` writes: seconds by test, and by file and line the tests that reach it."""
+"""What `plugin.Reach` writes: seconds by test, and by file and line the tests that reach it."""
 
 
 class Red(Exception):
@@ -82,17 +72,19 @@ class Reached:
                 self.width.update(tests)
 
     def tests(self, edit: Edit) -> list[str]:
-        """All tests that reach an edit, in the order to try them; of what is imported, all in files that reach its module."""
+        """Return the tests that reach an edit, in the order to try them.
+
+        An edit that runs when its module is imported has all tests in files that reach the module.
+        """
         there = self.lines.get(edit.file, {})
         if edit.inside:
-            return self._ordered(
-                set().union(*(there.get(line, ()) for line in edit.lines)) & self.seconds.keys()
-            )
-        files = {_file(test) for test in set().union(*there.values()) & self.seconds.keys()}
-        return self._ordered(test for test in self.seconds if _file(test) in files)
+            reaching = set().union(*(there.get(line, ()) for line in edit.lines))
+            return self._ordered(reaching & self.seconds.keys())
+        files = {file_of(test) for test in set().union(*there.values()) & self.seconds.keys()}
+        return self._ordered(test for test in self.seconds if file_of(test) in files)
 
     def _ordered(self, tests: Iterable[str]) -> list[str]:
-        """Narrow and quick before wide and slow, with the first instances of a test before its later ones."""
+        """Sort narrow and quick tests first, and the first instances of a test before others."""
         price = {test: (self.seconds[test] + 0.01) * self.width[test] for test in tests}
         turns: Counter[str] = Counter()
         dear: dict[str, float] = {}
@@ -103,7 +95,7 @@ class Reached:
         return sorted(dear, key=lambda test: (dear[test], test))
 
     def near(self, tests: Sequence[str]) -> int:
-        """How many of these tests go first; at least one."""
+        """Return how many of these tests go first; at least one."""
         taken = 0.0
         for place, test in enumerate(tests):
             taken += self.seconds[test]
@@ -111,140 +103,92 @@ class Reached:
                 return max(place, 1)
         return len(tests)
 
-    def stages(self, edit: Edit) -> dict[str, tuple[list[str], float]]:
-        """Return the tests of each stage that has some, and the seconds that they take without an edit."""
+    def stages(self, edit: Edit) -> list[Stage]:
+        """Return the stages that have tests which reach an edit."""
         tests, ranks = self.tests(edit), self.ranks or Reached()
         near = self.near(tests)
-        parts = {
-            "near": (tests[:near], self),
-            "far": (tests[near:], self),
-            "ranks": (ranks.tests(edit), ranks),
-        }
-        return {
-            stage: (part, sum(of.seconds[test] for test in part))
-            for stage, (part, of) in parts.items()
+        parts = ((tests[:near], self), (tests[near:], self), (ranks.tests(edit), ranks))
+        return [
+            Stage(
+                name,
+                list(dict.fromkeys(map(file_of, part))),
+                LEAST_SECONDS + PATIENCE * sum(of.seconds[test] for test in part),
+                part,
+                BRIEF if name == ON_RANKS else {},
+            )
+            for name, (part, of) in zip(STAGES, parts, strict=True)
             if part
-        }
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
-
-
-def digest(root: Path, file: str) -> str:
-    """Changes with the sources and with the test file."""
-    paths = [
-        *sorted((root / "sp_core").rglob("*.py")),
-        *sorted((root / "tests").glob("[!t]*.py")),
-        root / file,
-    ]
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=6).hexdigest()
-
-
-def parts(root: Path, kept: Path) -> Iterator[tuple[str, Path]]:
-    """Return the test files, and where what they reach is kept."""
-    apart = {path for pattern in APART for path in root.glob(f"tests/test_{pattern}.py")}
-    for path in sorted({*root.glob("tests/test_*.py")} - apart):
-        yield f"tests/{path.name}", kept / f"{path.stem}-{digest(root, f'tests/{path.name}')}.json"
-
-
-def measured(file: str, target: Path) -> None:
-    """Run one test file with ranks as threads, and keep what it reaches.
-
-    Raises:
-        Red: it does not end, or does not run.
-    """
-    with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
-        copy = Path(directory)
-        copy_package(copy)
-        variables = environment(copy, copy / "witness.json", "threads") | {
-            REACH: str(copy / "reach.json")
-        }
-        code = nursery.run(
-            ["-q", *nursery.plugins(), file], copy, copy / "out.txt", variables, SECONDS
-        )
-        _check(file, copy, code, [copy / "reach.json"])
-        _keep(target, json.loads((copy / "reach.json").read_text()))
-
-
-def measured_on_ranks(missing: Missing) -> None:
-    """Run test files under one mpiexec, and keep for each what its tests reach on any rank.
-
-    Raises:
-        Red: the launch does not end, or a test is red.
-    """
-    files = [file for file, _ in missing]
-    with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
-        copy = Path(directory)
-        copy_package(copy)
-        variables = (
-            environment(copy, copy / "witness.json", "ranks")
-            | BRIEF
-            | {REACH: str(copy / "reach.json")}
-        )
-        told = [copy / f"reach.json{rank}" for rank in range(RANKS)]
-        alone = [
-            sys.executable,
-            "-m",
-            "mutants.apart",
-            *command("ranks", files, RANKS_SECONDS, nursery.CHOSEN),
         ]
-        with (copy / "out.txt").open("w") as output:
-            code = run(alone, copy, output.fileno(), variables, RANKS_SECONDS + 60)
-        _check(", ".join(files), copy, code, told)
-        parts = [json.loads(file.read_text()) for file in told]
-    for file, target in missing:
-        for rank, part in enumerate(parts):
-            _keep(_on_rank(target, rank), _of_file(part, file))
 
 
-def _of_file(told: Told, file: str) -> Told:
+def digest(file: Path) -> str:
+    """Return a digest of the sources and of a test file."""
+    paths = [*sorted((ROOT / "sp_core").rglob("*.py")), *sorted((ROOT / "tests").glob("[!t]*.py"))]
+    text = b"".join(path.read_bytes() for path in [*paths, file])
+    return hashlib.blake2b(text, digest_size=6).hexdigest()
+
+
+def kept() -> dict[str, Path]:
+    """Return by test file where it is kept what its tests reach."""
+    tests = ROOT / "tests"
+    apart = {path for pattern in APART for path in tests.glob(f"test_{pattern}.py")}
+    return {
+        f"tests/{path.name}": KEPT / f"{path.stem}-{digest(path)}.json"
+        for path in sorted({*tests.glob("test_*.py")} - apart)
+    }
+
+
+def on_rank(target: Path, rank: str) -> Path:
+    """Return where it is kept what tests reach on a rank; with "" as threads."""
+    return target.with_suffix(f".rank{rank}.json") if rank else target
+
+
+def measure(files: Sequence[str], stage: str = "threads") -> None:
+    """Run test files in one session, and keep what they reach, under mpiexec on each rank.
+
+    Raises:
+        Red: the session does not end, or a test is red.
+    """
+    ranks = [*map(str, range(RANKS))] if stage == ON_RANKS else [""]
+    with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
+        copy = Path(directory)
+        copy_package(copy)
+        variables = {REACH: str(copy / "reach.json")} | (BRIEF if stage == ON_RANKS else {})
+        ending = run_stage(copy, Stage(stage, files, SECONDS[stage], (), variables))
+        sources = [copy / f"reach.json{rank}" for rank in ranks]
+        if ending.code not in NOTHING_FAILED or ending.told or not all(x.exists() for x in sources):
+            raise Red(f"{files}: exit code {ending.code} {ending.told} {ending.printed[-3000:]}")
+        told = [json.loads(source.read_text()) for source in sources]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for file, target in kept().items():
+        for rank, part in zip(ranks, told, strict=True):
+            if file in files:
+                on_rank(target, rank).write_text(json.dumps(of_file(part, file)))
+
+
+def of_file(told: Told, file: str) -> Told:
     """Return what the tests of one file reach, and imports."""
-    seconds = {test: taken for test, taken in told["seconds"].items() if _file(test) == file}
     lines = {
         name: {
-            line: [test for test in tests if _file(test) in ("", file)]
+            line: [test for test in tests if file_of(test) in ("", file)]
             for line, tests in found.items()
         }
         for name, found in told["lines"].items()
     }
+    seconds = {test: taken for test, taken in told["seconds"].items() if file_of(test) == file}
     return {"seconds": seconds, "lines": lines}
 
 
-def _check(files: str, copy: Path, code: int | None, needed: Sequence[Path]) -> None:
-    witness = copy / "witness.json"
-    told = json.loads(witness.read_text()) if witness.exists() else {}
-    if code not in NOTHING_FAILED or told or not all(file.exists() for file in needed):
-        raise Red(
-            f"{files}: exit code {code} {told} {(copy / 'out.txt').read_text(errors='replace')[-3000:]}"
-        )
-
-
-def _on_rank(target: Path, rank: int) -> Path:
-    return target.with_suffix(f".rank{rank}.json")
-
-
-def _keep(target: Path, told: Told) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_suffix(".part")
-    scratch.write_text(json.dumps(told))
-    scratch.replace(target)
-
-
-def gathered(
-    root: Path = ROOT, kept: Path = ROOT / "reports" / "reach"
-) -> tuple[Reached, list[tuple[str, Path]], list[tuple[str, Path]]]:
-    """Return what is known by now, and what has still to be measured: with ranks as threads, and under mpiexec."""
-    reached = Reached(ranks=Reached())
-    found = list(parts(root, kept))
-    for _, target in found:
-        if target.exists():
-            reached.add(json.loads(target.read_text()))
-        for rank in range(RANKS):
-            if _on_rank(target, rank).exists():
-                reached.ranks.add(json.loads(_on_rank(target, rank).read_text()))
-    missing = [(file, target) for file, target in found if not target.exists()]
-    on_ranks = [
-        (file, target) for file, target in found if not _on_rank(target, RANKS - 1).exists()
-    ]
-    return reached, missing, on_ranks
+def gathered() -> tuple[Reached, list[str], list[str]]:
+    """Return what is known, and the files to measure with ranks as threads and under mpiexec."""
+    reached, ranks = Reached(), Reached()
+    reached.ranks = ranks
+    missing: tuple[list[str], list[str]] = ([], [])
+    for file, target in kept().items():
+        for rank in ("", *map(str, range(RANKS))):
+            if on_rank(target, rank).exists():
+                told = json.loads(on_rank(target, rank).read_text())
+                (ranks if rank else reached).add(told)
+            elif file not in missing[bool(rank)]:
+                missing[bool(rank)].append(file)
+    return reached, *missing

@@ -1,4 +1,7 @@
-"""Draw a seeded sample of all edits, spread over folders, files and operators. Read which edits nothing can notice, and why."""
+"""Draw a seeded sample of all edits, spread over folders, files and operators.
+
+Read which edits change nothing, and why.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from mutants.catalogue import HERE, ROOT
+from mutants.catalogue import HERE
 from mutants.edits import Edit, edits
+from studies.commands import ROOT
 
 KIT = ("launch", "testing")
-"""The folders of `sp_core` that hold the testing kit and its launcher. They have a sample of their own."""
+"""The folders of `sp_core` that hold the testing kit and its launcher; it has its own sample."""
+
+SAME = ("file", "place", "before", "after")
+"""What an entry and its edit have in common."""
 
 LEAST = 20
 """Edits that a room gets however small it is: with fewer, one survivor would be more than 5 %."""
-
-EQUIVALENT = HERE / "equivalent.toml"
 
 
 @dataclass(frozen=True)
@@ -39,51 +43,25 @@ class Equivalent:
     after: str
     reason: str
 
-    def is_that(self, edit: Edit) -> bool:
-        """Whether it speaks of this edit."""
-        return (self.file, self.place, self.before, self.after) == (
-            edit.file,
-            edit.place,
-            edit.before,
-            edit.after,
-        )
-
-
-@dataclass(frozen=True)
-class Unreachable:
-    """A function that no test on a machine without a GPU can call.
-
-    Args:
-        file: that holds it.
-        place: the function or class; empty for the whole file.
-        reason: what is missing here.
-    """
-
-    file: str
-    place: str
-    reason: str
-
     def holds(self, edit: Edit) -> bool:
-        """Return whether the edit is in this function."""
-        return self.file == edit.file and f"{edit.place}.".startswith(
-            f"{self.place}." if self.place else ""
-        )
+        """Return whether it speaks of this edit."""
+        return all(getattr(edit, name) == getattr(self, name) for name in SAME)
 
 
 def room_of(file: str) -> str:
-    """Return the folder of a file below `sp_core`: "mask", "schemes"; "sp_core" for a file directly in it."""
+    """Return the folder of a file below `sp_core`, such as "mask", or "sp_core" itself."""
     return "/".join(file.split("/")[1:-1]) or "sp_core"
 
 
-def candidates(root: Path = ROOT, *, kit: bool = False) -> list[Edit]:
+def candidates(*, kit: bool = False) -> list[Edit]:
     """Return all edits of the library, or of its testing kit, by file and line."""
-    paths = [path.relative_to(root) for path in sorted((root / "sp_core").rglob("*.py"))]
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "sp_core").rglob("*.py"))]
     files = [path for path in paths if (path.parts[1] in KIT) == kit]
-    return [edit for path in files for edit in edits(path.as_posix(), (root / path).read_text())]
+    return [edit for path in files for edit in edits(path.as_posix(), (ROOT / path).read_text())]
 
 
 def shares(counts: dict[str, int], number: int) -> dict[str, int]:
-    """Split a number over rooms: each gets `LEAST`, if there are so many; the rest is in proportion to their edits."""
+    """Split a number over rooms: each gets `LEAST` if it can, the rest in proportion to edits."""
     least = min(LEAST, number // max(len(counts), 1))
     given = {room: min(least, count) for room, count in counts.items()}
     while sum(given.values()) < min(number, sum(counts.values())):
@@ -102,7 +80,7 @@ def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
 
 
 def _spread(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
-    """Draw every edit with the same probability. Every file and operator gets its share, up to one more or less.
+    """Draw every edit with the same probability; files and operators get their share.
 
     The draw depends on digests and not on places in a list: a change of the library changes the
     sample near its lines, no more.
@@ -136,21 +114,12 @@ def _luck(seed: int, *names: str) -> float:
     return int.from_bytes(digest) / 2.0**64
 
 
-def equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
+def equivalents() -> list[Equivalent]:
     """Return the edits that change nothing, with their reasons."""
-    return [Equivalent(**entry) for entry in _entries(path, "equivalent")]
-
-
-def unreachable(path: Path = EQUIVALENT) -> list[Unreachable]:
-    """Return the functions that cannot run here, with their reasons."""
-    return [Unreachable(**entry) for entry in _entries(path, "unreachable")]
-
-
-def _entries(path: Path, kind: str) -> list[dict[str, str]]:
-    entries = tomllib.loads(path.read_text()).get(kind, [])
-    return [{name: text.strip() for name, text in entry.items()} for entry in entries]
+    told = tomllib.loads((HERE / "equivalent.toml").read_text())["equivalent"]
+    return [Equivalent(**{name: text.strip() for name, text in one.items()}) for one in told]
 
 
 def stale(known: Sequence[Equivalent], found: Sequence[Edit]) -> list[Equivalent]:
     """Return the entries for which there is no such edit: the lines have changed since."""
-    return [one for one in known if not any(one.is_that(edit) for edit in found)]
+    return [one for one in known if not any(one.holds(edit) for edit in found)]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mutants.edits import Edit
-from mutants.sample import Equivalent, Unreachable, room_of
+from mutants.sample import Equivalent, room_of
 from mutants.trial import Outcome
+from studies.records import table, write
 
 Z = 1.959964
 """Of a two-sided interval of 95 %."""
 LEAST_SCORE, LEAST_IN_ROOM = 0.97, 0.95
 OPEN = Outcome("open", words="not tried yet")
+OTHERS = ("hung", "broken", "stale")
+TOLD = ("id", "file", "place", "operator", "before", "after")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Result:
 
     edit: Edit
     outcome: Outcome
-    entry: Equivalent | Unreachable | None = None
+    entry: Equivalent | None = None
 
     @property
     def killed(self) -> bool:
@@ -34,17 +36,10 @@ class Result:
         return self.outcome.verdict == "killed"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        edit = {
-            name: getattr(self.edit, name)
-            for name in ("id", "file", "place", "operator", "before", "after")
-        }
-        return {
-            **edit,
-            "line": self.edit.lines[-1],
-            "reason": self.entry and self.entry.reason,
-            **self.outcome.as_dict(),
-        }
+        """Return plain data."""
+        edit = {name: getattr(self.edit, name) for name in TOLD}
+        reason = self.entry.reason if self.entry else None
+        return {**edit, "line": self.edit.lines[-1], "reason": reason, **asdict(self.outcome)}
 
 
 @dataclass(frozen=True)
@@ -111,60 +106,44 @@ def grouped(results: Sequence[Result], key: Callable[[Edit], str]) -> dict[str, 
     return {name: [result for result in results if key(result.edit) == name] for name in names}
 
 
-def markdown(results: Sequence[Result], heading: str) -> str:
-    """The report for people."""
+def markdown(results: Sequence[Result], heading: str) -> list[str]:
+    """Return the lines of the report."""
     taken = [result.outcome.seconds for result in results if result.killed]
-    median = statistics.median(taken) if taken else 0.0
+    tried = sum(result.outcome != OPEN for result in results)
+    rooms = grouped(results, lambda edit: room_of(edit.file))
+    rows = [*rooms.items(), *grouped(results, lambda edit: edit.operator).items()]
+    head = ("", "edits", "equivalent", "killed", "share")
     lines = [
         "# Wrong edits and the tests that kill them",
         "",
-        f"{heading}: {score(results)} killed, median {median:.1f} s.",
-    ]
-    lines += [
+        f"{heading}: {score(results)} killed, median {statistics.median(taken or [0.0]):.1f} s.",
         "",
-        f"Tried so far: {sum(result.outcome != OPEN for result in results)} of {len(results)}.",
-    ]
-    lines += [
+        f"Tried so far: {tried} of {len(results)}.",
         "",
-        "| | edits | equivalent | cannot run here | killed | share |",
-        "| --- | --- | --- | --- | --- | --- |",
+        *table(head, [_row(*row) for row in rows]),
     ]
-    for key in (lambda edit: room_of(edit.file), lambda edit: edit.operator):
-        lines += [_row(name, part) for name, part in grouped(results, key).items()]
-    for title, verdicts in (("Survivors", ("survived",)), ("Others", ("hung", "broken"))):
-        found = [r for r in results if r.outcome.verdict in verdicts and r.entry is None]
-        lines += ["", f"## {title}", "", *([*map(_told, found)] or ["None."])]
-    for title, kind in (("Equivalent", Equivalent), ("Cannot run here", Unreachable)):
-        found = [r for r in results if isinstance(r.entry, kind)]
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            *([f"{_told(r)} {r.entry.reason}" for r in found if r.entry] or ["None."]),
-        ]
-    return "\n".join(lines) + "\n"
+    lists = {
+        "Survivors": [r for r in results if r.outcome.verdict == "survived" and not r.entry],
+        "Others": [r for r in results if r.outcome.verdict in OTHERS and not r.entry],
+        "Equivalent": [r for r in results if r.entry],
+    }
+    for title, listed in lists.items():
+        lines += ["", f"## {title}", "", *(map(_told, listed) if listed else ["None."])]
+    return lines
 
 
-def _row(name: str, part: Sequence[Result]) -> str:
-    figures = score(part)
-    same, elsewhere = (
-        sum(isinstance(result.entry, kind) for result in part) for kind in (Equivalent, Unreachable)
-    )
-    return (
-        f"| {name} | {len(part)} | {same} | {elsewhere} | {figures.killed} | {figures.share:.1%} |"
-    )
+def _row(name: str, part: Sequence[Result]) -> tuple[object, ...]:
+    figures, same = score(part), sum(result.entry is not None for result in part)
+    return name, len(part), same, figures.killed, f"{figures.share:.1%}"
 
 
 def _told(result: Result) -> str:
-    edit, words = result.edit, result.outcome.words
+    edit, reason = result.edit, result.entry.reason if result.entry else ""
     before, after = (" ".join(text.split()) for text in (edit.before, edit.after))
-    return f"- `{edit.id}` {edit.file} {edit.place}: `{before}` to `{after}`. {words}".rstrip()
+    change = f"- `{edit.id}` {edit.file} {edit.place}: `{before}` to `{after}`."
+    return f"{change} {result.outcome.words} {reason}".rstrip()
 
 
-def write(folder: Path, name: str, results: Sequence[Result], heading: str) -> None:
+def report(folder: Path, name: str, results: Sequence[Result], heading: str) -> None:
     """Write both reports into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(markdown(results, heading))
-    (folder / f"{name}.json").write_text(
-        json.dumps([result.as_dict() for result in results], indent=1) + "\n"
-    )
+    write(folder, name, markdown(results, heading), [result.as_dict() for result in results])

@@ -1,8 +1,15 @@
-"""Trying one mutant: a copy of the package with the fault in it, and the suite until a test goes red."""
+"""Try one mutant: plant it in a copy of the package, and run tests until one goes red.
+
+Tests with ranks as threads run in a fork of a process that has imported torch already: half of the
+time of a short run would be that import. The standard library's fork server is single-threaded and
+has imported `READY`, but nothing of ours: every child imports the copy that it is to try.
+"""
 
 from __future__ import annotations
 
+import compileall
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,62 +17,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from mutants.catalogue import ROOT, Mutant, Stale
+from kit.plugin import wanted
+from mutants.apart import alone
+from mutants.plugin import TESTS, WITNESS
+from studies.commands import ROOT, on_ranks, run
 
-COPIED = (
-    "sp_core",
-    "tests",
-    "benchmarks",
-    "ci",
-    "docs",
-    "pyproject.toml",
-    "README.md",
-    "noxfile.py",
-)
-ELSEWHERE = (
-    *(
-        "append_history",
-        "bench",
-        "ci_scripts",
-        "compare*",
-        "conformance",
-        "counters",
-        "doctor",
-        "explore",
-        "history",
-    ),
-    *(
-        "kit_*",
-        "layout",
-        "llama_command",
-        "mutants*",
-        "peers*",
-        "promote_pr",
-        "readme",
-        "records",
-        "reporting*",
-        "scaling*",
-    ),
-    *("slurm", "trace", "workflows"),
-)
-"""Tests of benchmarks, commands, CI and the kit itself: `test_*.py` that say nothing about a fault of the library."""
-
-FILE = "SP_MUTANTS_WITNESS"
-"""Names the file that the witness writes."""
-RANKS, RANK = 4, ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-SECONDS = {"chosen": 240.0, "threads": 900.0, "ranks": 900.0}
-"""Limits of the stages: the files that a mutant names, all with ranks as threads, all under mpiexec."""
-STAGES = tuple(SECONDS)
-GRACE_SECONDS = 20.0
+COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs")
+COPIED_FILES = ("pyproject.toml", "README.md", "noxfile.py")
+READY = ["torch", "numpy", "pytest", "hypothesis", "hypothesis.strategies", "mpi4py"]
+PLUGINS = ("-p", "mutants.plugin", "-p", "no:cacheprovider")
+EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Pytest would rather import its plugins itself."""
+ON_RANKS = "ranks"
+"""The stage that runs under mpiexec."""
+MORE_SECONDS = 60.0
+"""A launch ends itself; if it has not after this time more, it is killed."""
+WATCHDOG = {"SP_WATCHDOG_S": "20", "SP_WATCHDOG_PHASE_S": "45"}
+"""Examples take less than a second: the suite finds out soon that one hangs."""
+TEST_SECONDS = 60
+"""No test may take so long: pytest then writes all stacks and ends."""
+LIMITED = ("-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true")
 TIME_IS_UP = "the launch has not ended"
 ENDED = "the launch was ended: "
-UNENDED = "Timeout (0:"  # faulthandler's, when pytest is told how long a test may take
+UNENDED = "Timeout (0:"  # faulthandler's
 NOTHING_FAILED = (0, 5)
 TESTS_FAILED = 1
 
@@ -90,207 +71,180 @@ class Outcome:
     seconds: float = 0.0
     words: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Stage:
+    """Tests that run in one session.
+
+    Args:
+        name: `ON_RANKS` for a launch under mpiexec; with any other name ranks are threads.
+        files: of tests.
+        seconds: the limit.
+        tests: ids of the only tests that run, in order; empty for all of the files.
+        variables: of the environment.
+    """
+
+    name: str
+    files: Sequence[str]
+    seconds: float
+    tests: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a stage ended: its exit code (None: it had to be shot), what the witness told, and what was printed last."""
+    """How a stage ended.
+
+    Args:
+        code: exit code; None if the stage was killed.
+        told: by the witness.
+        printed: by pytest.
+    """
 
     code: int | None
-    told: dict[str, Any]
+    told: Mapping[str, Any]
     printed: str
 
 
-def judged(stage: str, ending: Ending) -> Outcome | None:
-    """What the end of a stage says; None where the next one has to decide."""
-    if ending.told:
-        told = ending.told
-        return Outcome("killed", stage, told["law"], told["examples"], words=told["words"])
-    if ending.code is None or TIME_IS_UP in ending.printed:
-        return Outcome("hung", stage, words="no end within its time")
-    if ending.code in NOTHING_FAILED:
-        return None
-    if ENDED in ending.printed:
-        return Outcome(
-            "killed",
-            stage,
-            "the launcher",
-            words=ending.printed.partition(ENDED)[2].splitlines()[0].strip(" ="),
-        )
-    if ending.code < 0:
-        return Outcome("killed", stage, "the process died", words=signal.Signals(-ending.code).name)
-    if UNENDED in ending.printed:
-        return Outcome(
-            "killed",
-            stage,
-            "the session",
-            words="a test has not ended, and the session was ended with all stacks",
-        )
-    if ending.code == TESTS_FAILED:
-        return Outcome("killed", stage, "the session", words="an error above half its bound")
-    return Outcome(
-        "broken", stage, words=f"exit code {ending.code}: {' '.join(ending.printed.split())[-200:]}"
-    )
+class Stale(Exception):
+    """The text that a mutant replaces is not there exactly once."""
 
 
-def tried(mutant: Mutant, until: str = STAGES[-1]) -> Outcome:
-    """Plant a mutant, and run stage after stage until one decides."""
+def tried(file: str, planted: Callable[[str], str], stages: Iterable[Stage]) -> Outcome:
+    """Plant a fault, and run stage after stage until one decides.
+
+    Args:
+        file: that is changed, below the root of the repository.
+        planted: makes its new text.
+        stages: of tests.
+    """
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sp_core-mutant-") as directory:
+    outcome = Outcome("survived")
+    with tempfile.TemporaryDirectory(prefix="sp_core-", ignore_cleanup_errors=True) as directory:
         copy = Path(directory)
         copy_package(copy)
+        target = copy / file
         try:
-            text = mutant.planted((copy / mutant.file).read_text())
+            target.write_text(planted(target.read_text()))
         except (Stale, FileNotFoundError) as error:
             return Outcome("stale", words=str(error))
-        (copy / mutant.file).write_text(text)
-        outcome = decided(copy, mutant.tests, until)
-    return Outcome(**{**outcome.as_dict(), "seconds": round(time.monotonic() - begin, 1)})
+        Path(cache_from_source(str(target))).unlink(missing_ok=True)
+        for stage in stages:
+            outcome = judged(stage.name, run_stage(copy, stage), file)
+            if outcome.verdict != "survived":
+                break
+    return replace(outcome, seconds=round(time.monotonic() - begin, 1))
 
 
-def unharmed(files: Sequence[str]) -> Outcome:
-    """The same without a fault: what is red here cannot kill anything."""
-    with tempfile.TemporaryDirectory(prefix="sp_core-mutant-") as directory:
-        copy_package(Path(directory))
-        found = (decided(Path(directory), [file], STAGES[0]) for file in files)
-        return next(
-            (outcome for outcome in found if outcome.verdict != "survived"),
-            Outcome("survived", STAGES[0]),
-        )
+def judged(stage: str, ending: Ending, file: str) -> Outcome:
+    """Return what the end of a stage says of a fault in a file.
 
-
-def decided(copy: Path, files: Sequence[str], until: str) -> Outcome:
-    """Run the stages on a copy."""
-    for stage in STAGES[: STAGES.index(until) + 1]:
-        outcome = judged(stage, run_stage(copy, stage, files))
-        if outcome is not None:
-            return outcome
-    return Outcome("survived", until)
+    A session that does not begin is red if it names the file; otherwise it says nothing.
+    """
+    printed, code = ending.printed, ending.code
+    if ending.told:
+        return Outcome("killed", stage, **ending.told)
+    if code is None or TIME_IS_UP in printed:
+        return Outcome("hung", stage, words="no end within its time")
+    if code in NOTHING_FAILED:
+        return Outcome("survived", stage)
+    if ENDED in printed:
+        words = printed.partition(ENDED)[2].splitlines()[0].strip(" =")
+        return Outcome("killed", stage, "the launcher", words=words)
+    if code < 0:
+        return Outcome("killed", stage, "the process died", words=signal.Signals(-code).name)
+    words = f"exit code {code}: {' '.join(printed.split())[-200:]}"
+    if UNENDED in printed:
+        words = "a test has not ended, and the session was ended with all stacks"
+    elif code == TESTS_FAILED:
+        words = "an error above half its bound"
+    elif file not in printed:
+        return Outcome("broken", stage, words=words)
+    return Outcome("killed", stage, "the session", words=words)
 
 
 def copy_package(copy: Path) -> None:
-    """The package and its tests, with what Python has compiled of them."""
+    """Copy the package and its tests, with what Python has compiled of them."""
     for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("results", "*.tmp"))
-        else:
-            shutil.copy2(source, copy / name)
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("results", "*.tmp"))
+    for name in COPIED_FILES:
+        shutil.copy2(ROOT / name, copy / name)
 
 
-def run_stage(copy: Path, stage: str, files: Sequence[str]) -> Ending:
-    """Run the tests of a stage to the first failure."""
-    witness = copy / f"{stage}.json"
-    arguments = command(stage, [*test_files(copy, stage, files)])
-    with (copy / f"{stage}.txt").open("w") as output:
-        code = run(
-            arguments, copy, output.fileno(), environment(copy, witness, stage), SECONDS[stage]
-        )
-    told = json.loads(witness.read_text()) if witness.exists() else {}
-    return Ending(code, told, (copy / f"{stage}.txt").read_text(errors="replace"))
+def compile_all() -> None:
+    """Compile the package, and let pytest compile the tests: each copy would else do that again."""
+    compileall.compile_dir(ROOT / "sp_core", quiet=1)
+    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    subprocess.run(collect, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, check=False)
 
 
-def test_files(copy: Path, stage: str, chosen: Sequence[str]) -> Iterator[str]:
-    """The test files of a stage, in order: those chosen, or all of the library that have not run yet."""
-    if stage == "chosen":
-        yield from (f"tests/{name}" for name in chosen)
-        return
-    elsewhere = {
-        path.name for pattern in ELSEWHERE for path in copy.glob(f"tests/test_{pattern}.py")
-    }
-    first = [f"tests/{name}" for name in chosen] if stage == "ranks" else []
-    rest = [
-        f"tests/{p.name}"
-        for p in sorted(copy.glob("tests/test_*.py"))
-        if p.name not in {*elsewhere, *chosen}
-    ]
-    yield from (*first, *rest)
+def run_stage(copy: Path, stage: Stage) -> Ending:
+    """Run the tests of a stage in a copy, to the first failure."""
+    output, told = copy / f"{stage.name}.txt", copy / f"{stage.name}.json"
+    variables = {"PYTHONPATH": f"{copy}{os.pathsep}{copy}/tests", WITNESS: str(told)}
+    variables |= {"OMP_NUM_THREADS": "1", **WATCHDOG, **stage.variables}
+    if stage.tests:
+        variables[TESTS] = str(copy / "tests.txt")
+        (copy / "tests.txt").write_text("\n".join(stage.tests))
+    options = ["-q", "-x", "--tb=short", *wanted(), *PLUGINS, *LIMITED, *stage.files]
+    if stage.name == ON_RANKS:
+        command = [sys.executable, "-m", "mutants.apart", *on_ranks(stage.seconds, *options)]
+        with output.open("w") as file:
+            whole, limit = {**os.environ, **variables}, stage.seconds + MORE_SECONDS
+            code = run(command, copy, file.fileno(), whole, limit)
+    else:
+        # As many examples as in `nox -s tests`.
+        variables = {"SP_PROFILE": os.environ.get("SP_PROFILE", "quick"), **variables}
+        code = forked([*EARLY, *options], copy, output, variables, stage.seconds)
+    witness = json.loads(told.read_text()) if told.exists() else {}
+    return Ending(code, witness, output.read_text(errors="replace"))
 
 
-def command(
-    stage: str,
-    files: Sequence[str],
-    seconds: float = SECONDS["ranks"] - 60,
-    extra: Sequence[str] = (),
-) -> list[str]:
-    """What a stage runs. Under mpiexec the launch ends itself after some seconds."""
-    suite = ["-m", "pytest", "-q", "-x", "--tb=short", *plugins(), *extra]
-    if stage != "ranks":
-        return [sys.executable, *suite, *files]
-    launch = [
-        "-m",
-        "sp_core.testing.launch",
-        "-n",
-        str(RANKS),
-        "--timeout",
-        f"{seconds:g}",
-        "--",
-        "python",
-    ]
-    return [sys.executable, *launch, *suite, "--only-mpi", "--sp-expect-ranks", str(RANKS), *files]
-
-
-def plugins() -> list[str]:
-    """The plugins of every stage."""
-    installed = any(
-        entry.value == "sp_core.testing.plugin" for entry in entry_points(group="pytest11")
-    )
-    return [
-        *([] if installed else ["-p", "sp_core.testing.plugin"]),
-        "-p",
-        "mutants.witness",
-        "-p",
-        "no:cacheprovider",
-    ]
-
-
-def environment(copy: Path, witness: Path, stage: str) -> dict[str, str]:
-    """The copy comes before what is installed; ranks as threads draw as many examples as in `nox -s tests`."""
-    paths = [str(copy), str(copy / "tests")]
-    profile = {} if stage == "ranks" else {"SP_PROFILE": os.environ.get("SP_PROFILE", "quick")}
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        FILE: str(witness),
-        **profile,
-    }
-
-
-def run(
-    arguments: Sequence[str], folder: Path, output: int, variables: dict[str, str], seconds: float
+def forked(
+    arguments: Sequence[str],
+    folder: Path,
+    output: Path,
+    variables: Mapping[str, str],
+    seconds: float,
 ) -> int | None:
-    """Run a command to its end, or to the end of its time.
+    """Run pytest in a fork of a process that has imported torch.
+
+    Args:
+        arguments: of pytest.
+        folder: the copy of the repository.
+        output: the file that gets what is printed.
+        variables: of the environment, beside those of this process.
+        seconds: the limit.
 
     Returns:
-        The exit code; None where the time was up.
+        The exit code, negative for a signal; None if the time was up.
     """
-    process = subprocess.Popen(
-        arguments,
-        cwd=folder,
-        env=variables,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(READY)
+    process = context.Process(target=_tests, args=(arguments, str(folder), str(output), variables))
+    process.start()
+    process.join(seconds)
+    code = process.exitcode
+    # The child leads a group of processes; after a clean end that group is empty.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    process.close()
+    return code
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it has started; the launcher needs a moment to end its ranks."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(GRACE_SECONDS)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
+    """Run pytest in this process, which ends with it."""
+    os.setsid()
+    os.chdir(folder)
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(variables)
+    sys.path[:0] = [folder, str(Path(folder) / "tests")]
+    sys.dont_write_bytecode = True  # an edited file may have size and time of the one before
+    sys.argv = ["pytest", *arguments]
+    import pytest
+
+    alone(lambda: int(pytest.main(arguments)))

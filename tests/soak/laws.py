@@ -1,4 +1,4 @@
-"""Which test files the short profile consists of: laws over drawn examples, and of the kit what draws or waits.
+"""List the test files of the short profile: laws over drawn examples, and of the kit what waits.
 
 About a minute for both stages together on two idle cores. What takes long for what it draws
 (decoding, pipelines, kernels of attention), or long and draws nothing, is left to `nox -s tests`.

@@ -1,4 +1,4 @@
-"""One run of the suite in its short profile, with a seed of its own: what it runs, and what came of it."""
+"""Run the suite once in its short profile with a seed, and tell what came of it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kit.plugin import wanted
-from mutants.catalogue import ROOT
-from mutants.trial import run as run_command
 from soak.laws import LEFT_OUT, THREADS_ONLY
+from studies.commands import RANKS, ROOT, on_ranks, run
 
 STAGES = ("threads", "ranks")
-RANKS = 4
-"""As in `nox -s tests`: there are tests that need four. P is drawn from 1 to 4."""
 SECONDS = 900.0
 """Limit of a stage, which takes half a minute on two idle cores."""
 SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -47,149 +44,98 @@ class Run:
         return self.kind, self.number
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A test that went red, or a stage that came to no end, and the command that does it again."""
+def carried_out(
+    wanted_run: Run, files: Sequence[str], stages: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    """Run the stages, one after the other; return what became of the run as plain data.
 
-    stage: str
-    test: str
-    words: str
-    command: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended: in each stage its seconds, its number of tests, and what went red; the machine's load when it began."""
-
-    run: Run
-    seconds: dict[str, float] = field(default_factory=dict)
-    tests: dict[str, int] = field(default_factory=dict)
-    failures: tuple[Failure, ...] = ()
-    load: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether there were tests in each stage and none went red."""
-        return not self.failures and bool(self.tests) and all(self.tests.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        plain = asdict(self)
-        return {**plain.pop("run"), "verdict": "passed" if self.passed else "failed", **plain}
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Ended:
-        """What `as_dict` has told."""
-        run = Run(plain["kind"], plain["number"], plain["seed"])
-        return cls(
-            run,
-            plain["seconds"],
-            plain["tests"],
-            tuple(Failure(**told) for told in plain["failures"]),
-            plain["load"],
-        )
-
-
-def carried_out(run: Run, files: Sequence[str], stages: Sequence[str], folder: Path) -> Ended:
-    """Run the stages, one after the other.
+    It has passed if there were tests in each stage and none went red.
 
     Args:
-        run: which.
+        wanted_run: which.
         files: of tests.
         stages: some of STAGES.
         folder: for what they print.
     """
-    ended = Ended(run, load=round(os.getloadavg()[0], 1))
-    with load((os.cpu_count() or 1) if run.kind == "loaded" else 0):
-        for stage in stages:
-            seconds, tests, failures = run_stage(stage, run, files, folder)
-            more = {
-                "seconds": {**ended.seconds, stage: seconds},
-                "tests": {**ended.tests, stage: tests},
-            }
-            ended = replace(ended, **more, failures=(*ended.failures, *failures))
-    return ended
+    began = round(os.getloadavg()[0], 1)
+    with load((os.cpu_count() or 1) if wanted_run.kind == "loaded" else 0):
+        ended = {stage: run_stage(stage, wanted_run, files, folder) for stage in stages}
+    seconds, tests, failures = (
+        {stage: one[place] for stage, one in ended.items()} for place in range(3)
+    )
+    passed = all(tests.values()) and not any(failures.values())
+    return {
+        **asdict(wanted_run),
+        "verdict": "passed" if passed else "failed",
+        "seconds": seconds,
+        "tests": tests,
+        "failures": [failure for part in failures.values() for failure in part],
+        "load": began,
+    }
 
 
 def run_stage(
-    stage: str, run: Run, files: Sequence[str], folder: Path
-) -> tuple[float, int, list[Failure]]:
+    stage: str, wanted_run: Run, files: Sequence[str], folder: Path
+) -> tuple[float, int, list[dict[str, str]]]:
     """Run one stage.
 
     Returns:
-        Its seconds, its number of tests, and what went red.
+        Its seconds, its number of tests, and what went red or came to no end, with the command that
+        does it again.
     """
     files = [file for file in files if stage == "threads" or file not in THREADS_ONLY]
-    name = f"{run.kind}-{run.number}-{stage}"
+    name, seed = f"{wanted_run.kind}-{wanted_run.number}-{stage}", wanted_run.seed
     xml, log = folder / f"{name}.xml", folder / f"{name}.txt"
     xml.unlink(missing_ok=True)
-    arguments = [*command(stage, run.seed, files), "-o", "junit_family=xunit1", f"--junitxml={xml}"]
+    arguments = [*command(stage, seed, files), "-o", "junit_family=xunit1", f"--junitxml={xml}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "SP_PROFILE": "soak"}
     begin = time.monotonic()
     with log.open("w") as output:
-        code = run_command([sys.executable, *arguments], ROOT, output.fileno(), variables, SECONDS)
+        code = run(arguments, ROOT, output.fileno(), variables, SECONDS)
     seconds = round(time.monotonic() - begin, 1)
     tests, failed = read_junit(xml)
-    failures = [
-        Failure(stage, test, words, repeated(stage, run.seed, [test])) for test, words in failed
-    ]
-    if not failures and (code != 0 or not tests):
-        failures = [
-            Failure(stage, f"the {stage}", _end_of(log, code), repeated(stage, run.seed, files))
-        ]
-    if not failures:
+    if not failed and (code != 0 or not tests):
+        ended = f"no end after {SECONDS:g} s" if code is None else f"exit code {code}"
+        said = " ".join(log.read_text(errors="replace").split())[-2 * LONGEST :]
+        failed = [(f"the {stage}", f"{ended}: {said}", files)]
+    if not failed:
         log.unlink()
         xml.unlink()
+    failures = [
+        {"stage": stage, "test": test, "words": words, "command": repeated(stage, seed, again)}
+        for test, words, again in failed
+    ]
     return seconds, tests, failures
 
 
 def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
-    """What a stage runs, after the interpreter."""
-    suite = ["-m", "pytest", "-q", *wanted(), "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
+    """Return what a stage runs."""
+    suite = ["-q", *wanted(), "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", *files]
     suite += [word for test in LEFT_OUT for word in ("--deselect", test)]
-    if stage == "threads":
-        return [
-            *suite,
-            "-n",
-            str(os.cpu_count() or 1),
-            "--dist",
-            "loadfile",
-            "-m",
-            "not starts_mpi",
-            *files,
-        ]
-    launch = [
-        "-m",
-        "sp_core.testing.launch",
-        "-n",
-        str(RANKS),
-        "--timeout",
-        f"{SECONDS - 60:g}",
-        "--",
-        "python",
-    ]
-    return [*launch, *suite, "--only-mpi", "--sp-expect-ranks", str(RANKS), *files]
+    if stage == "ranks":
+        return on_ranks(SECONDS - 60, *suite)
+    spread = ["-n", str(os.cpu_count() or 1), "--dist", "loadfile", "-m", "not starts_mpi"]
+    return [sys.executable, "-m", "pytest", *spread, *suite]
 
 
 def repeated(stage: str, seed: int, tests: Sequence[str]) -> str:
-    """The command that runs these tests again with the same examples."""
+    """Return the command that runs these tests again with the same examples."""
     launch = f"python -m sp_core.testing.launch -n {RANKS} -- " if stage == "ranks" else ""
-    options = ["--only-mpi"] if stage == "ranks" else []
+    options = "--only-mpi " if stage == "ranks" else ""
     chosen = " ".join(f'"{test}"' for test in tests)
-    return f"SP_PROFILE=soak {launch}python -m pytest {' '.join([*options, f'--hypothesis-seed={seed}'])} {chosen}"
+    pytest = f"python -m pytest {options}--hypothesis-seed={seed} {chosen}"
+    return f"SP_PROFILE=soak {launch}{pytest}"
 
 
-def read_junit(xml: Path) -> tuple[int, list[tuple[str, str]]]:
-    """The number of tests, and those that failed with what they said."""
-    if not xml.exists():
-        return 0, []
-    cases = [*ET.parse(xml).getroot().iter("testcase")]
-    failed = [
-        (_node_id(case), _words(bad))
-        for case in cases
-        for bad in case
-        if bad.tag in ("failure", "error")
-    ]
+def read_junit(xml: Path) -> tuple[int, list[tuple[str, str, list[str]]]]:
+    """Return the number of tests, and of each failed one its id, words and what to run again."""
+    cases = [*ET.parse(xml).getroot().iter("testcase")] if xml.exists() else []
+    failed = []
+    for case in cases:
+        for bad in case.findall("failure") + case.findall("error"):
+            text = " ".join((bad.text or bad.get("message") or "").split())
+            short = text if len(text) <= 2 * LONGEST else f"{text[:LONGEST]} ... {text[-LONGEST:]}"
+            failed.append((_node_id(case), short, [_node_id(case)]))
     return len(cases), failed
 
 
@@ -200,19 +146,9 @@ def _node_id(case: ET.Element) -> str:
     return "::".join(part for part in (file, *inner.split("."), case.get("name") or "") if part)
 
 
-def _words(bad: ET.Element) -> str:
-    text = " ".join((bad.text or bad.get("message") or "").split())
-    return text if len(text) <= 2 * LONGEST else f"{text[:LONGEST]} ... {text[-LONGEST:]}"
-
-
-def _end_of(log: Path, code: int | None) -> str:
-    ended = f"no end after {SECONDS:g} s" if code is None else f"exit code {code}"
-    return f"{ended}: {' '.join(log.read_text(errors='replace').split())[-2 * LONGEST :]}"
-
-
 @contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Processes that do nothing but take time.
+    """Keep cores busy with processes that do nothing but take time.
 
     Raises:
         RuntimeError: one of them has ended too soon, so the load was smaller than said.

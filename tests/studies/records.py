@@ -1,0 +1,42 @@
+"""Keep what a study has found in a file of lines, and write its report as Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file. A last line that was cut short is removed from it."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def add_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line that outlives whatever happens next."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    ruler = ["---"] * len(head)
+    return [
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
+        for row in (head, ruler, *rows)
+    ]
+
+
+def write(folder: Path, name: str, lines: Iterable[str], plain: object) -> None:
+    """Write `name`.md and `name`.json into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n")
