@@ -18,7 +18,7 @@ _MEETING = (
         "schemes",
         "scheme_laws",
     ),
-    *("loss", "link", "kit_comm", "kit_engine", "kit_requests"),
+    *("loss", "link", "kit_comm", "kit_engine"),
 )
 _ALONE = (
     *("sharding", "mask", "rope", "attention", "operation", "scheduling", "errors", "kit_threads"),
