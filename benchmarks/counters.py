@@ -1,4 +1,4 @@
-"""The gate without noise: what a fixed list of cases sends and holds is exactly what `counters.json` says. Nothing is timed.
+"""Compare what a fixed list of cases sends and holds with `counters.json`. Nothing is timed.
 
 Ranks are threads of this process, which gives the numbers that ranks under mpiexec give
 (tests/test_counters.py runs it both ways). A change that sends or holds something else has to
@@ -44,7 +44,7 @@ Table = dict[str, Entry]
 
 
 def chosen(ranks: int) -> list[tuple[Case, Build]]:
-    """The cases of the table on that number of ranks: small sizes, every scheme, layout and mask, every collective, a LLaMA."""
+    """Return the cases of the table on that number of ranks, all of small sizes."""
     collectives = [
         case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS
     ]
@@ -119,7 +119,7 @@ def load() -> Table:
 
 
 def text(table: Table) -> str:
-    """The table as JSON with one line for each case and P, so that a diff shows what has changed."""
+    """Return the table as JSON with one line for each case and P, which makes a diff readable."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}"
         for name, entry in sorted(table.items())

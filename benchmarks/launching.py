@@ -37,7 +37,7 @@ TAIL_LINES = 40
 KEEP_MEMORY = (
     "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
 )
-"""Make the C library keep the memory that a process frees. Otherwise the kernel clears the same pages again."""
+"""Make the C library keep freed memory. Otherwise the kernel clears the same pages again."""
 
 Record = dict[str, Any]
 Options = dict[str, Record]

@@ -1,4 +1,4 @@
-"""Facts about the machine, its devices and its MPI, so that two records can be compared, or refused."""
+"""Tell facts about the machine, its devices and its MPI, by which records are comparable."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
     gpus = {gpu for gpu in local.allgather(_uuid(chosen) if count else None) if gpu}
     if local.size > len(gpus) and not (share_gpu and gpus):
         raise SystemExit(
-            f"{local.size} ranks on a node with {len(gpus)} GPUs. Pass --share-gpu to let several ranks use one."
+            f"{local.size} ranks on a node with {len(gpus)} GPUs. "
+            "Pass --share-gpu to let several ranks use one."
         )
     local.Free()
     torch.cuda.set_device(chosen)
@@ -60,7 +61,10 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
 
 
 def _uuid(device: torch.device) -> str:
-    """Return what tells a GPU from all others, also of other nodes: under Slurm each rank may see one GPU, and call it cuda:0."""
+    """Return what tells a GPU from all others, also of other nodes.
+
+    Under Slurm each rank may see one GPU, and call it cuda:0.
+    """
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)

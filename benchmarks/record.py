@@ -1,4 +1,4 @@
-"""Measure all cases on several numbers of ranks: a launch for each, a record for each case, a table.
+"""Measure all cases on several numbers of ranks: a launch for each, a record for each case.
 
 A record is on the disk as soon as its case is done. A case that fails, and one that a dying launch
 did not reach, are records too.

@@ -1,4 +1,4 @@
-"""The one sampler: how often a step is taken, agreed by all ranks, the samples that come of it, and contestants that take turns.
+"""Take samples of a step, as often as all ranks have agreed on, and let contestants take turns.
 
 `benchmark(step)` of pytest-benchmark finds its number of rounds with each rank's own clock: ranks
 disagree, and one of them waits for ever in a collective that the others do not enter. Here rank 0
@@ -53,12 +53,15 @@ class Budget:
 
 
 QUICK = Budget(seconds=0.4, warmup_s=0.02, fewest=7, most=40)
-"""For comparisons: few cases, each for longer. On two cores medians over 0.12 s scattered twice as much as over 0.4 s."""
+"""For comparisons: few cases, each for longer.
+
+On two cores medians over 0.12 s scattered twice as much as over 0.4 s.
+"""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The decision of rank 0: `warmup` samples that are not kept, then `samples` that are, of `inner` steps each."""
+    """The decision of rank 0: `warmup` samples, then `samples` that are kept, of `inner` steps."""
 
     warmup: int
     inner: int
@@ -211,7 +214,7 @@ class Sampler:
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return medians over samples of the largest and of the mean value over the ranks, from `[rank][sample]`."""
+    """Return medians over samples of the largest and the mean value of `[rank][sample]`."""
     by_sample = list(zip(*values, strict=True))
     return {
         "max_s": statistics.median(map(max, by_sample)),
@@ -222,7 +225,10 @@ def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
 def race(
     world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: int, seed: int
 ) -> dict[str, list[list[Span]]]:
-    """Let contestants take turns, in a new random order in each round; returns the spans of each, `[rank][round]`."""
+    """Let contestants take turns, in a new random order in each round; return their spans.
+
+    The spans of each are `[rank][round]`.
+    """
     order = random.Random(seed)
     mine: dict[str, list[Span]] = {name: [] for name in runners}
     with undisturbed():
@@ -263,7 +269,7 @@ def meet_asleep(world: Intracomm) -> None:
 def peak_memory(
     step: Callable[[], object], held: Iterable[Tensor], device: torch.device
 ) -> tuple[int, str]:
-    """Take one step. Return how many bytes of tensors were alive at most, and how that was measured."""
+    """Take one step. Return the most bytes of tensors alive, and how that was measured."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step()

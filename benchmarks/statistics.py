@@ -1,4 +1,4 @@
-"""The one statistic of all contests and comparisons: a median with its exact interval, and whether that meets a requirement.
+"""Judge a median with its exact interval against a requirement, in all contests and comparisons.
 
 The interval goes from the k-th smallest value to the k-th largest. It misses the true median as
 often as that many throws of a coin give fewer than k heads, or fewer than k tails.
@@ -34,7 +34,7 @@ def chance(throws: int, heads: int) -> float:
 
 
 def exact_interval(values: Sequence[float], miss: float = MISS) -> Interval:
-    """Return the median and its exact interval; the widest one if there are too few values for `miss`."""
+    """Return the median and its exact interval; the widest one if `miss` needs more values."""
     ordered, n = sorted(values), len(values)
     k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= miss), default=1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
@@ -62,7 +62,7 @@ class Requirement:
 
     @property
     def mark(self) -> str:
-        """Whether the requirement is reached, by the median; "open" if the interval crosses the bound."""
+        """Say whether the median reaches it; "open" if the interval crosses the bound."""
         if self.found is None:
             return "not measured"
         if self.bound is None:

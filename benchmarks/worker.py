@@ -49,7 +49,8 @@ def take_library(root: Path) -> None:
     sys.path.pop(0)
     if found is None or Path(found).resolve().parent.parent != root.resolve():
         raise SystemExit(
-            f"sp_core of {root} was asked for, {found} was imported. Is there a folder sp_core in {root}?"
+            f"sp_core of {root} was asked for, {found} was imported. "
+            f"Is there a folder sp_core in {root}?"
         )
 
 
@@ -63,7 +64,8 @@ def main(folder: Path) -> None:
     world = MPI.COMM_WORLD
     if world.size != job["ranks"]:
         raise SystemExit(
-            f"this MPI job has {world.size} ranks, {job['ranks']} were launched: the launcher belongs to another MPI than mpi4py's."
+            f"this MPI job has {world.size} ranks, {job['ranks']} were launched: "
+            "the launcher belongs to another MPI than mpi4py's."
             " Use the mpiexec beside this Python, or tell srun which one it is (srun --mpi=list)."
         )
     torch.set_num_threads(THREADS)

@@ -1,4 +1,4 @@
-"""The benchmark harness: all ranks take the same number of steps, time goes to who spends it, and no record is lost."""
+"""The benchmark harness: ranks take the same number of steps, and no record is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_counts_keep_the_barrier_small_or_the_budget(step: float, meeting: float
 
 @spmd()
 def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(comm: Any) -> None:
-    """The last rank works on after the last message: that is in the time of the step, one to one, though rank 0 does not see it."""
+    """The last rank works on after the last message; that is in the time of the step."""
     steps = 0
     last = comm.rank == comm.size - 1
 
@@ -230,7 +230,7 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
 
 @starts_processes
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
-    """One launch of the real thing: records, pytest-benchmark's file of rank 0 and no other, the table."""
+    """One launch of the real thing: records, pytest-benchmark's file of rank 0, the table."""
     out = tmp_path / "bench.jsonl"
     choice = (
         "--ranks",

@@ -1,4 +1,4 @@
-"""The table of collectives: what counts as reached, and what "auto" is said to lose, on made-up samples."""
+"""The table of collectives: what counts as reached, and what "auto" is said to lose."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_an_error_is_told_in_roundings() -> None:
 
 
 def samples(odd: dict[str, float], even: dict[str, float]) -> regret.Samples:
-    """Every collective alike: seconds by algorithm in the rounds that are fitted, and in those that are judged."""
+    """Every collective alike: seconds by algorithm in rounds to fit, and in those to judge."""
     return {
         "all_reduce": {
             name: {64: [odd[name], even[name]] * 3, 4 * KIB: [odd[name], even[name]] * 3}

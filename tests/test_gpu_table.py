@@ -1,4 +1,4 @@
-"""The table of AllGather on a shared GPU: what is measured, on ranks without one; what counts as reached, on made-up samples."""
+"""The table of AllGather on a shared GPU: what is measured, and what counts as reached."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_is_shown() -> None:
 def test_a_gpu_is_known_by_its_uuid(
     seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of one node see some GPUs each, and each takes one that no other has, unless they share."""
+    """Ranks of a node each take a GPU that no other has, unless they share."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[rank].split()))
     monkeypatch.setattr(
         torch.cuda,

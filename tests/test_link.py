@@ -1,4 +1,4 @@
-"""The model of a link: when messages arrive, by a clock that the test holds; and what it refuses."""
+"""The model of a link: when messages arrive, by a clock of the test; and what it refuses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sender(clock: Clock) -> LinkModel:
 
 @drawn(sizes=SIZES)
 def test_one_message_after_the_other_on_a_wire(sizes: list[int]) -> None:
-    """All bytes of one sender take their time, however they are cut into messages; then comes the latency, once."""
+    """All bytes of a sender take their time, however they are cut; then comes the latency."""
     clock = Clock()
     out, into = sender(clock), sender(clock)
     departures = [out.leaves(n) for n in sizes]

@@ -1,4 +1,4 @@
-"""The emulated cluster without root: its plan, what is cleaned up and what is not, its wires, and what its rows say."""
+"""The emulated cluster without root: its plan, what is cleaned up, its wires and its rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_hosts_check_is_what_they_have(library: bool) -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Commands that would have been run; the namespaces there belong to three runs and to others."""
+    """Commands that would have been run; the namespaces belong to three runs and to others."""
     found: list[str] = []
     there = "spnl1h0 (id: 3)\nspnl1sw\nspnl12h0\nspnl12h1 (id: 0)\nspnl1home\nother\n"
 
@@ -175,7 +175,7 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
 
 @given(sizes=st.lists(st.integers(20, 16_000), min_size=1, max_size=20))
 def test_packets_take_turns_on_a_wire(sizes: list[int]) -> None:
-    """Between two hosts: all bits one after the other, then the delay. The other way nothing is in the way."""
+    """All bits one after the other, then the delay. The other way nothing is in the way."""
     wires = Wires(1e8, 1e-3)
     arrivals = [wires.arrival(5.0, 0, 1, n) for n in sizes]
     assert arrivals == sorted(arrivals)
@@ -185,7 +185,7 @@ def test_packets_take_turns_on_a_wire(sizes: list[int]) -> None:
 
 @given(sizes=st.lists(st.integers(20, 16_000), min_size=1, max_size=20), one_sender=st.booleans())
 def test_a_host_has_one_wire_for_all_the_others(sizes: list[int], one_sender: bool) -> None:
-    """Packets to different hosts leave one after the other; those of different hosts come in one after the other."""
+    """Packets to different hosts, or from them, pass one after the other."""
     wires = Wires(1e8, 1e-3)
     ends = [(0, k + 1) if one_sender else (k + 1, 0) for k in range(len(sizes))]
     arrivals = [
@@ -206,7 +206,7 @@ def marks(launches: dict[str, dict[str, object]]) -> dict[str, str]:
 
 @pytest.mark.parametrize(("ours", "mark"), [(0.104, "reached"), (0.106, "not reached")])
 def test_a_row_is_judged_by_the_stream_of_its_own_round(ours: float, mark: str) -> None:
-    """With P = 2 the vector goes through the link once: as long as the stream takes, which differs from round to round."""
+    """With P = 2 the vector goes through the link once: as long as the stream of that round."""
     seconds = {
         "stream": [0.1 * k for k in range(1, 9)],
         "segmented_ring": [ours * k for k in range(1, 9)],

@@ -1,4 +1,4 @@
-"""The comparison with peers and the driver of contests: what is wrong has no time, and nothing is lost."""
+"""The contest of peers and the driver of contests: what is wrong has no time, nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scaling experiment: its arithmetic is right, its failures are told, and its files are there."""
+"""The scaling experiment: its arithmetic is right, its failures are told, its files are there."""
 
 from __future__ import annotations
 

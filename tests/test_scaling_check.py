@@ -81,7 +81,7 @@ def test_the_single_device_passes_its_own_check(
 
 
 def test_an_error_just_above_the_bound_is_found(weights: dict[str, Tensor]) -> None:
-    """Where the single device errs most, and further the same way: near to it, but too far from float64."""
+    """Where the single device errs most, and further: near to it, but too far from float64."""
     _, alone, truth = outputs(weights, torch.float32)
     worst = (alone - truth[2]).flatten().argmax()
     bound = single.judge(alone, alone, truth, TINY).bound

@@ -148,7 +148,7 @@ def sent(case: Case, mesh: Mesh) -> int | None:
 
 
 def flops(case: Case) -> int:
-    """Return the floating point operations of one step over all ranks, a multiply-add counted as two."""
+    """Return the floating point operations of one step over all ranks, a multiply-add as two."""
     seq, (heads, _, head_dim) = case.shape["seq"], widths(case)
     pairs = seq * (seq + 1) // 2 if MASKS[str(case.mask)].causal else seq**2
     forward = 4 * case.shape["batch"] * pairs * heads * head_dim

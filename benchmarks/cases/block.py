@@ -1,4 +1,4 @@
-"""The step of the scaling experiment: a transformer block, checked against a single device, then timed."""
+"""Check a transformer block against a single device, then time it: the step of the experiment."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
 def time_gather(
     setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], world: Intracomm
 ) -> dict[str, Any] | None:
-    """Time the AllGather of K and V by itself; None for a single rank, which has nobody to gather from."""
+    """Time the AllGather of K and V by itself; None for a single rank, which gathers nothing."""
     case, comm = setting.case, mesh[AXIS]
     if case.ranks == 1:
         return None

@@ -1,4 +1,4 @@
-"""Make a case, do the work of one rank in it, and measure it: from a case to parts of its record."""
+"""Make a case, do one rank's work in it, and measure it: from a case to parts of its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pytest-benchmark under mpiexec: every rank is a session, rank 0 keeps the results, and all ranks learn how a case ended."""
+"""Run pytest-benchmark under mpiexec: rank 0 keeps results, all ranks learn how a case ended."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Harness:
 
 
 def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
-    """Return the status of a case and its reason, from its measured parts and from what ranks raised."""
+    """Return the status of a case and its reason, from its parts and from what ranks raised."""
     if failures:
         status = "oom" if any(sign in failures[0] for sign in NO_MEMORY) else "failed"
         return status, records.reason("\n".join(failures))
@@ -144,7 +144,7 @@ def meet(world: Intracomm, error: Exception | None) -> list[str]:
         if error is not None and time.monotonic() > deadline:
             traceback.print_exception(error)
             print(
-                f"{mine}\nThe others did not arrive within {PATIENCE_SECONDS:g} s: the launch ends.",
+                f"{mine}\nThe others did not arrive in {PATIENCE_SECONDS:g} s: the launch ends.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -73,7 +73,10 @@ class BlockSetting(msgspec.Struct, frozen=True):
 
 
 def harness_sha() -> str:
-    """Return the SHA-256 of the files that decide what is measured and how, so that two records can show that it was done alike."""
+    """Return the SHA-256 of the files that decide what is measured and how.
+
+    With it two records can show that they were made alike.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern)):
         digest.update(
@@ -111,8 +114,10 @@ class Verdict:
         between, ranks, single = (
             "not finite" if error is None else f"{error:.2e}" for error in errors
         )
-        text = f"max |ranks - single device| = {between}; against float64: ranks {ranks}, single device {single}"
+        text = f"max |ranks - single device| = {between}; against float64: ranks {ranks}, "
+        text += f"single device {single}"
         text += f", allowed {self.bound:.2e}"
         if self.single_error is not None and self.single_error > self.single_bound:
-            text += f". The single device itself is too far off: {self.single_bound:.2e} is what rounding explains"
+            text += ". The single device itself is too far off: "
+            text += f"{self.single_bound:.2e} is what rounding explains"
         return text

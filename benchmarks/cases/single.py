@@ -1,4 +1,4 @@
-"""The same transformer block on one device, in plain torch, and the verdict on the output of several ranks.
+"""Compute the same transformer block on one device, in plain torch, and judge the ranks' output.
 
 Nothing of sp_core computes here. Shapes: B batch, S sequence, Q queries, E model dim, H heads, K
 key/value heads, D head dim.
@@ -58,7 +58,7 @@ def block(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None
 
 
 def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """The block in float64: for all tokens where that takes well under a minute, else for a sample of the first sequence.
+    """Compute the block in float64, for all tokens or for a sample of the first sequence.
 
     Returns:
         Rows int64 (R,) and positions int64 (Q,) that were computed, and the output (R, Q, E).
@@ -120,7 +120,10 @@ def judge(
 
 
 def _distance(y: Tensor, wanted: Tensor) -> float | None:
-    """The largest difference, None where one is not finite; row by row, because a float64 copy of all may not fit."""
+    """Return the largest difference, None where one is not finite.
+
+    It goes row by row, because a float64 copy of all may not fit.
+    """
     largest = max(
         float((a.double() - b.double()).abs().max()) for a, b in zip(y, wanted, strict=True)
     )

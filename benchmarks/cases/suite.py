@@ -1,4 +1,4 @@
-"""The list of cases: `python -m benchmarks.cases.suite LIBRARY SETTING P P ...` prints them as JSON.
+"""List the cases: `python -m benchmarks.cases.suite LIBRARY SETTING P P ...` prints them as JSON.
 
 The runner asks in a process of its own, because the library that it measures need not be the one
 that it could import.

@@ -1,4 +1,4 @@
-"""Time AllGather between ranks that share a GPU: naive, staged, pipelined, device memory (ipc), device-aware MPI.
+"""Time AllGather between ranks that share a GPU: naive, staged, pipelined, ipc, device-aware MPI.
 
 All ways to gather take turns in the same processes, and each is checked before it is timed. Beside
 them stand the rate of the link between host and device, and the cost of sharing one GPU for a

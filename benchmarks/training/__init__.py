@@ -1,1 +1,1 @@
-"""A LLaMA trained on every mesh must learn what it learns on one rank: `python -m benchmarks.training`."""
+"""A LLaMA trained on every mesh must learn what it learns on one rank: `nox -s train`."""

@@ -29,7 +29,7 @@ FACTOR = 10.0
 """How many times as far as a run from weights one unit in the last place away a mesh may be."""
 
 SHARE = 0.01
-"""Of what was learned, at most, may be allowed: a longer yardstick could not tell right from wrong."""
+"""Of what was learned, at most, may be allowed: a longer yardstick could not tell wrong."""
 
 KINDS = ("loss", "gradients", "norm", "clipped norm")
 COLUMNS = ("mesh", "P", "dtype", "last loss", "curve", *KINDS, "apart", "")

@@ -72,7 +72,7 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 24,
 }
-"""A million parameters; 3 and 4 tensor ranks share key/value heads, and 4 do not divide the heads."""
+"""A million parameters; 3 and 4 tensor ranks share key/value heads, 4 do not divide the heads."""
 
 
 class Setting(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Run each policy once under a counter of operations, compare its logits, and let policies take turns."""
+"""Run each policy once under a counter of operations, compare its logits, then time them all."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Our collectives against the MPI library's and gloo's, and the loss of "auto" against the best: `nox -s collectives`."""
+"""Our collectives against the MPI library's and gloo's, and what "auto" loses."""

@@ -1,4 +1,4 @@
-"""Who takes part: ways to carry out a collective of two ranks over a float32 vector, each made once and run many times.
+"""Make ways to carry out a collective of two ranks over a float32 vector, and time them in turn.
 
 A contestant is one line in `CONTESTANTS`: a name, and what makes a call and shows its result. It
 gives None where it has no way to do a collective, or where something that it needs is not there.
@@ -53,7 +53,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Runner:
-    """A prepared call, and how to see its result as a flat tensor; `scratch` bytes of ours, 0 for others."""
+    """A prepared call, its result as a flat tensor, and the bytes of our scratch, 0 for others."""
 
     call: Callable[[], object]
     result: Callable[[], Tensor]
@@ -64,7 +64,7 @@ Maker = Callable[[Field], Runner | None]
 
 
 def library(field: Field) -> Runner | None:
-    """mpi4py's own call on NumPy arrays, its arguments made beforehand: nobody can call the library quicker from Python."""
+    """Make mpi4py's own call on NumPy arrays; nobody can call the library quicker from Python."""
     world, send = field.world, field.x.numpy()
     out = torch.zeros(field.received)
     recv, right, left = out.numpy(), (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -83,7 +83,7 @@ def library(field: Field) -> Runner | None:
 
 
 def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Maker:
-    """A plan of ours by an algorithm; on a tensor that lives in shared memory, if that is asked for."""
+    """Make a plan of ours by an algorithm, on a tensor in shared memory if that is asked for."""
 
     def make(field: Field) -> Runner | None:
         if algorithm != "auto" and algorithm not in ALGORITHMS.get(field.op, ()):
@@ -116,7 +116,10 @@ def in_shared_memory(x: Tensor, field: Field) -> Tensor:
 
 
 def on_input(field: Field, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """What is computed once x, in shared memory, holds everybody's input; then x is zero: sums of sums would soon be infinite."""
+    """Compute once x, in shared memory, holds everybody's input; then set x to zero.
+
+    Sums of sums would soon be infinite.
+    """
     fence = partial(sp.fence, comm=field.mesh["all"])
     x.copy_(field.x)
     fence()
@@ -139,7 +142,7 @@ def summed_in_place(field: Field) -> Runner | None:
 
 
 def read_in_place(field: Field) -> Runner | None:
-    """A ring exchange in which nothing moves: the neighbour's tensor is read where it is, once all have arrived."""
+    """Make a ring exchange in which nothing moves: the neighbour's tensor is read in place."""
     if field.op != "shift":
         return None
     comm = field.mesh["all"]
@@ -149,7 +152,7 @@ def read_in_place(field: Field) -> Runner | None:
 
 
 def barrier(field: Field) -> Runner:
-    """The library's barrier, which exchanges nothing; what is "in place" without it would be wrong."""
+    """Make the library's barrier; what is "in place" would be wrong without it."""
     wanted = expected(field).float()
     return Runner(field.world.Barrier, lambda: wanted)
 
@@ -171,7 +174,7 @@ def memory_floor(field: Field) -> Runner | None:
 
 
 def exchange(field: Field) -> Runner | None:
-    """Our message to the next rank of a ring, and one from the rank before, on memory that is bound once."""
+    """Make our message to the next rank of a ring and one from the rank before, bound once."""
     if field.op != "shift":
         return None
     comm = field.mesh["all"]
@@ -252,7 +255,7 @@ def expected(field: Field) -> Tensor:
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
-    """The largest error, over the unit of the result's precision: 1 is one rounding of the exact sum to bfloat16."""
+    """Return the largest error in roundings of the exact sum to bfloat16."""
     if wanted.numel() == 0:
         return 0.0
     difference = (found[: wanted.numel()].double() - wanted).abs()

@@ -1,4 +1,6 @@
-"""Collectives and ring attention over an emulated network: hosts are network namespaces, with shaped links.
+"""Run collectives and ring attention over an emulated network of hosts with slow links.
+
+Hosts are network namespaces; their links are shaped.
 
 Every algorithm is checked across hosts, then the requirements on slow links are measured. As root
 it needs `ip` and `tc`; without root it uses a model of the link inside the transport, and says so.

@@ -119,7 +119,7 @@ def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
 
 
 def begin(world: Intracomm) -> tuple[float, float]:
-    """Wait for the time that rank 0 has chosen, mostly asleep. Return that time, and by how much this rank missed it.
+    """Wait for the time that rank 0 has chosen, mostly asleep; return it, and how late this was.
 
     A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core
     from it; and in sleep alone a library that sends only when it is called would keep the news to
@@ -133,7 +133,7 @@ def begin(world: Intracomm) -> tuple[float, float]:
 
 
 def sample(world: Intracomm, step: Step) -> float:
-    """Return seconds from the common beginning to the end on the last rank; of a few tries the one with the least delay."""
+    """Return seconds from the common beginning to the last end; of some tries the least late."""
     tries: list[tuple[float, float]] = []
     for _ in range(TRIES):
         start, late = begin(world)
@@ -156,7 +156,7 @@ def rounds(setting: Setting, world: Intracomm, steps: dict[str, Step]) -> dict[s
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
-    """Compare every collective by every algorithm with its definition; return how many there were."""
+    """Compare every collective by every algorithm with its definition; return their number."""
     absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
     chosen = [
         (op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent

@@ -1,4 +1,4 @@
-"""Carries packets between the hosts of an emulated cluster, late: `python -m ....switch RATE DELAY NAME=ADDRESS...`.
+"""Carry packets between emulated hosts, late: `python -m ....switch RATE DELAY NAME=ADDRESS...`.
 
 It makes one TUN device for each NAME, says "ready", and forwards what is sent to an ADDRESS. A
 packet of n bits leaves its host when the packets before it have left and n / RATE seconds have

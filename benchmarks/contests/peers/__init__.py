@@ -1,1 +1,1 @@
-"""This project's attention schemes against others' and against one process, as ratios in one run."""
+"""This project's attention schemes against others' and against one process."""

@@ -1,4 +1,6 @@
-"""Compare our attention schemes with torch's ring, DeepSpeed's Ulysses and one process: causal, two ranks.
+"""Compare our attention schemes with torch's ring, DeepSpeed's Ulysses and one process.
+
+Attention is causal, on two ranks.
 
 All contestants share one pair of processes and take turns in random order; forward and backward are
 timed. Each is checked against one process before it is timed, and one that is wrong has no time.
