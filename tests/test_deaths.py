@@ -1,4 +1,7 @@
-"""What `nox -s deaths` looks at: a launch that ended as it should has no fault, and each thing that is missing is one."""
+"""What `nox -s deaths` looks at.
+
+A launch that ended as it should has no fault, and each thing that is missing is one.
+"""
 
 from __future__ import annotations
 

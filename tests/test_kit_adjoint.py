@@ -22,7 +22,10 @@ def all_reduce(comm: Any, x: Tensor) -> Tensor:
 
 
 def function(backward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """A sum over ranks with a given backward pass; by default both are differentiable through one another."""
+    """A sum over ranks with a given backward pass.
+
+    By default both are differentiable through one another.
+    """
 
     class Sum(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,7 @@
-"""Every call of mpi4py's communicators through the checked one: what it is, and what becomes of ranks that differ in it."""
+"""Every call of mpi4py's communicators through the checked one.
+
+What it is, and what becomes of ranks that differ in it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from kit.failing import as_two, failure_of, leads
 
-from sp_core.testing import ThreadComm, given, mpi, requests, spmd, tier
+from sp_core.testing import ThreadComm, carriers, given, requests, spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
 from sp_core.testing.requests import UNCHECKED
@@ -26,7 +29,7 @@ Call = Callable[[Any], object]
 @pytest.fixture(autouse=True)
 def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a rank says that it waits decides when a deadlock is found, not whether."""
-    for module in (mpi, requests):
+    for module in (carriers, requests):
         monkeypatch.setattr(module, "AFTER_SECONDS", 0.02)
 
 
@@ -245,7 +248,10 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
 
 
 def whole() -> bytes:
-    """An object whose pickle is as long as some numbers: MPICH ends a process that receives a part of one."""
+    """An object whose pickle is as long as some numbers.
+
+    MPICH ends a process that receives a part of one.
+    """
     from mpi4py import MPI
 
     return next(text for text in map(bytes, range(8, 99)) if len(MPI.pickle.dumps(text)) % 8 == 0)
@@ -278,24 +284,8 @@ def buffered(comm: Any) -> None:
     comm.Bsend(sent(), 1)
 
 
-def begin(comm: Any, what: str, end: str) -> None:
-    """Begin a message or a collective, and do not wait for it."""
-    twin, peer, memory = comm.Dup(), 1 - comm.rank, np.zeros((3, 1))
-    if what == "Isend":
-        twin.announce_exchange(sends=[(peer, 8)], recvs=[(peer, 8)])
-        twin.Isend(memory[0], peer)
-        twin.Irecv(memory[1], peer).Wait()
-    elif what == "Iallreduce":
-        twin.Iallreduce(memory[0], memory[1])
-    else:
-        twin.announce_exchange(sends=[(peer, 8)], recvs=[(peer, 8)], later=True)
-    if end == "Free":
-        twin.Free()
-
-
 BOTH = ("rank 0: ", "rank 1: ", "test_kit_calls.py:")
 PEER = "rank 0: stopped: PeerFailed"
-UNFINISHED = "before these were found complete by Test or Wait"
 MISSING = "missing: Isend of 8 bytes with rank"
 CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...], Call, Call]] = {
     "counts": (
@@ -333,7 +323,6 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...], Call, Call]] = {
     ),
 }
 """What is said where rank 0 and rank 1 make these calls."""
-UNENDED = {"Isend": UNFINISHED, "Iallreduce": UNFINISHED, "announcement for later": MISSING}
 WRONG: dict[str, tuple[str, Call]] = {
     "own counts": (
         "sends itself 16 bytes of float64, but expects 24 of float64",
@@ -360,15 +349,6 @@ def test_calls_in_which_ranks_differ_are_reported_on_all(case: str) -> None:
     text = as_two(zero, one)
     assert text.startswith("RankFailure[CollectiveMismatch")
     assert not leads() or [each for each in said if each not in text] == []
-
-
-@pytest.mark.parametrize("end", ["the end of the body", "Free"])
-@pytest.mark.parametrize("what", UNENDED)
-def test_what_was_begun_must_be_found_complete_before_the_end(what: str, end: str) -> None:
-    both = functools.partial(begin, what=what, end=end)
-    text = as_two(both, both)
-    assert text.startswith("RankFailure[CollectiveMismatch")
-    assert not leads() or (UNENDED[what] in text and f"{end} before" in text)
 
 
 @pytest.mark.parametrize("case", WRONG)

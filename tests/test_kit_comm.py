@@ -1,14 +1,18 @@
-"""Laws of the communicators that bodies get, the same for threads and for MPI: calls and requests do what MPI says."""
+"""Laws of the communicators that bodies get, the same for threads and for MPI.
+
+Calls and requests do what MPI says.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kit.failing import SEARCH, failure_of, leads
+from kit.failing import SEARCH, as_two, failure_of, leads
 from mpi4py import MPI
 
 from sp_core.errors import RankError
@@ -43,7 +47,10 @@ def values(rank: int, count: int) -> Array:
 def collectives(
     rank: int, p: int, counts: list[int], root: int
 ) -> list[tuple[str, tuple[Any, ...], Array, Array]]:
-    """Collectives: their name and arguments, the buffer that they write, and what has to be in it."""
+    """Collectives.
+
+    Their name and arguments, the buffer that they write, and what has to be in it.
+    """
     everyone = np.concatenate([values(r, n) for r, n in enumerate(counts)])
     n = len(everyone)
     gathered, total, largest, at_root = (np.full(n, -1.0) for _ in range(4))
@@ -217,3 +224,32 @@ def test_what_is_left_out_is_what_mpi4py_takes() -> None:
                 assert f"{parameter.name}: int = {parameter.default}" in theirs, name
                 compared += 1
     assert compared >= 7
+
+
+UNFINISHED = "before these were found complete by Test or Wait"
+MISSING = "missing: Isend of 8 bytes with rank"
+UNENDED = {"Isend": UNFINISHED, "Iallreduce": UNFINISHED, "announcement for later": MISSING}
+
+
+def begin(comm: Any, what: str, end: str) -> None:
+    """Begin a message or a collective, and do not wait for it."""
+    twin, peer, memory = comm.Dup(), 1 - comm.rank, np.zeros((3, 1))
+    if what == "Isend":
+        twin.announce_exchange(sends=[(peer, 8)], recvs=[(peer, 8)])
+        twin.Isend(memory[0], peer)
+        twin.Irecv(memory[1], peer).Wait()
+    elif what == "Iallreduce":
+        twin.Iallreduce(memory[0], memory[1])
+    else:
+        twin.announce_exchange(sends=[(peer, 8)], recvs=[(peer, 8)], later=True)
+    if end == "Free":
+        twin.Free()
+
+
+@pytest.mark.parametrize("end", ["the end of the body", "Free"])
+@pytest.mark.parametrize("what", UNENDED)
+def test_what_was_begun_must_be_found_complete_before_the_end(what: str, end: str) -> None:
+    both = functools.partial(begin, what=what, end=end)
+    text = as_two(both, both)
+    assert text.startswith("RankFailure[CollectiveMismatch")
+    assert not leads() or (UNENDED[what] in text and f"{end} before" in text)

@@ -1,17 +1,21 @@
-"""Who died first, told by the launcher's watch over processes."""
+"""The launcher without a launch: who died first, and what it starts."""
 
 from __future__ import annotations
 
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
-from sp_core.launch.deaths import Deaths
+from sp_core.launch import command as command_module
+from sp_core.launch import watch as watch_module
+from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.launch.deaths import Deaths, mpi_file
 from sp_core.launch.watch import hold_life
 
 RANKS = 6
@@ -68,7 +72,7 @@ def test_the_first_of_many_deaths_is_told_by_a_launcher_that_looks_late(
 def test_one_whose_files_were_closed_goes_before_those_that_were_killed_for_it(
     tmp_path: Path, watch: Deaths, ranks: list[subprocess.Popen[bytes]], looks: str, seed: int
 ) -> None:
-    """mpiexec hears of a death by the files that it closes, and those that it kills then can be gone before the first is."""
+    """mpiexec hears of a death by closed files. Those that it kills then can be gone earlier."""
     order = random.Random(seed).sample(range(RANKS), RANKS)
     held = [hold_life(tmp_path, rank) for rank in range(RANKS)]
     if looks != "before it knows the ranks":
@@ -95,3 +99,77 @@ def test_without_a_launcher_nothing_is_held(tmp_path: Path) -> None:
     assert hold_life(tmp_path, 0) == -1
     Deaths(tmp_path, 1).close()
     assert hold_life(tmp_path, 0) == -1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {SESSION_DIR_HERE: "/run", SESSION_DIR: None}),
+        ({SESSION_DIR_HERE: "/here"}, {SESSION_DIR_HERE: "/here", SESSION_DIR: None}),
+        ({SESSION_DIR: "/there"}, {SESSION_DIR_HERE: None, SESSION_DIR: "/there"}),
+    ],
+)
+def test_launches_share_no_folder_of_the_library_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str | None]
+) -> None:
+    for name in (SESSION_DIR, SESSION_DIR_HERE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = environment(Path("/run"))
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(command_module.shutil, "which", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
+        command_module.find_mpiexec()
+    monkeypatch.setattr(command_module.shutil, "which", lambda name: f"/path/{name}")
+    assert command_module.find_mpiexec() == "/path/mpiexec"
+    (tmp_path / "mpiexec").touch()
+    assert command_module.find_mpiexec() == str(tmp_path / "mpiexec")
+
+
+@pytest.mark.parametrize(
+    ("mapped", "name"),
+    [
+        ("/dev/shm/sm_segment.host.0", "sm_segment.host.0"),
+        ("/dev/shm/mpich_shm_1", "mpich_shm_1"),
+        ("/dev/shm/folder/mpich_shm_1", None),
+        ("/dev/shm/mpich_shm_1/other", None),
+        ("/dev/shm/mpich_shm_1 (deleted)", None),
+        ("/dev/shm/somebody", None),
+        ("/tmp/mpich_shm_1", None),
+        ("", None),
+    ],
+)
+def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
+    mapped: str, name: str | None
+) -> None:
+    found = mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
+    assert found == (None if name is None else Path("/dev/shm") / name)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("hostname -s", "hostname -s"),
+        ("python -V", "PYTHON -V"),
+        ("python a.py -m b", "PYTHON WATCH a.py -m b"),
+        ("/opt/python3.11 -uX dev -W error -m a -c", "/opt/python3.11 -uX dev -W error -m a -c"),
+        (
+            "/opt/python3.11 -u -X dev -W error -m a -c",
+            "/opt/python3.11 -u -X dev -W error WATCH -m a -c",
+        ),
+        ("python3 -c pass", "PYTHON WATCH -c pass"),
+        ("pythonic -c pass", "pythonic -c pass"),
+        ("python -", "PYTHON -"),
+    ],
+)
+def test_python_programs_are_watched(command: str, expected: str) -> None:
+    names = {"PYTHON": sys.executable, "WATCH": watch_module.__file__}
+    words = [names.get(word, word) for word in expected.split()]
+    assert command_module.watched(command.split()) == words

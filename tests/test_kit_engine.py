@@ -1,4 +1,7 @@
-"""The engine's own laws: what may be drawn, decided and said on several ranks. On ranks other than 0 a failure has one line."""
+"""The engine's own laws: what may be drawn, decided and said on several ranks.
+
+On ranks other than 0 a failure has one line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault of a rank is caught, attributed and shrunk, and the next test still runs on the same communicator.
+"""Every fault of a rank is caught, attributed and shrunk, and the next test still runs.
 
 On ranks other than 0 a failure has one line of text.
 """
@@ -63,7 +63,10 @@ def test_two_bugs_are_told_apart() -> None:
 
 
 def stopped(text: str, *ranks: int) -> bool:
-    """Whether these ranks were woken, and none saw a mismatch; only the leading rank's text says so."""
+    """Whether these ranks were woken, and none saw a mismatch.
+
+    Only the leading rank's text says so.
+    """
     return not leads() or (
         "Mismatch" not in text
         and all(f"rank {rank}: stopped: PeerFailed" in text for rank in ranks)

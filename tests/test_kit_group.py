@@ -1,4 +1,7 @@
-"""The checked group of torch.distributed: it does what torch does, and ranks that disagree get an error, not a deadlock."""
+"""The checked group of torch.distributed.
+
+It does what torch does, and ranks that disagree get an error, not a deadlock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Launches of several processes: one report for all ranks, and an end in bounded time whatever happens to a rank."""
+"""Launches of several processes.
+
+One report for all ranks, and an end in bounded time whatever happens to a rank.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,7 @@ from pathlib import Path
 import pytest
 from kit.plugin import wanted
 
-from sp_core.launch import command as command_module
 from sp_core.launch import deaths, watch
-from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.testing import session
 from sp_core.testing.plugin import pytest_addoption
 
@@ -161,7 +162,8 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
         (
             ("--with-mpi",),
             {"CASE_COLLECT": "1"},
-            "the ranks collected different tests, or in another order:\n  not on all ranks, but on rank 1: ",
+            "the ranks collected different tests, or in another order:\n  not on all ranks, but "
+            "on rank 1: ",
         ),
     ],
 )
@@ -253,58 +255,6 @@ def test_each_option_of_the_plugin_has_its_prefix() -> None:
     assert [name for name in parser._inidict if not name.startswith("sp_")] == []
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {SESSION_DIR_HERE: "/run", SESSION_DIR: None}),
-        ({SESSION_DIR_HERE: "/here"}, {SESSION_DIR_HERE: "/here", SESSION_DIR: None}),
-        ({SESSION_DIR: "/there"}, {SESSION_DIR_HERE: None, SESSION_DIR: "/there"}),
-    ],
-)
-def test_launches_share_no_folder_of_the_library_unless_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str | None]
-) -> None:
-    for name in (SESSION_DIR, SESSION_DIR_HERE):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    found = environment(Path("/run"))
-    assert {name: found.get(name) for name in expected} == expected
-
-
-def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command_module.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(command_module.shutil, "which", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
-        command_module.find_mpiexec()
-    monkeypatch.setattr(command_module.shutil, "which", lambda name: f"/path/{name}")
-    assert command_module.find_mpiexec() == "/path/mpiexec"
-    (tmp_path / "mpiexec").touch()
-    assert command_module.find_mpiexec() == str(tmp_path / "mpiexec")
-
-
-@pytest.mark.parametrize(
-    ("mapped", "name"),
-    [
-        ("/dev/shm/sm_segment.host.0", "sm_segment.host.0"),
-        ("/dev/shm/mpich_shm_1", "mpich_shm_1"),
-        ("/dev/shm/folder/mpich_shm_1", None),
-        ("/dev/shm/mpich_shm_1/other", None),
-        ("/dev/shm/mpich_shm_1 (deleted)", None),
-        ("/dev/shm/somebody", None),
-        ("/tmp/mpich_shm_1", None),
-        ("", None),
-    ],
-)
-def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
-    mapped: str, name: str | None
-) -> None:
-    found = deaths.mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
-    assert found == (None if name is None else Path("/dev/shm") / name)
-
-
 KILL = "import os, time; time.sleep(1); os.kill(os.getpid(), 9 * MPI.COMM_WORLD.rank)"
 
 
@@ -389,28 +339,6 @@ def test_a_rank_that_waits_for_the_others_at_its_end_is_told_apart() -> None:
     first, *others = text.split("---- rank ")[1:]
     assert '"<string>", line 3 in <module>' in first
     assert [rank for rank in others if f"last place: {watch.ENDED}" not in rank] == []
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("hostname -s", "hostname -s"),
-        ("python -V", "PYTHON -V"),
-        ("python a.py -m b", "PYTHON WATCH a.py -m b"),
-        ("/opt/python3.11 -uX dev -W error -m a -c", "/opt/python3.11 -uX dev -W error -m a -c"),
-        (
-            "/opt/python3.11 -u -X dev -W error -m a -c",
-            "/opt/python3.11 -u -X dev -W error WATCH -m a -c",
-        ),
-        ("python3 -c pass", "PYTHON WATCH -c pass"),
-        ("pythonic -c pass", "pythonic -c pass"),
-        ("python -", "PYTHON -"),
-    ],
-)
-def test_python_programs_are_watched(command: str, expected: str) -> None:
-    names = {"PYTHON": sys.executable, "WATCH": watch.__file__}
-    words = [names.get(word, word) for word in expected.split()]
-    assert command_module.watched(command.split()) == words
 
 
 def test_a_rank_killed_in_shared_memory_is_reported_soon_and_leaves_no_file() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_core.testing.lockstep import Call, Decision, Record, decide
+from sp_core.testing.carriers import Record
+from sp_core.testing.lockstep import Call, Decision, decide
 from sp_core.testing.outcome import (
     Kind,
     Mismatched,
@@ -197,7 +198,7 @@ def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
 
 
 ALWAYS = ("", ".plugin", ".launch")
-WITH_TESTS = (".engine", ".checked", ".threads", ".mpi", ".agreed", ".mpitier", ".adjoint")
+WITH_TESTS = (".engine", ".checked", ".threads", ".carriers", ".agreed", ".mpitier", ".adjoint")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""An engine outside the launch: an example that ends its launch is shrunk; and what is kept of a launch that is lost."""
+"""An engine outside the launch.
+
+An example that ends its launch is shrunk; and what is kept of a launch that is lost.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +106,13 @@ def test_a_launch_tries_the_examples_that_it_is_sent(
     assert results == [[FINISHED]] * 3
 
 
+def phase_of(when: str, outcome: str) -> SimpleNamespace:
+    """A report of pytest."""
+    failed = outcome in ("failed", "error")
+    told = {"outcome": "failed" if failed else outcome, "failed": failed, "when": when}
+    return SimpleNamespace(**told, duration=0.5, longreprtext=f"it is \x1b {outcome}")
+
+
 def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
     ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
     for name, phases in {
@@ -114,16 +124,7 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
         test = f"tests/test_x.py::{name}"
         ledger.pytest_runtest_logstart(test)
         for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
-            failed = outcome in ("failed", "error")
-            ledger.pytest_runtest_logreport(
-                SimpleNamespace(
-                    when=phase,
-                    outcome="failed" if failed else outcome,
-                    failed=failed,
-                    duration=0.5,
-                    longreprtext=f"it is \x1b {outcome}",
-                )
-            )
+            ledger.pytest_runtest_logreport(phase_of(phase, outcome))
         if name != "TestC::d":
             ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:

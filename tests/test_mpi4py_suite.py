@@ -1,4 +1,7 @@
-"""What `nox -s mpi4py` says: tests that end otherwise on checked communicators are red, known ones and plain failures are not."""
+"""What `nox -s mpi4py` says.
+
+Tests that end otherwise on checked communicators are red, known ones and plain failures are not.
+"""
 
 from __future__ import annotations
 

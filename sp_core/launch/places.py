@@ -16,7 +16,10 @@ _FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "
 
 @functools.lru_cache(1024)
 def owner(filename: str) -> str:
-    """Return whose code a file is: "kit", "library", "foreign" (Python and installed packages) or "test"."""
+    """Return whose code a file is.
+
+    "kit", "library", "foreign" (Python and installed packages) or "test".
+    """
     path = os.path.abspath(filename)
     if path.startswith(KIT):
         return "kit"
@@ -32,7 +35,7 @@ def short(filename: str) -> str:
 
 
 def here() -> str:
-    """Return the innermost line outside the kit, and the line of the test that called it if that is another one."""
+    """Return the innermost line outside the kit, and the line of the test that called it."""
     inner = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,6 @@
-"""Keep the results of tests when a launch is lost: rank 0 writes each report down at once, the launcher makes a JUnit file.
+"""Keep the results of tests when a launch is lost.
+
+Rank 0 writes each report down at once, the launcher makes a JUnit file.
 
 Nothing but the standard library is imported.
 """
@@ -71,7 +73,8 @@ def told(directory: Path) -> list[str]:
     ended = {name: case["outcome"] for name, case in cases.items() if case["ended"]}
     counts = Counter(ended.values())
     lines = [
-        f"tests that had ended: {', '.join(f'{counts[name]} {name}' for name in _ORDER if counts[name]) or 'none'}"
+        f"tests that had ended: "
+        f"{', '.join(f'{counts[name]} {name}' for name in _ORDER if counts[name]) or 'none'}"
     ]
     lines += [
         f"  {outcome}: {name}" for name, outcome in ended.items() if outcome in ("failed", "error")

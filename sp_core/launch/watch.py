@@ -1,4 +1,6 @@
-"""Keep what a rank knows where it outlives the process: its process number, its stacks and its last place.
+"""Keep what a rank knows where it outlives the process.
+
+Its process number, its stacks and its last place.
 
 The launcher runs this file in front of a Python program: `python watch.py program.py arguments`. A
 test session also sets a time limit. At the limit the stacks of all threads go to a file, and five
@@ -28,7 +30,9 @@ IN_FLIGHT, RESULT, STARTED = "in-flight.txt", "result.txt", "started.txt"
 
 
 class Watch:
-    """The files of one rank. They are open from start to end, so that a dying process need not open any.
+    """The files of one rank.
+
+    They are open from start to end, so that a dying process need not open any.
 
     Args:
         rank: of this process in the world.
@@ -101,7 +105,9 @@ def file_of(directory: Path, rank: int, kind: str) -> Path:
 
 
 def hold_life(directory: Path, rank: int) -> int:
-    """Open a pipe that only the end of the process closes. The launcher hears of it as early as mpiexec hears of its own.
+    """Open a pipe that only the end of the process closes.
+
+    The launcher hears of it as early as mpiexec hears of its own.
 
     The system first closes a process's files and then says that it is dead. In between mpiexec can
     have killed the others.
@@ -144,13 +150,19 @@ def example_seconds() -> float:
 
 
 def phase_seconds() -> float:
-    """Return the time limit of what a test does between examples. It is at least that of an example."""
+    """Return the time limit of what a test does between examples.
+
+    It is at least that of an example.
+    """
     return max(float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS)), example_seconds())
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Limit the time of a block. The limit around it starts anew when the block ends, because the block was progress."""
+    """Limit the time of a block.
+
+    The limit around it starts anew when the block ends, because the block was progress.
+    """
     limits = [] if _watch is None else _watch.limits
     limits.append(seconds)
     progress()
@@ -175,7 +187,10 @@ def note(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Print where pytest does not capture: to the file that the launcher prints, or to standard error."""
+    """Print where pytest does not capture.
+
+    To the file that the launcher prints, or to standard error.
+    """
     os.write(2 if _watch is None else _watch.stack, text.encode())
 
 
@@ -192,7 +207,10 @@ def in_flight(text: str) -> None:
 
 
 def run_program(arguments: list[str]) -> None:
-    """Run a Python program as the interpreter would: a file, `-m module` or `-c code`, with its arguments."""
+    """Run a Python program as the interpreter would.
+
+    A file, `-m module` or `-c code`, with its arguments.
+    """
     kind, *rest = arguments
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = (

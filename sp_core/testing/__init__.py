@@ -1,4 +1,6 @@
-"""Tests of programs whose ranks communicate: property tests over ranks, checked communicators, one report for all ranks.
+"""Tests of programs whose ranks communicate.
+
+Property tests over ranks, checked communicators, one report for all ranks.
 
 Nothing here is imported before it is used, so that the pytest plugin and the launcher cost nothing
 where they are merely installed.

@@ -1,4 +1,7 @@
-"""Check that the backward pass of a collective is its adjoint: exactly by inner products, to any order by differences."""
+"""Check that the backward pass of a collective is its adjoint.
+
+Exactly by inner products, to any order by differences.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ RankFunction = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
-    """Return one function from all shards to all outputs, so that `gradcheck` and `gradgradcheck` see every rank at once.
+    """Return one function from all shards to all outputs, so that `gradcheck` sees every rank.
 
     A check on each rank alone is wrong for a collective, because all ranks would perturb their
     inputs together.
@@ -32,7 +35,8 @@ def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
     def mapped(*shards: Tensor) -> tuple[Tensor, ...]:
         if len(shards) % size:
             raise ValueError(
-                f"{len(shards)} tensors cannot be the shards of {size} ranks. Pass as many for each rank."
+                f"{len(shards)} tensors cannot be the shards of {size} ranks. Pass as many for "
+                "each rank."
             )
         return cast("Callable[..., tuple[Tensor, ...]]", _GlobalMap.apply)(f, size, *shards)
 
@@ -137,5 +141,6 @@ def check_adjoint(
     comm.Allreduce(mine, both)
     if both[0] != both[1]:
         raise AssertionError(
-            f"not adjoint: <A x, y> = {both[0]!r}, <x, A^T y> = {both[1]!r}, summed over {comm.size} ranks"
+            f"not adjoint: <A x, y> = {both[0]!r}, <x, A^T y> = {both[1]!r}, summed over "
+            f"{comm.size} ranks"
         )

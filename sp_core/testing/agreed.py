@@ -1,4 +1,7 @@
-"""Make one pytest session of the ranks of a launch: they agree on tests and outcomes, and only rank 0 writes."""
+"""Make one pytest session of the ranks of a launch.
+
+They agree on tests and outcomes, and only rank 0 writes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from sp_core.launch import watch
 from sp_core.launch.results import Ledger
 from sp_core.testing import requests
-from sp_core.testing.mpi import MpiCarrier
+from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, keep_largest
 
 _RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")

@@ -1,4 +1,7 @@
-"""The checked communicator: an mpi4py communicator whose ranks agree on each call before they make it."""
+"""The checked communicator.
+
+An mpi4py communicator whose ranks agree on each call before they make it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from sp_core.testing.comm import Beginning, forwarded
-from sp_core.testing.lockstep import Call, Lockstep
+from sp_core.testing.carriers import MpiCarrier, patiently
+from sp_core.testing.comm import forwarded
+from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
-from sp_core.testing.mpi import MpiCarrier, patiently
 from sp_core.testing.outcome import Catch, Kind, Mismatched, capture, raise_for_peers
 from sp_core.testing.requests import UNCHECKED, Transfer, announced, begun, install, say
 from sp_core.testing.signatures import Edges, Flow, op_of
@@ -123,7 +126,7 @@ class CheckedComm(Messages):
         raise_for_peers(error, outcomes)
 
     def settle(self, rounds: int) -> None:
-        """Complete the rounds of the detector after an example, given the largest number of rounds of any rank."""
+        """Complete the detector's rounds after an example: as many as any rank has begun."""
         detector = self.family.detector
         if detector is not None:
             patiently(lambda: detector.settle(rounds) or None)
@@ -131,7 +134,7 @@ class CheckedComm(Messages):
     def _look(
         self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
     ) -> None:
-        """Find out whether all ranks of the example wait, this one among them, and none can go on."""
+        """Find out whether all ranks of the example wait and none can go on. This one waits."""
         if self.family.detector is None:
             return
         waits_on = "" if ending or pending else self.lockstep.name
@@ -170,7 +173,10 @@ class CheckedComm(Messages):
         return announced(beginning)
 
     def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Make a collective that is not on buffers. All ranks call it with equal arguments, if `AGREED` names them."""
+        """Make a collective that is not on buffers.
+
+        All ranks call it with equal arguments, if `AGREED` names them.
+        """
         call = self._bound(name, args, given)
         if "sendobj" in call:  # an object that cannot be sent would stop this rank alone
             objects = call["sendobj"]
@@ -238,7 +244,8 @@ class CheckedComm(Messages):
         super()._complete(clean)
 
     def _free(self) -> None:
-        next(kind for kind in type(self).__mro__ if kind.__module__ == "mpi4py.MPI").Free(self)  # type: ignore[attr-defined]
+        base: Any = next(kind for kind in type(self).__mro__ if kind.__module__ == "mpi4py.MPI")
+        base.Free(self)
         self._give_back()
 
     def _give_back(self) -> None:
@@ -261,7 +268,10 @@ def _kind(base: Any) -> Any:
 
 
 def method_for(name: str) -> str:
-    """Return the method that makes the checked form of a call of mpi4py. Return "" if no other rank need make the call."""
+    """Return the method that makes the checked form of a call of mpi4py.
+
+    Return "" if no other rank need make the call.
+    """
     ways = {
         "_collective": op_of(name),
         "_message": name in MESSAGES,

@@ -1,4 +1,7 @@
-"""The checked group: a group of torch.distributed whose ranks agree on each call before they make it."""
+"""The checked group.
+
+A group of torch.distributed whose ranks agree on each call before they make it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_core.testing.lockstep import BytesCarrier, Call, Lockstep, Message, Steps, Ticket
-from sp_core.testing.mpi import drive
+from sp_core.testing.carriers import BytesCarrier, Steps, Ticket, drive
+from sp_core.testing.lockstep import Call, Lockstep, Message
 from sp_core.testing.outcome import capture, raise_for_peers
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ class _GroupCarrier(BytesCarrier):
 
 
 class CheckedGroup:
-    """A process group whose ranks get an error instead of waiting if they call different things, or if one has failed.
+    """A process group whose ranks get an error if they call different things, or if one has failed.
 
     A context manager; a rank that leaves it, also by an error, tells the others. It offers some
     calls of torch.distributed by their names and arguments, without `group` and `async_op`.
@@ -126,14 +129,20 @@ class CheckedGroup:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Call torch's `all_to_all_single`. The sizes that ranks send must be those that the others expect."""
+        """Call torch's `all_to_all_single`.
+
+        The sizes that ranks send must be those that the others expect.
+        """
         sends = self._parts(
             input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes)
         )
         receives = self._parts(
             output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes)
         )
-        text = f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from them"
+        text = (
+            f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from "
+            "them"
+        )
         came, went = (
             None if sizes is None else list(sizes)
             for sizes in (output_split_sizes, input_split_sizes)
@@ -153,7 +162,10 @@ class CheckedGroup:
         )
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Call torch's `send`. At the same time one rank calls `recv`, and all others `stand_by`."""
+        """Call torch's `send`.
+
+        At the same time one rank calls `recv`, and all others `stand_by`.
+        """
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
         self._point_to_point(
             f"to {dst}, {_size(tensor)}",
@@ -192,12 +204,14 @@ class CheckedGroup:
         rows = len(tensor)
         if sizes is None and rows % self.size:
             raise ValueError(
-                f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. Give split sizes."
+                f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. "
+                "Give split sizes."
             )
         given = [rows // self.size] * self.size if sizes is None else list(sizes)
         if len(given) != self.size or sum(given) != rows:
             raise ValueError(
-                f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to {rows} rows."
+                f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to "
+                f"{rows} rows."
             )
         row = tensor.nbytes // rows if rows else 0
         return tuple(message(peer, count * row) for peer, count in enumerate(given))
@@ -206,7 +220,8 @@ class CheckedGroup:
 def _size(tensor: Tensor) -> str:
     if not tensor.is_contiguous():
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous. Pass a copy."
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            "contiguous. Pass a copy."
         )
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
@@ -214,5 +229,6 @@ def _size(tensor: Tensor) -> str:
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
     if not condition or output.dtype != given.dtype:
         raise ValueError(
-            f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not fit the group."
+            f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "
+            "fit the group."
         )

@@ -1,4 +1,7 @@
-"""The communicator that test bodies get: mpi4py's methods, each preceded by one exchange of the lockstep protocol."""
+"""The communicator that test bodies get.
+
+Mpi4py's methods, each preceded by one exchange of the lockstep protocol.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.launch import watch
 from sp_core.launch.places import here
 from sp_core.observer import Observer, observer_of
-from sp_core.testing.lockstep import Call, Lockstep, meanwhile
+from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
 from sp_core.testing.stuck import Family
 
@@ -27,7 +30,7 @@ _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
     "MIN": min,
 }
 Announced = Counter[tuple[str, int, int, bool]]
-"""Messages by method, other rank, bytes, and whether other calls may come before they are posted."""
+"""Messages by method, other rank, bytes, and whether other calls may come before."""
 
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
@@ -61,7 +64,10 @@ class LockstepComm(Observer, ABC):
         family.members.append(self)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.lockstep.name}: rank {self.rank} of {self.size}{', freed' if self._freed else ''}>"
+        return (
+            f"<{type(self).__name__} {self.lockstep.name}: rank {self.rank} of "
+            f"{self.size}{', freed' if self._freed else ''}>"
+        )
 
     def __bool__(self) -> bool:
         return not self._freed
@@ -93,12 +99,12 @@ class LockstepComm(Observer, ABC):
         return self._on_objects("bcast", obj if self.rank == root else None, root)[root]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Return the picklable objects of all ranks on the root, None elsewhere, as mpi4py's `gather`."""
+        """Return all ranks' picklable objects on the root, None elsewhere, as mpi4py's `gather`."""
         objects = self._on_objects("gather", sendobj, root)
         return objects if self.rank == root else None
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return this rank's of the root's picklable objects, one for each rank, as mpi4py's `scatter`."""
+        """Return one of the root's picklable objects to each rank, as mpi4py's `scatter`."""
         mine = self._one_each("scatter", sendobj, self.size) if self.rank == root else None
         return self._on_objects("scatter", mine, root)[root][self.rank]
 
@@ -107,7 +113,7 @@ class LockstepComm(Observer, ABC):
         return self._on_objects("allgather", sendobj)
 
     def alltoall(self, sendobj: Sequence[Any] | None) -> list[Any]:
-        """Send one picklable object to each rank and return those received, as mpi4py's `alltoall`."""
+        """Send one picklable object to each rank and return those received, as in mpi4py."""
         return [
             objects[self.rank]
             for objects in self._on_objects(
@@ -116,7 +122,10 @@ class LockstepComm(Observer, ABC):
         ]
 
     def reduce(self, sendobj: Any, op: Any = None, root: int = 0) -> Any:
-        """Combine all ranks' objects on the root in rank order, as mpi4py's `reduce`; the default is to add."""
+        """Combine all ranks' objects on the root in rank order, as mpi4py's `reduce`.
+
+        The default is to add.
+        """
         objects = self._on_objects("reduce", sendobj, root, op)
         return _reduced(op, objects) if self.rank == root else None
 
@@ -129,7 +138,10 @@ class LockstepComm(Observer, ABC):
         return _reduced(op, self._on_objects("scan", sendobj, None, op)[: self.rank + 1])
 
     def exscan(self, sendobj: Any, op: Any = None) -> Any:
-        """Combine the objects of the ranks before this one, as mpi4py's `exscan`; return None on rank 0."""
+        """Combine the objects of the ranks before this one, as mpi4py's `exscan`.
+
+        Return None on rank 0.
+        """
         objects = self._on_objects("exscan", sendobj, None, op)[: self.rank]
         return _reduced(op, objects) if objects else None
 
@@ -140,7 +152,9 @@ class LockstepComm(Observer, ABC):
         *,
         later: bool = False,
     ) -> None:
-        """Declare the point-to-point messages that follow; every rank of the communicator calls this.
+        """Declare the point-to-point messages that follow.
+
+        Every rank of the communicator calls this.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
@@ -160,16 +174,19 @@ class LockstepComm(Observer, ABC):
         self._announced.update(("Irecv", *message, later) for message in recvs)
 
     def announce_call(self, what: str) -> None:
-        """Declare that this rank is about to do something, the same on every rank, that is no call of MPI."""
+        """Declare that this rank is about to do what every rank does and what is no call of MPI."""
         self._enter(Call("announce_call", (what,), text=what))
 
     def watch(self, what: str) -> None:
-        """Find out whether a peer has left the example, while this rank waits for something that is no call of MPI."""
+        """Find out whether a peer has left the example, during a wait that is no call of MPI."""
         self.progress()
         self.lockstep.waiting(what)
 
     def Free(self) -> None:
-        """Free the communicator, as mpi4py's `Free`; during an error only at the end of the example, not to hide the error."""
+        """Free the communicator, as mpi4py's `Free`.
+
+        During an error only at the end of the example, not to hide the error.
+        """
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
@@ -182,14 +199,15 @@ class LockstepComm(Observer, ABC):
     Disconnect = Free
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise `CollectiveMismatch` if an announced message was not posted or, with `later`, a request was not found complete."""
+        """Raise if an announced message is not posted or, with `later`, a request not complete."""
         if missing := [message for message in +self._announced if later or not message[3]]:
             raise CollectiveMismatch(
                 f"{before} before all announced messages were posted; missing: {_listed(missing)}"
             )
         if later and (left := [request for request in self._requests if not request.done]):
             raise CollectiveMismatch(
-                f"{before} before these were found complete by Test or Wait, or freed: {', '.join(map(str, left))}"
+                f"{before} before these were found complete by Test or Wait, or freed: "
+                f"{', '.join(map(str, left))}"
             )
 
     @contextmanager
@@ -250,7 +268,8 @@ class LockstepComm(Observer, ABC):
     def _check_root(self, op: str, root: int | None) -> None:
         if root is not None and not 0 <= root < self.size:
             raise self._wrong_root(
-                f"{op} on rank {self.rank}: root {root} is not one of the {self.size} ranks of this communicator"
+                f"{op} on rank {self.rank}: root {root} is not one of the {self.size} ranks of "
+                "this communicator"
             )
 
     def _wrong_root(self, text: str) -> Exception:
@@ -298,7 +317,11 @@ class LockstepComm(Observer, ABC):
         """Let peers complete what this rank has started."""
 
     def _complete(self, clean: bool) -> None:
-        """Forget the example. `clean`: it failed on some rank, so first complete the messages under way; all ranks say the same."""
+        """Forget the example.
+
+        `clean`: it failed on some rank, so first complete the messages under way; all ranks
+        say the same.
+        """
         self._announced, self._requests, self._exchanges = Announced(), [], 0
         self.lockstep.forget()
 
@@ -313,72 +336,3 @@ def forwarded(method: str, name: str) -> Callable[..., Any]:
 
 
 observer_of.register(LockstepComm, lambda comm: comm)
-
-
-class Beginning:
-    """A request for a call that is made when all ranks have announced it. Until then this rank can do other work.
-
-    Args:
-        comm: the communicator of the call.
-        call: the call.
-        make: makes it, and returns its request.
-    """
-
-    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
-        self._comm = comm
-        self._what, self._steps = comm.lockstep.begin(call, make)
-        self._made: Any = None
-        self._is_driven = False
-        self._before: Beginning | None = comm.lockstep.beginning
-        comm.lockstep.beginning = self
-
-    def step(self) -> bool:
-        """Find out whether all ranks have announced the call, and then make it. Return whether it is made."""
-        if self._made is None and not self._is_driven:
-            self._comm.progress()
-            try:
-                if self._before is not None and not self._before.step():
-                    return False
-                self._before = None
-                next(self._steps)
-            except BaseException as end:
-                self._end()
-                if not isinstance(end, StopIteration):
-                    raise
-                self._made = end.value
-        return self._made is not None
-
-    def settle(self) -> Any:
-        """Wait until all ranks have announced the call, make it, and return its request."""
-        if self._made is None:
-            if self._before is not None:
-                self._before.settle()
-            self._end()
-            self._is_driven = True
-            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
-        return self._made
-
-    def _end(self) -> None:
-        if self._comm.lockstep.beginning is self:
-            self._comm.lockstep.beginning = None
-
-    def Test(self) -> bool:
-        """Make progress and return whether the call is complete."""
-        return self.step() and bool(self.settle().Test())
-
-    def Wait(self) -> bool:
-        """Wait until the call is complete."""
-        return bool(self.settle().Wait())
-
-
-def abandon(requests: Iterable[Any]) -> None:
-    """Let the example end before these requests are complete. The program keeps their memory, and no rank waits for them."""
-    for request in requests:
-        beginning = getattr(request, "beginning", request)
-        if isinstance(beginning, Beginning):
-            ended = (beginning._made, getattr(beginning._made, "transfer", None))
-            beginning._comm._requests = [
-                other
-                for other in beginning._comm._requests
-                if all(other is not one for one in ended)
-            ]

@@ -106,7 +106,8 @@ def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
     missing = sorted(set(drawn) - {p.name for p in rest[1:]})
     if not rest or missing:
         raise TypeError(
-            f"{body.__qualname__} needs a communicator as its first parameter, and parameters named {missing or 'as drawn'}"
+            f"{body.__qualname__} needs a communicator as its first parameter, and parameters "
+            f"named {missing or 'as drawn'}"
         )
     return inspect.Signature([*instance, *(p for p in rest[1:] if p.name not in drawn)])
 

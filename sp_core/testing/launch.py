@@ -1,4 +1,7 @@
-"""Run a test session on several ranks: `python -m sp_core.testing.launch -n 4 -- python -m pytest --with-mpi tests`."""
+"""Run a test session on several ranks.
+
+`python -m sp_core.testing.launch -n 4 -- python -m pytest --with-mpi tests`.
+"""
 
 import sys
 

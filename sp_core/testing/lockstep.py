@@ -11,116 +11,25 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import pickle
-import struct
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sp_core import progress
 from sp_core.launch.places import here
+from sp_core.testing.carriers import Carrier, Record, Steps, Ticket, begun, boxed, until
 from sp_core.testing.outcome import DONE, QUIET, Kind, Mismatched, Outcome, Woken
 
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Work that yields while it has to wait for other ranks."""
-Ticket = Callable[[], list[Any] | None]
-"""An exchange under way: returns what every rank gave, in rank order, or None as long as some rank has given nothing."""
+if TYPE_CHECKING:
+    from sp_core.testing.comm import LockstepComm
 
-_MODULUS = 2**128
-_RECORD = struct.Struct("<q16s16s16s")
 UNCOUNTED = "not counted"
-"""A message's kind if the received data is unknown. Then nothing can be said about the messages of that communicator."""
+"""A message's kind if the received data is unknown.
 
-
-class Record(NamedTuple):
-    """What one rank puts into a round. Its size is fixed, so that the exchange costs one small message."""
-
-    kind: Kind
-    digest: int = 0
-    sends: int = 0
-    receives: int = 0
-
-
-class Carrier(ABC):
-    """Carry records and values between the ranks of one communicator."""
-
-    rank: int
-    size: int
-
-    def post(self, record: Record) -> Ticket:
-        """Begin an exchange of records."""
-        return self.share(record)
-
-    @abstractmethod
-    def share(self, value: object) -> Ticket:
-        """Begin an exchange of values of any size."""
-
-    @abstractmethod
-    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and sleep in between. `ending`: this rank waits only for others to end."""
-
-    def gather(self, value: object) -> list[Any]:
-        """Return the value of every rank."""
-        return self.drive(until(self.share(value)), "an exchange of values")
-
-
-class BytesCarrier(Carrier):
-    """Carry records and values as bytes."""
-
-    @abstractmethod
-    def begin(self, mine: bytes) -> Ticket:
-        """Begin an exchange of bytes, as many on every rank."""
-
-    def post(self, record: Record) -> Ticket:
-        """Begin an exchange of records."""
-        return begun(self._post(record))
-
-    def _post(self, record: Record) -> Steps[list[Any]]:
-        kind, *numbers = record
-        parts = yield from until(
-            self.begin(_RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers)))
-        )
-        kinds_and_numbers = map(_RECORD.unpack, parts)
-        return [
-            Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers))
-            for kind, *numbers in kinds_and_numbers
-        ]
-
-    def share(self, value: object) -> Ticket:
-        """Begin an exchange of picklable values."""
-        return begun(self._share(pickle.dumps(value)))
-
-    def _share(self, mine: bytes) -> Steps[list[Any]]:
-        sizes = yield from until(self.begin(len(mine).to_bytes(8, "little")))
-        longest = max(int.from_bytes(size, "little") for size in sizes)
-        parts = yield from until(self.begin(mine.ljust(longest, b"\0")))
-        return [pickle.loads(part) for part in parts]
-
-
-def until(ticket: Ticket) -> Steps[list[Any]]:
-    """Wait for an exchange."""
-    while (got := ticket()) is None:
-        yield
-    return got
-
-
-def begun(steps: Steps[T]) -> Callable[[], T | None]:
-    """Take the first step. Return a function that takes the next one, and returns the result at the end, None before."""
-    result: list[T] = []
-
-    def ask() -> T | None:
-        if not result:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result.append(end.value)
-        return result[0] if result else None
-
-    ask()
-    return ask
+Then nothing can be said about the messages of that communicator.
+"""
+_MODULUS = 2**128
 
 
 class Message(NamedTuple):
@@ -170,7 +79,10 @@ def _hash(value: object) -> int:
 
 
 def _sum(messages: Iterable[Message]) -> int:
-    """Hash a multiset of messages so that hashes add up over ranks: all is received as sent if and only if the sums agree."""
+    """Hash a multiset of messages so that hashes add up over ranks.
+
+    All is received as sent if and only if the sums agree.
+    """
     return (
         sum(count * _hash(tuple(message)) for message, count in Counter(messages).items())
         % _MODULUS
@@ -188,7 +100,10 @@ class Decision(enum.Enum):
 
 
 def decide(records: Sequence[Record]) -> Decision:
-    """Return the meaning of a round. Every rank gets the same records, so every rank decides the same."""
+    """Return the meaning of a round.
+
+    Every rank gets the same records, so every rank decides the same.
+    """
     kinds = {record.kind for record in records}
     if kinds <= DONE:
         return Decision.OVER
@@ -231,7 +146,7 @@ class Lockstep:
         self.calls = 0
         self.sent: list[Message] = []
         self.received: list[Message] = []
-        self.beginning: Any = None  # a `Beginning` that not all ranks have announced yet
+        self.beginning: Beginning | None = None  # which not all ranks have announced yet
 
     def call(self, call: Call, then: Callable[[], Any] = _nothing) -> Any:
         """Do `then` as soon as every rank is about to make this call.
@@ -247,7 +162,10 @@ class Lockstep:
         return self.carrier.drive(meanwhile(steps), what)
 
     def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
-        """Return a description of a call, and the call in steps. Between the steps this rank can do other work."""
+        """Return a description of a call, and the call in steps.
+
+        Between the steps this rank can do other work.
+        """
         what = f"{call.op}({call.text}) on {self.name} at {here()}"
         return what, self._agree(call, what, then)
 
@@ -266,7 +184,7 @@ class Lockstep:
         return self._open is not None
 
     def waiting(self, what: str) -> None:
-        """Find out, without waiting, whether a peer has left the example while this rank waits for its message."""
+        """Find out, without waiting, whether a peer has left while its message is awaited."""
         if self.beginning is not None:
             self.beginning.step()
             return
@@ -335,7 +253,11 @@ class Lockstep:
 
 
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
-    """Run steps. Between them, test the comparisons that nobody waits for any more, as MPI makes progress inside every call."""
+    """Run steps.
+
+    Between them, test the comparisons that nobody waits for any more, as MPI makes progress
+    inside every call.
+    """
     ask = begun(boxed(steps))
     while (done := ask()) is None:
         for question in progress.of_this_rank().kept:
@@ -344,17 +266,15 @@ def meanwhile(steps: Steps[Any]) -> Steps[Any]:
     return done[0]
 
 
-def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
-    """Run steps. Return the result in a tuple, which is not None."""
-    return ((yield from steps),)
-
-
 def _described(details: Sequence[tuple[Any, object]]) -> str:
     return "; ".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(details))
 
 
 def _fit(details: Sequence[tuple[Any, object]]) -> bool:
-    """Return whether calls whose records differ fit after all: the same call, and bytes are received as any kind."""
+    """Return whether calls whose records differ fit after all.
+
+    The same call, and bytes are received as any kind.
+    """
     calls = [call for call, _ in details if call is not None]
     return (
         len(calls) == len(details)
@@ -388,7 +308,10 @@ def _unmatched(calls: Sequence[Call]) -> str:
 
 
 def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]) -> list[Outcome]:
-    """Return how every rank ended. If each is content and a message was lost, all have ended in a mismatch."""
+    """Return how every rank ended.
+
+    If each is content and a message was lost, all have ended in a mismatch.
+    """
     outcomes = [outcome for _, outcome in details] or [Outcome(record.kind) for record in records]
     lost = (
         _unmatched([end for end, _ in details])
@@ -399,3 +322,77 @@ def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]
     return (
         [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
     )
+
+
+class Beginning:
+    """A request for a call that is made when all ranks have announced it.
+
+    Until then this rank can do other work.
+
+    Args:
+        comm: the communicator of the call.
+        call: the call.
+        make: makes it, and returns its request.
+    """
+
+    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
+        self._comm = comm
+        self._what, self._steps = comm.lockstep.begin(call, make)
+        self._made: Any = None
+        self._is_driven = False
+        self._before: Beginning | None = comm.lockstep.beginning
+        comm.lockstep.beginning = self
+
+    def step(self) -> bool:
+        """Find out whether all ranks have announced the call, and then make it.
+
+        Return whether it is made.
+        """
+        if self._made is None and not self._is_driven:
+            self._comm.progress()
+            try:
+                if self._before is not None and not self._before.step():
+                    return False
+                self._before = None
+                next(self._steps)
+            except BaseException as end:
+                self._end()
+                if not isinstance(end, StopIteration):
+                    raise
+                self._made = end.value
+        return self._made is not None
+
+    def settle(self) -> Any:
+        """Wait until all ranks have announced the call, make it, and return its request."""
+        if self._made is None:
+            if self._before is not None:
+                self._before.settle()
+            self._end()
+            self._is_driven = True
+            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
+        return self._made
+
+    def _end(self) -> None:
+        if self._comm.lockstep.beginning is self:
+            self._comm.lockstep.beginning = None
+
+    def Test(self) -> bool:
+        """Make progress and return whether the call is complete."""
+        return self.step() and bool(self.settle().Test())
+
+    def Wait(self) -> bool:
+        """Wait until the call is complete."""
+        return bool(self.settle().Wait())
+
+
+def abandon(requests: Iterable[Any]) -> None:
+    """Let the example end before these requests are complete.
+
+    The program keeps their memory, and no rank waits for them.
+    """
+    for request in requests:
+        beginning = getattr(request, "beginning", request)
+        if isinstance(beginning, Beginning):
+            made, comm = beginning._made, beginning._comm
+            ended = {id(made), id(getattr(made, "transfer", None))}
+            comm._requests = [other for other in comm._requests if id(other) not in ended]

@@ -1,4 +1,7 @@
-"""Send and receive on a checked communicator: every call of mpi4py, waited for outside MPI, and counted."""
+"""Send and receive on a checked communicator.
+
+Every call of mpi4py, waited for outside MPI, and counted.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sp_core.testing.carriers import MpiCarrier, patiently, wait
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED, Message
-from sp_core.testing.mpi import MpiCarrier, patiently, wait
 from sp_core.testing.outcome import Catch
 from sp_core.testing.requests import OBJECT, UNCHECKED, Transfer, begun, patient, say
 from sp_core.testing.specs import Part, read
@@ -35,7 +38,10 @@ PROBES = {
 
 
 class Messages(LockstepComm):
-    """The part of `CheckedComm` that sends and receives. No other rank need call at the same time."""
+    """The part of `CheckedComm` that sends and receives.
+
+    No other rank need call at the same time.
+    """
 
     _raw: Any
     _mpi: Any
@@ -45,7 +51,7 @@ class Messages(LockstepComm):
     def _look(
         self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
     ) -> None:
-        """Find out whether all ranks of the example wait, this one among them, and none can go on."""
+        """Find out whether all ranks of the example wait and none can go on. This one waits."""
 
     def _message(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Send, receive or both, in any of mpi4py's forms."""
@@ -65,7 +71,10 @@ class Messages(LockstepComm):
     def _probe(
         self, name: str, args: Sequence[Any], given: Mapping[str, Any], kind: str = ""
     ) -> Any:
-        """Probe for a message, in any of mpi4py's forms. `kind`: type of its elements, if the message is taken."""
+        """Probe for a message, in any of mpi4py's forms.
+
+        `kind`: type of its elements, if the message is taken.
+        """
         _, source, tag, status = self._bound(name, args, given).values()
         test = name if name[0] in "Ii" else f"{'i' if name.islower() else 'I'}{name.lower()}"
         status = status or self._mpi.Status()
@@ -146,7 +155,10 @@ class Messages(LockstepComm):
     def _transfer(
         self, gives: tuple[Part, int, int] | None, takes: tuple[Part, int, int] | None
     ) -> Transfer:
-        """Describe a request by what it gives and takes: each a part, the other rank and the tag."""
+        """Describe a request by what it gives and takes.
+
+        Each a part, the other rank and the tag.
+        """
         message = ends = None
         whats = []
         if gives is not None and gives[1] != self._mpi.PROC_NULL:
@@ -171,7 +183,10 @@ class Messages(LockstepComm):
             )
 
     def _part(self, buf: Any, peer: int) -> Part:
-        """Read a message's buffer. It is not counted if only mpi4py knows this memory; mpi4py itself refuses the rest."""
+        """Read a message's buffer.
+
+        It is not counted if only mpi4py knows this memory; mpi4py itself refuses the rest.
+        """
         if peer == self._mpi.PROC_NULL:
             return Part(0, "")
         try:
@@ -180,7 +195,10 @@ class Messages(LockstepComm):
             return Part(0, UNCOUNTED)
 
     def _clear(self) -> None:
-        """Leave no message of a failed example for the next one: send one to every receive, then receive all that are left."""
+        """Leave no message of a failed example for the next one.
+
+        Send one to every receive, then receive all that are left.
+        """
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         awaited = MpiCarrier(self._carrier.comm).gather(
             [transfer.takes for transfer in self._requests if transfer.takes]
@@ -204,7 +222,7 @@ class Messages(LockstepComm):
             wait(request)
 
     def _take_all(self, source: int, last: int) -> None:
-        """Receive all messages of a rank up to the one with the last tag, as MPI keeps their order."""
+        """Receive all messages of a rank up to the one with the last tag. MPI keeps their order."""
         status = self._mpi.Status()
         while status.tag != last:
             message = patiently(lambda: self._raw.Improbe(source, self._mpi.ANY_TAG, status))

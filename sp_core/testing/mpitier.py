@@ -1,4 +1,7 @@
-"""Run examples on the ranks of one launch: rank 0 of the world chooses them, the others follow, and all know how each ended."""
+"""Run examples on the ranks of one launch.
+
+Rank 0 of the world chooses them, the others follow, and all know how each ended.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import pytest
 
 from sp_core.launch import watch
 from sp_core.testing import session
+from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.checked import CheckedComm
 from sp_core.testing.engine import announce, rerun
-from sp_core.testing.mpi import MpiCarrier
 from sp_core.testing.outcome import (
     FINISHED,
     Catch,
@@ -45,7 +48,10 @@ class _Run:
 
 
 _pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
-"""Communicators by their world ranks, so that one is not made anew for each example. All ranks change this together."""
+"""Communicators by their world ranks, so that one is not made anew for each example.
+
+All ranks change this together.
+"""
 
 
 def _communicator(control: MpiCarrier, order: _Run) -> Any:
@@ -68,7 +74,10 @@ def _communicator(control: MpiCarrier, order: _Run) -> Any:
 
 
 def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
-    """Run a test on rank 0: the plan, then its examples without checks. Tell the others how it ended."""
+    """Run a test on rank 0: the plan, then its examples without checks.
+
+    Tell the others how it ended.
+    """
     __tracebackhide__ = True
     control = _control()
     stop = Outcome(Kind.FAIL, "Interrupted", "rank 0 left the test")
@@ -108,7 +117,10 @@ def _control() -> MpiCarrier:
 
 @contextmanager
 def _or_abort(control: MpiCarrier) -> Iterator[None]:
-    """End the launch if the kit itself fails. A rank that left now would let the others wait for it."""
+    """End the launch if the kit itself fails.
+
+    A rank that left now would let the others wait for it.
+    """
     try:
         yield
     except BaseException:
@@ -171,6 +183,9 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         keep_largest(session.current.tally.ratios, result.remarks.ratios)
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
-            head = "raw replay: this example passes with checked communicators and fails without, so its ranks race\n"
+            head = (
+                "raw replay: this example passes with checked communicators and fails without, so "
+                "its ranks race\n"
+            )
             text = f"{head}{problem}\nexample: {spec.function.__name__}({example})\n{rerun(spec)}"
             raise type(problem)(text) from None

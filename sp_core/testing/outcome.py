@@ -48,7 +48,10 @@ class Mismatched(CollectiveMismatch):
 
 
 class RankFailure(AssertionError):
-    """An example failed on some rank; the text says what every rank did. Subclasses tell one bug from another."""
+    """An example failed on some rank; the text says what every rank did.
+
+    Subclasses tell one bug from another.
+    """
 
     rank_failure = True
 
@@ -74,7 +77,10 @@ FINISHED = Outcome(Kind.OK)
 
 
 class Catch:
-    """A context that keeps the error of its block: all ranks judge it, so this one does not handle it."""
+    """A context that keeps the error of its block.
+
+    All ranks judge it, so this one does not handle it.
+    """
 
     error: BaseException | None = None
 
@@ -129,7 +135,10 @@ def _traceback(error: BaseException) -> str:
 
 
 def _root(error: BaseException) -> tuple[BaseException, Kind]:
-    """Return the error to report: cleaning up after an error often raises a second one, which must not hide the first."""
+    """Return the error to report.
+
+    Cleaning up after an error often raises a second one, which must not hide the first.
+    """
     chain = [error]
     while (
         cause := chain[-1].__cause__ or chain[-1].__context__
@@ -145,7 +154,10 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
 
 @functools.cache
 def failure_class(type_name: str, file: str, line: int) -> type[RankFailure]:
-    """Return one exception class for each origin. Hypothesis tells bugs apart by class, as all are raised from one line here."""
+    """Return one exception class for each origin.
+
+    Hypothesis tells bugs apart by class, as all are raised from one line here.
+    """
     place = f" at {short(file)}:{line}" if file else ""
     return type(
         f"RankFailure[{type_name}{place}]", (RankFailure,), {"key": (type_name, file, line)}
@@ -158,7 +170,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> RankFailure | None:
-    """Return the failure of an example, or None if all ranks finished, all skipped, or one rejected the example.
+    """Return the failure of an example; None if all ranks finished, all skipped or one rejected.
 
     Args:
         outcomes: one for each rank of the communicator.
@@ -192,7 +204,8 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
     )
     head = f"{worst.type} on rank {lead} of {len(outcomes)}{where}: {worst.message}"
     return kind(
-        f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank {lead}:\n{worst.traceback.rstrip()}"
+        f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank "
+        f"{lead}:\n{worst.traceback.rstrip()}"
     )
 
 

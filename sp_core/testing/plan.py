@@ -1,4 +1,7 @@
-"""Choose the examples of a test: Hypothesis draws them, there is one for each number of ranks, or another process sends them."""
+"""Choose the examples of a test.
+
+Hypothesis draws them, there is one for each number of ranks, or another process sends them.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,10 @@ class Plan(ABC):
         """Try examples until enough have passed; raise for one that fails."""
 
     def judge(self, example: Example, result: Result) -> None:
-        """Raise if an example failed or was skipped. Keep it otherwise, unless a rank has rejected it."""
+        """Raise if an example failed or was skipped.
+
+        Keep it otherwise, unless a rank has rejected it.
+        """
         __tracebackhide__ = True
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:

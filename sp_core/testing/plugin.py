@@ -1,4 +1,6 @@
-"""The pytest plugin: one report, one exit code and one result file for all ranks of a launch. It works beside pytest-mpi.
+"""The pytest plugin: one report, one exit code and one result file for all ranks of a launch.
+
+It works beside pytest-mpi.
 
 If no test uses `given` or `spmd`, and without `--with-mpi`, it does nothing and imports nothing.
 """
@@ -67,7 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the session up, before other plugins look at their options."""
     config.addinivalue_line(
         "markers",
-        "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with --only-mpi)",
+        "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with "
+        "--only-mpi)",
     )
     session = Session(
         device=config.getoption("--sp-device"), share_gpu=config.getoption("--sp-share-gpu")
@@ -84,7 +87,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ranks, "sp_core_ranks")
     elif (expected := config.getoption("--sp-expect-ranks")) is not None:
         raise pytest.UsageError(
-            f"--sp-expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are threads of this process."
+            f"--sp-expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are "
+            "threads of this process."
         )
 
 
@@ -122,7 +126,7 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Give our tests the marker by which pytest-mpi selects, and let them use fixtures of function scope."""
+    """Give our tests the marker of pytest-mpi, and let them use fixtures of function scope."""
     if _with_mpi(item.config) and _runs_on_ranks(item):
         item.add_marker("mpi")
     if _is_ours(item):
@@ -136,7 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     size = max(int(os.environ.get(name, "1")) for name in _SIZES)
     if size > 1 and not _with_mpi(config) and any(map(_runs_on_ranks, items)):
         raise pytest.UsageError(
-            f"mpiexec started {size} processes, but --with-mpi is missing, so each would run every test by itself. "
+            f"mpiexec started {size} processes, but --with-mpi is missing, so each would run every "
+            "test by itself. "
             "Add --with-mpi, or leave mpiexec out: then ranks are threads."
         )
 
@@ -184,7 +189,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
-    """Return the recorded ratios with the limit, and whether they are above it. NaN is above any."""
+    """Return the recorded ratios with the limit, and whether they are above it.
+
+    NaN is above any.
+    """
     option = config.getoption("--sp-max-error-ratio")
     limit = float(config.getini("sp_max_error_ratio") if option is None else option)
     for name, ratio in sorted(kit.current.tally.ratios.items(), key=lambda item: -item[1]):

@@ -1,4 +1,6 @@
-"""Choose how many examples a test draws: the profiles `pr` (default), `quick`, `brief`, `soak` and `explore`.
+"""Choose how many examples a test draws.
+
+The profiles `pr` (default), `quick`, `brief`, `soak` and `explore`.
 
 SP_PROFILE names the profile; SP_EXAMPLES says how many examples a test gets in `explore`.
 """
@@ -62,19 +64,25 @@ def load_from_environment() -> None:
 
 
 def name() -> str:
-    """Return the profile in use: the loaded one if it is one of these, else the environment's SP_PROFILE, else `pr`."""
+    """Return the profile in use.
+
+    The loaded one if it is one of these, else the environment's SP_PROFILE, else `pr`.
+    """
     loaded = settings.get_current_profile_name()
     return loaded if loaded in _OWN else _known(os.environ.get("SP_PROFILE") or DEFAULT)
 
 
 def draws_at_random(profile: str | None = None) -> bool:
-    """Return whether a profile (default: the one in use) draws other examples on every run, so that its seed is printed."""
+    """Return whether a profile (default.
+
+    The one in use) draws other examples on every run, so that its seed is printed.
+    """
     chosen = profile or name()
     return chosen in _OWN and not _OWN[chosen]["derandomize"]
 
 
 def allow_fixtures(test: Any) -> None:
-    """Let a test use pytest's function-scoped fixtures, which are set up once for all its examples."""
+    """Let a test use function-scoped fixtures. Pytest sets them up once for all its examples."""
     function = getattr(test, "__func__", test)
     own = function._hypothesis_internal_use_settings
     suppressed = {*own.suppress_health_check, HealthCheck.function_scoped_fixture}
@@ -82,7 +90,7 @@ def allow_fixtures(test: Any) -> None:
 
 
 def _grown(max_examples: int, profile_examples: int) -> int:
-    """Return a test's own number of examples, in proportion if the profile has more than usual, or is a smaller one."""
+    """Return a test's own number of examples, in proportion to the profile's."""
     usual: int = _OWN[DEFAULT]["max_examples"]
     scaled = max_examples * profile_examples // usual
     return max(scaled, FEWEST) if name() in SMALLER else max(max_examples, scaled)

@@ -1,4 +1,4 @@
-"""Replace requests of mpi4py by ones whose waits end when a peer has left, and name the calls that are not checked.
+"""Replace requests of mpi4py by ones whose waits end when a peer has left. Name unchecked calls.
 
 mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and
 `MPI.Prequest` are replaced, once in a process, by subclasses that test again and again; requests of
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from sp_core.launch.places import here
 from sp_core.testing import session
+from sp_core.testing.carriers import AFTER_SECONDS, patiently
 from sp_core.testing.comm import LockstepComm
-from sp_core.testing.lockstep import Call, Message
-from sp_core.testing.mpi import patiently
-from sp_core.testing.stuck import AFTER_SECONDS, Ends
+from sp_core.testing.lockstep import Beginning, Call, Message
+from sp_core.testing.stuck import Ends
 
 if TYPE_CHECKING:
-    from sp_core.testing.comm import Beginning
     from sp_core.testing.messages import Messages
 
 OBJECT = "a pickled object"
@@ -103,7 +102,10 @@ def begun(raw: Any, transfer: Transfer) -> Any:
 
 
 def announced(beginning: Beginning) -> Any:
-    """Return a request for a collective that is made when all ranks have announced it. Until then mpi4py has none."""
+    """Return a request for a collective that is made when all ranks have announced it.
+
+    Until then mpi4py has none.
+    """
     from mpi4py import MPI
 
     request: Any = MPI.Request()
@@ -188,7 +190,10 @@ def _method(base: Any, name: str) -> Any:
 
 
 def _room(mpi: Any, several: str, given: Any) -> Any:
-    """Return a status, or a list for statuses, for the complete requests: the caller's if there is one."""
+    """Return a status, or a list for statuses, for the complete requests.
+
+    The caller's if there is one.
+    """
     if several in ("", "any"):
         return given or mpi.Status()
     return given if isinstance(given, list) else list(given or ())
@@ -197,7 +202,10 @@ def _room(mpi: Any, several: str, given: Any) -> Any:
 def _ask(
     base: Any, test: str, requests: Sequence[Any], target: Any, status: Any
 ) -> tuple[bool, Any, Any]:
-    """Test requests. Return whether they are complete, the result of `Test`, and the result of `Wait`."""
+    """Test requests.
+
+    Return whether they are complete, the result of `Test`, and the result of `Wait`.
+    """
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
@@ -222,7 +230,10 @@ def _ask(
 
 
 def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:
-    """Read the result of a test: whether it was successful, the result of a wait, and which requests are complete."""
+    """Read the result of a test.
+
+    Whether it was successful, the result of a wait, and which requests are complete.
+    """
     if several == "some":
         return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
     if several == "any":
@@ -293,10 +304,11 @@ UNCHECKED = {
         ("Isendrecv", "Isendrecv_replace"),
         "MPICH does not say what they have received; the messages of others neither, then",
     ),
-    "a message in memory of a kind that only mpi4py knows": "its length is not known, nor what became of the others then",
+    "a message in memory of a kind that only mpi4py knows": "its length is not known, nor what "
+    "became of the others then",
     "File.Open": "calls on a file do not go through its communicator",
 }
-"""Names of `MPI.Comm` and its subclasses, and functions that take a communicator, with the reason."""
+"""Calls of communicators, and functions that take a communicator, with the reason."""
 
 _said: set[str] = set()
 
@@ -306,13 +318,19 @@ def say(name: str) -> None:
     if name in _said:
         return
     _said.add(name)
-    text = f"not checked between ranks: {name}, because {UNCHECKED.get(name, 'this version of the kit does not know it')}"
+    text = (
+        f"not checked between ranks: {name}, because "
+        f"{UNCHECKED.get(name, 'this version of the kit does not know it')}"
+    )
     session.current.notes[text] = None
     print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)
 
 
 class _Replaced(type):
-    """The metaclass of a replaced class of mpi4py. Objects of the original count as objects of the replacement."""
+    """The metaclass of a replaced class of mpi4py.
+
+    Objects of the original count as objects of the replacement.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
         base = vars(cls).get("replaced")
@@ -330,7 +348,7 @@ def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
 
 @functools.cache
 def install() -> None:
-    """Replace, once in a process, the classes of mpi4py that wait inside MPI, or take a communicator."""
+    """Replace, once in a process, mpi4py's classes that wait inside MPI or take a communicator."""
     from mpi4py import MPI
 
     from sp_core.testing.requests import request_classes

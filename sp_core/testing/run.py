@@ -13,18 +13,22 @@ from typing import Any, TypeVar
 
 from sp_core import progress
 from sp_core.launch import watch
-from sp_core.testing.comm import abandon
+from sp_core.testing.lockstep import abandon
 from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
 from sp_core.testing.session import thread
 from sp_core.testing.stuck import Family
-from sp_core.testing.threads import Stopped, ThreadCarrier, ThreadComm, World
+from sp_core.testing.threads import ThreadComm
+from sp_core.testing.world import Stopped, ThreadCarrier, World
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
 
 
 class ThreadsHung(BaseException):
-    """A rank did not arrive in time. No `Exception`: Hypothesis must not shrink it at half a minute for each attempt."""
+    """A rank did not arrive in time.
+
+    No `Exception`: Hypothesis must not shrink it at half a minute for each attempt.
+    """
 
 
 def run_threads(
@@ -55,7 +59,10 @@ def run_threads(
 def run_ranks(
     size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None
 ) -> tuple[list[T], list[Outcome]]:
-    """Run a body on `size` threads. Return each rank's result, None if it did not return, and how each rank ended."""
+    """Run a body on `size` threads.
+
+    Return each rank's result, None if it did not return, and how each rank ended.
+    """
     world = World(size)
     ranks = [_Rank(world, rank, body) for rank in range(size)]
     with _one_thread_each():
@@ -97,9 +104,8 @@ class _Rank(threading.Thread):
     def run(self) -> None:
         """Run the body, then end the example."""
         thread.sink = self._sink
-        if (
-            "torch" in sys.modules
-        ):  # all backward passes on a GPU share one thread of torch, in which one rank would wait for another
+        if "torch" in sys.modules:
+            # all backward passes on a GPU share one thread, in which a rank would wait for another
             sys.modules["torch"].autograd.set_multithreading_enabled(False)  # in this thread alone
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
@@ -149,6 +155,7 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
     for rank in late:
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(
-        f"ranks {blame} of {world.size} ran for more than {timeout:g} s without a call that another rank could wait for, "
+        f"ranks {blame} of {world.size} ran for more than {timeout:g} s without a call that "
+        "another rank could wait for, "
         f"or wait for a message for ever (stacks of all ranks are on standard error)"
     )

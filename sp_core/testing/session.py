@@ -1,4 +1,6 @@
-"""Keep what all tests of a session share: tier, device and counts. Pass remarks from a body on any rank to the engine.
+"""Keep what all tests of a session share: tier, device and counts.
+
+Pass remarks from a body on any rank to the engine.
 
 Remarks are events, features, targets, notes and error ratios.
 """
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from sp_core.testing.mpi import MpiCarrier
+    from sp_core.testing.carriers import MpiCarrier
     from sp_core.testing.plan import Example, Result, Spec
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -60,7 +62,10 @@ class Remarks:
 
 
 def larger(a: float, b: float) -> float:
-    """Return the larger of two numbers. NaN counts as the largest, because an error that is NaN is the worst."""
+    """Return the larger of two numbers.
+
+    NaN counts as the largest, because an error that is NaN is the worst.
+    """
     return a if a != a or a >= b else b
 
 
@@ -251,7 +256,10 @@ def record_ratio(name: str, value: float) -> None:
 
 
 def _say(remark: Remarks) -> None:
-    """Keep a remark. Outside an example of ours its ratios are kept, and Hypothesis gets the rest."""
+    """Keep a remark.
+
+    Outside an example of ours its ratios are kept, and Hypothesis gets the rest.
+    """
     with _lock:
         if thread.sink is not None:
             thread.sink.merge(remark)

@@ -1,4 +1,6 @@
-"""Shrink an example that ends its launch: `python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
+"""Shrink an example that ends its launch.
+
+`python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
 
 Hypothesis runs in this process, without MPI. A launch of the same test takes its examples one by
 one. When the launch dies or hangs, the example has failed, and the next one gets a new launch.
@@ -116,12 +118,15 @@ class Job:
             if started:
                 raise Lost(report, self._launch.deaths.first())
             raise NotStarted(
-                f"the launch has ended before it asked for an example:\n{self._printed.read_text()}\n{report}"
+                f"the launch has ended before it asked for an "
+                f"example:\n{self._printed.read_text()}\n{report}"
             )
 
 
 class Jobs:
-    """Launches, one after the other, and what they have found. As a plugin of pytest it has every test run by launches.
+    """Launches, one after the other, and what they have found.
+
+    As a plugin of pytest it has every test run by launches.
 
     Args:
         ranks: of each.
@@ -163,7 +168,10 @@ class Jobs:
         """Let tests be run by launches, now that the session is there."""
         current = session.current
         current.ranks, current.attempt = self.ranks, self.attempt
-        current.command = f"python -m sp_core.testing.launch -n {self.ranks} -- python -m pytest --with-mpi {{test}}"
+        current.command = (
+            f"python -m sp_core.testing.launch -n {self.ranks} -- "
+            "python -m pytest --with-mpi {test}"
+        )
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
@@ -180,7 +188,10 @@ class Jobs:
 
 
 def outcomes(example: Example, lost: Lost) -> list[Outcome]:
-    """How the ranks of an example left it when their launch was lost; one class for all ways: not every system tells them."""
+    """How the ranks of an example left it when their launch was lost; one class for all ways.
+
+    Not every system tells them.
+    """
     fallen = lost.rank if lost.rank in example.ranks else example.ranks[0]
     crash = Outcome(Kind.FAIL, "RankCrashed", str(lost))
     return [crash if rank == fallen else Outcome(Kind.WOKEN) for rank in example.ranks]

@@ -1,4 +1,4 @@
-"""What each collective of mpi4py sends where, what ranks must agree on, and its meaning for ranks that are threads."""
+"""Describe what each collective of mpi4py sends where, and make it for ranks that are threads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ COLLECTIVES = {
     op: {name: form for name, _, form in (parameter.partition(":") for parameter in parameters)}
     for op, *parameters in map(str.split, _PARAMETERS.strip().splitlines())
 }
-"""The parameters of each collective on buffers. B: a block for each rank, V: counts, W: counts and types; else one block."""
+"""The parameters of each collective on buffers.
+
+B: a block for each rank, V: counts, W: counts and types; else one block.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ class Flow:
     reduction: str = ""
 
     def call(self, op: str, rank: int) -> Call:
-        """Return the call to announce. A message of a rank to itself, and a reduction, are no messages."""
+        """Return the call to announce.
+
+        A message of a rank to itself, and a reduction, are no messages.
+        """
         count = not op.lower().startswith(("n", "in"))
         going = [
             (rank, peer, part.nbytes, part.kind)
@@ -89,7 +95,10 @@ class Flow:
 
 
 def op_of(form: str) -> str:
-    """Return the collective on buffers that a call is a form of: blocking, "I" or "_init". Return "" if it is none."""
+    """Return the collective on buffers that a call is a form of: blocking, "I" or "_init".
+
+    Return "" if it is none.
+    """
     stem = form.removesuffix("_init")
     return next((op for op in (stem, stem[1:].capitalize()) if op in COLLECTIVES), "")
 
@@ -109,18 +118,19 @@ def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
     wrong = (names.keys() ^ values.keys()) - {"info"}
     if wrong:
         raise TypeError(
-            f"{op} takes {', '.join(names) or 'no arguments'}; missing or unknown: {', '.join(sorted(wrong))}"
+            f"{op} takes {', '.join(names) or 'no arguments'}; missing or unknown: "
+            f"{', '.join(sorted(wrong))}"
         )
     return values
 
 
 def in_place(argument: object) -> bool:
-    """Return whether it is `MPI.IN_PLACE`, for which None may stand. mpi4py is not imported for that."""
+    """Return whether it is `MPI.IN_PLACE`, for which None may stand. Do not import mpi4py."""
     return argument is None or type(argument).__name__ == "InPlaceType"
 
 
 def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ())) -> Flow:
-    """Return what a rank sends and receives in a collective on buffers, given its arguments by name.
+    """Return what a rank sends and receives in a collective, given its arguments by name.
 
     Raises:
         ValueError, TypeError: this rank's own arguments contradict each other, or are none.
@@ -137,24 +147,19 @@ def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ()))
     )
     inside = may_be_in_place and in_place(values[receiver if is_scatter else sender])
     forms = COLLECTIVES[op]
-    sent = (
-        read(values[sender], forms[sender], len(dests))
-        if dests and (is_scatter or not inside)
-        else None
-    )
-    takes_any = sources and not (is_scatter and inside)
-    received = (
-        read(values[receiver], forms[receiver], len(sources), writable=True) if takes_any else None
-    )
+    sent = received = None
+    if dests and (is_scatter or not inside):
+        sent = read(values[sender], forms[sender], len(dests))
+    if sources and not (is_scatter and inside):
+        received = read(values[receiver], forms[receiver], len(sources), writable=True)
     gives, takes = _paired(dests, sent), _paired(sources, received)
     if inside and sent is None and received is not None and not op.startswith("Gather"):
         gives = tuple(
             (peer, received.parts[rank if op.startswith("Allgather") else peer]) for peer in dests
         )
     if inside:
-        gives, takes = (
-            tuple(pair for pair in pairs if pair[0] != rank) for pairs in (gives, takes)
-        )
+        gives = tuple(pair for pair in gives if pair[0] != rank)
+        takes = tuple(pair for pair in takes if pair[0] != rank)
     elif not op.startswith("Neighbor"):
         _check_self(dict(gives).get(rank), dict(takes).get(rank))
     if sent is not None and received is not None:
@@ -247,7 +252,8 @@ def _check_self(gives: Part | None, takes: Part | None) -> None:
         )
         require(
             same,
-            f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of {takes.kind}",
+            f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of "
+            f"{takes.kind}",
         )
 
 
@@ -258,7 +264,10 @@ def _check_apart(sent: Spec, received: Spec) -> None:
 
 
 def op_name(op: Any) -> str:
-    """Return the name of a reduction: "SUM" for None. Operations of the program itself cannot be compared, so all have one name."""
+    """Return the name of a reduction: "SUM" for None.
+
+    Operations of the program itself cannot be compared, so all have one name.
+    """
     if isinstance(op, str):
         return op.upper()
     return (
@@ -290,7 +299,10 @@ def exchange(
 
 
 def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True) -> list[Message]:
-    """Return messages of (source, destination, bytes, kind). Those between the same two ranks are counted."""
+    """Return messages of (source, destination, bytes, kind).
+
+    Those between the same two ranks are counted.
+    """
     turns, made = Counter[tuple[int, int]](), []
     for source, dest, nbytes, kind in parts:
         made.append(Message(source, dest, turns[source, dest], int(nbytes), kind if nbytes else ""))
@@ -321,7 +333,7 @@ def contribution(flow: Flow) -> dict[int, Array]:
 
 
 def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -> None:
-    """Write the results of a collective into the buffers of a rank, given the contributions of all ranks."""
+    """Write the results of a collective into a rank's buffers, given all ranks' contributions."""
     for source, part in flow.takes:
         place = view(part)
         if not flow.reduction:

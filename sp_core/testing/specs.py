@@ -1,4 +1,7 @@
-"""Read buffer specifications as mpi4py does: how many elements of which type go to each rank, and from where."""
+"""Read buffer specifications as mpi4py does.
+
+How many elements of which type go to each rank, and from where.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Part(NamedTuple):
-    """The bytes for one rank, or from one. `view`: as an array, if they are numbers without gaps."""
+    """The bytes for one rank, or from one.
+
+    `view`: as an array, if they are numbers without gaps.
+    """
 
     nbytes: int
     kind: str
@@ -23,7 +29,10 @@ class Part(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """A specification that was read: counts, the part of each rank, address ranges, and text for messages."""
+    """A specification that was read.
+
+    Counts, the part of each rank, address ranges, and text for messages.
+    """
 
     counts: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -72,7 +81,8 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         inside = element.data[start:stop]
         if count < 0 or (element.dtype is not None and inside.size < stop - start):
             raise ValueError(
-                f"{count} elements from byte {start} of a buffer of {element.data.size} bytes, its counts add up to {sum(counts)}"
+                f"{count} elements from byte {start} of a buffer of {element.data.size} bytes, its "
+                f"counts add up to {sum(counts)}"
             )
         view = None if element.dtype is None else inside.view(element.dtype)
         parts.append(Part(count * element.size, element.kind, view))
@@ -100,13 +110,17 @@ def array(buffer: Any) -> Array:
     flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
     if not flat.flags.c_contiguous and not flat.flags.f_contiguous:
         raise ValueError(
-            f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a contiguous copy."
+            f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
+            "contiguous copy."
         )
     return flat.reshape(-1, order="A")
 
 
 def _foreign(buffer: Any) -> Array:
-    """Return memory that is no array of NumPy: of Python's buffer protocol, a tensor, or a device."""
+    """Return memory that is no array of NumPy.
+
+    Of Python's buffer protocol, a tensor, or a device.
+    """
     if hasattr(buffer, "__array__") and not hasattr(buffer, "__cuda_array_interface__"):
         return np.asarray(buffer)
     if not hasattr(buffer, "__cuda_array_interface__") and not hasattr(buffer, "__dlpack__"):
@@ -122,7 +136,7 @@ def _foreign(buffer: Any) -> Array:
 
 
 def _type_of_tensor(capsule: Any) -> str:
-    """Return the type of the numbers in a DLPack tensor, which lies behind its data, device and number of dimensions."""
+    """Return the type of numbers of a DLPack tensor: behind its data, device and dimensions."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     code, bits, lanes = struct.unpack_from(
@@ -132,7 +146,10 @@ def _type_of_tensor(capsule: Any) -> str:
 
 
 def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
-    """Return buffer, counts, displacements and datatype of a specification; None for those that are not given."""
+    """Return buffer, counts, displacements and datatype of a specification.
+
+    None for those that are not given.
+    """
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -211,7 +228,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _places(
     counts: Any, displs: Any, element: _Element, form: str, n: int
 ) -> tuple[list[int], list[int]]:
-    """Return how many elements each rank has, and where they begin in units of the datatype's extent."""
+    """Return how many elements each rank has, and where they begin in extents of the datatype."""
     length = element.data.size // element.extent if element.extent > 0 else 0
     if form == "W":
         if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
@@ -233,7 +250,8 @@ def _places(
     if counts is None:
         if element.data.size % element.extent or (length - first) % blocks:
             raise ValueError(
-                f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes"
+                f"{element.data.size} bytes are not {blocks} blocks of elements of "
+                f"{element.extent} bytes"
             )
         counts = (length - first) // blocks
     return [index(counts)] * blocks, [first + i * index(counts) for i in range(blocks)]

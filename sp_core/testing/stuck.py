@@ -1,4 +1,4 @@
-"""Find ranks that wait for each other on different communicators, by what all of them say and not by a clock.
+"""Find ranks that wait for each other on different communicators, without a clock.
 
 A rank that has waited for some time tells the others where, and takes part in such rounds as long
 as it waits. When every rank has said the same twice, all of them were waiting at the moment the
@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sp_core.testing.lockstep import Steps, Ticket, begun
+from sp_core.testing.carriers import Steps, Ticket, begun
 from sp_core.testing.outcome import Kind, Outcome
 
 if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
 
-AFTER_SECONDS = 0.5
 Ends = tuple[str, int, int, int]
-"""Communicator, source, destination and tag of a message; -1 in the place of source or tag stands for any."""
+"""Communicator, source, destination and tag of a message.
+
+-1 in the place of source or tag stands for any.
+"""
 
 
 class Report(NamedTuple):
@@ -107,7 +109,10 @@ class Detector:
         self.rounds = 0
 
     def look(self, report: Report) -> str:
-        """Take part while this rank waits. Return where every rank waits if none can go on, else ""."""
+        """Take part while this rank waits.
+
+        Return where every rank waits if none can go on, else "".
+        """
         reports = self._take_part(report, True)
         if reports is None:
             return ""
@@ -120,7 +125,10 @@ class Detector:
         )
 
     def settle(self, rounds: int) -> bool:
-        """Bring this rank to the number of rounds that any rank has begun. Return whether none is left open."""
+        """Bring this rank to the number of rounds that any rank has begun.
+
+        Return whether none is left open.
+        """
         self._previous = None
         self._take_part(None, self.rounds < rounds)
         return self._ticket is None and self.rounds >= rounds
@@ -135,7 +143,7 @@ class Detector:
 
 
 class Family:
-    """The live communicators of one rank, from the first one of an example to those made out of it."""
+    """The live communicators of one rank: the first one of an example, and those made of it."""
 
     def __init__(self) -> None:
         self.members: list[LockstepComm] = []
@@ -196,7 +204,7 @@ class Family:
         return everyone[0]
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
-        """Say on each communicator that this rank is done, until all are, as a peer may be blocked on any of them."""
+        """Say on each communicator that this rank is done, until all are. Any may block a peer."""
         asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
         found = [ask() for ask in asked]
         while None in found:

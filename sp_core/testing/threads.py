@@ -1,4 +1,6 @@
-"""Ranks as threads of one process: the same methods and the same protocol as under MPI, without mpiexec.
+"""Ranks as threads of one process.
+
+The same methods and the same protocol as under MPI, without mpiexec.
 
 Transfers take the least favourable order that MPI allows: a send buffer is read as late as
 possible, and a receive buffer is spoiled when the transfer starts and filled when it completes. So
@@ -9,17 +11,16 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from sp_core.errors import CollectiveMismatch
+from sp_core.testing.carriers import Steps
 from sp_core.testing.comm import LockstepComm, forwarded
-from sp_core.testing.lockstep import Call, Carrier, Lockstep, Message, Steps, Ticket
-from sp_core.testing.outcome import Mismatched
+from sp_core.testing.lockstep import Call, Lockstep, Message
 from sp_core.testing.signatures import (
     COLLECTIVES,
     Flow,
@@ -31,6 +32,7 @@ from sp_core.testing.signatures import (
 )
 from sp_core.testing.specs import Array, read
 from sp_core.testing.stuck import Family
+from sp_core.testing.world import Stopped, ThreadCarrier
 
 
 class _Request:
@@ -80,7 +82,10 @@ class _Request:
 
 
 class _Draws:
-    """A counter of ranks that are threads. One step of an iterator in C is never interrupted by another thread."""
+    """A counter of ranks that are threads.
+
+    One step of an iterator in C is never interrupted by another thread.
+    """
 
     done = False  # as a request: an example must not end before it is freed
 
@@ -109,8 +114,10 @@ class ThreadComm(LockstepComm):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__} has no {name!r}: ranks that are threads have the collectives of a whole communicator and the "
-            "messages that the library announces. Run this test under mpiexec, where every call of mpi4py is there."
+            f"{type(self).__name__} has no {name!r}: ranks that are threads have the collectives "
+            "of a whole communicator and the "
+            "messages that the library announces. Run this test under mpiexec, where every call "
+            "of mpi4py is there."
         )
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
@@ -130,7 +137,10 @@ class ThreadComm(LockstepComm):
         )
 
     def progress(self) -> None:
-        """Let the other ranks complete what this one has started. End this rank if the run was given up."""
+        """Let the other ranks complete what this one has started.
+
+        End this rank if the run was given up.
+        """
         if self._world.stopped:
             raise Stopped
         super().progress()
@@ -167,7 +177,10 @@ class ThreadComm(LockstepComm):
         return _Request(self, f"a started {op}", advance)
 
     def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
-        """Return what sender and receiver of one transfer share. Transfers of one key are counted on each side."""
+        """Return what sender and receiver of one transfer share.
+
+        Transfers of one key are counted on each side.
+        """
         self._counts[side, *key] += 1
         slot: dict[Any, Any] = self._world.shared(
             (self._carrier.name, *key, self._counts[side, *key]), dict
@@ -175,7 +188,11 @@ class ThreadComm(LockstepComm):
         return slot
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> _Request:
-        """Begin to send. The buffer is read as late as MPI may, which keeps a long message until a receive is there."""
+        """Begin to send.
+
+        The buffer is read as late as MPI may, which keeps a long message until a receive is
+        there.
+        """
         message, numbers = self._message("Isend", buf, self.rank, dest, tag)
         slot = self._slot("sender", self.rank, dest, tag)
         self.lockstep.sent.append(message)
@@ -189,7 +206,7 @@ class ThreadComm(LockstepComm):
         return _Request(self, "a message to be sent", lambda: "data" in slot)
 
     def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
-        """Begin to receive from a named source, with a named tag, a message of exactly this length."""
+        """Begin to receive a message of exactly this length, of one source and one tag."""
         message, numbers = self._message("Irecv", buf, source, self.rank, tag)
         slot, what = self._slot("receiver", source, self.rank, tag), f"a message from rank {source}"
         slot["awaited"] = True
@@ -236,7 +253,10 @@ class ThreadComm(LockstepComm):
     def _message(
         self, op: str, buf: Any, source: int, dest: int, tag: int
     ) -> tuple[Message, Array]:
-        """Return a message and its numbers. If any message has been announced, this one must have been."""
+        """Return a message and its numbers.
+
+        If any message has been announced, this one must have been.
+        """
         peer, part = (
             (dest if op == "Isend" else source),
             read(buf, "", 1, writable=op == "Irecv").parts[0],
@@ -258,7 +278,10 @@ class ThreadComm(LockstepComm):
         return self._made(f"{next(self.children)}", self.rank, self.size)
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadComm | None:
-        """Make a communicator of the ranks of one color. A negative color (`MPI.UNDEFINED`) gives None."""
+        """Make a communicator of the ranks of one color.
+
+        A negative color (`MPI.UNDEFINED`) gives None.
+        """
         choices = self._enter(Call("Split"), lambda: self._carrier.gather((color, key)))
         name = f"{next(self.children)}[{color}]"
         ranks = sorted((k, rank) for rank, (c, k) in enumerate(choices) if c == color)
@@ -292,141 +315,3 @@ for _op in COLLECTIVES:
     if not _op.startswith("Neighbor") and _op != "Alltoallw":
         for _form in (_op, f"I{_op.lower()}"):
             setattr(ThreadComm, _form, forwarded("_collective", _form))
-
-
-T = TypeVar("T")
-
-
-class Stopped(BaseException):
-    """Raised in a rank when the run as a whole was given up. It is no error of the rank."""
-
-
-class World:
-    """Everything that the ranks of one run share."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.changed = threading.Condition()
-        self.version = 0
-        self.stopped = False
-        self._waiting: dict[int, tuple[str, bool]] = {}
-        self._doomed: set[int] = set()
-        self._deadlock = ""
-        self._away: set[int] = set()
-        self._shared: dict[Any, Any] = {}
-
-    def touch(self) -> None:
-        """Wake all ranks that wait."""
-        with self.changed:
-            self.version += 1
-            self._waiting.clear()
-            self.changed.notify_all()
-
-    def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """Return the object of that name. The first rank that asks makes it."""
-        with self.changed:
-            if key not in self._shared:
-                self._shared[key] = make()
-            value: T = self._shared[key]
-            return value
-
-    def put(self, key: Any, rank: int, value: Any, size: int) -> Ticket:
-        """Give a rank's value to a round of so many ranks."""
-        values: dict[int, Any] = self.shared(key, dict)
-        with self.changed:
-            values[rank] = value
-            if len(values) == size:
-                del self._shared[key]
-                self.touch()
-        return lambda: [values[rank] for rank in range(size)] if len(values) == size else None
-
-    def leave(self, rank: int) -> None:
-        """Say that a rank has ended, so that no rank can wait for it."""
-        with self.changed:
-            self._away.add(rank)
-            self.touch()
-
-    def stop(self) -> None:
-        """Wake every waiting rank for good."""
-        self.stopped = True
-        self.touch()
-
-    def running(self) -> list[int]:
-        """Return the ranks that neither wait nor have ended."""
-        with self.changed:
-            return [
-                rank
-                for rank in range(self.size)
-                if rank not in self._waiting and rank not in self._away
-            ]
-
-    def drive(self, rank: int, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end. Between two of them sleep until another rank has done something.
-
-        Args:
-            rank: of the caller.
-            steps: work of this rank.
-            what: describes the wait if no rank can go on.
-            ending: this rank only waits for the others to end, so a deadlock is not its own.
-        """
-        while True:
-            seen = self.version
-            try:
-                next(steps)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            with self.changed:
-                self._sleep(rank, seen, what, ending)
-
-    def _sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
-        while self.version == seen and not self.stopped:
-            self._waiting[rank] = (what, ending)
-            self._find_deadlock()
-            if self.version == seen:
-                self.changed.wait()
-        if self.stopped:
-            raise Stopped
-        if rank in self._doomed:
-            self._doomed.remove(rank)
-            raise Mismatched(self._deadlock)
-
-    def _find_deadlock(self) -> None:
-        if len(self._waiting) + len(self._away) < self.size or self._doomed:
-            return
-        table = "".join(
-            f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items())
-        )
-        self._deadlock = "every rank waits and none can go on:" + table
-        self._doomed = {rank for rank, (_, ending) in self._waiting.items() if not ending}
-        self.touch()
-
-
-class ThreadCarrier(Carrier):
-    """Exchange between the ranks of one communicator, which are threads.
-
-    Args:
-        world: of all ranks.
-        name: of the communicator, the same on all its ranks.
-        rank, size: of the communicator.
-        world_rank: of this rank in the world.
-    """
-
-    def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
-        self.world, self.name, self.rank, self.size, self.world_rank = (
-            world,
-            name,
-            rank,
-            size,
-            world_rank,
-        )
-        self._rounds = 0
-
-    def share(self, value: object) -> Ticket:
-        """Begin an exchange of values."""
-        self._rounds += 1
-        return self.world.put((self.name, "round", self._rounds), self.rank, value, self.size)
-
-    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end, and sleep in between."""
-        return self.world.drive(self.world_rank, steps, what, ending=ending)

@@ -115,6 +115,7 @@ def _worst(name: str, ratio: float, actual: Tensor, expected: Tensor, bound: Ten
     )
     beyond = int((ratios > 1).sum())
     return (
-        f"{name}{list(index)} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is {ratio:.3g} times the bound "
+        f"{name}{list(index)} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is "
+        f"{ratio:.3g} times the bound "
         f"{allowed:.3g} ({beyond} of {ratios.numel()} elements out of bounds, dtype {actual.dtype})"
     )

@@ -1,4 +1,7 @@
-"""`nox -s deaths`: a rank of a launch is lost in every way at every point; then faults that must be caught, attributed and shrunk.
+"""`nox -s deaths`.
+
+A rank of a launch is lost in every way at every point; then faults that must be caught, attributed
+and shrunk.
 
 Each run adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks
 something, or something is left.

@@ -41,7 +41,10 @@ def lost_at(place: str) -> None:
 
 
 def lost_soon() -> None:
-    """The end while this rank waits in a collective: the other ranks come later, and the next one tells it to end before that."""
+    """The end while this rank waits in a collective.
+
+    The other ranks come later, and the next one tells it to end before that.
+    """
     if DEATH["place"] != "inside" or VICTIM:
         return
     time.sleep(INSIDE_SECONDS)

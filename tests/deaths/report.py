@@ -18,14 +18,15 @@ SHOWN_LINES = 80
 Rows = dict[str, list[dict[str, Any]]]
 HEAD = f"""# A rank is lost
 
-`nox -s deaths`: in a launch of {RANKS} ranks one of them, drawn at random, is lost in one of the ways below, at one of these
-points, from a random example on. Seconds: from the loss to the end of everything. Limits in these launches: {EXAMPLE_SECONDS:g} s
-for an example, {PHASE_SECONDS:g} s for anything else (30 and 300 unless told: `SP_WATCHDOG_S`, `SP_WATCHDOG_PHASE_S`). Bound:
-that limit and {MORE_SECONDS:g} s. Where nobody dies the seconds include the search for the smallest example.
+`nox -s deaths`: in a launch of {RANKS} ranks one of them, drawn at random, is lost in one of the
+ways below, at one of these points, from a random example on. Seconds: from the loss to the end of
+everything. Limits in these launches: {EXAMPLE_SECONDS:g} s for an example, {PHASE_SECONDS:g} s for
+anything else (30 and 300 unless told: `SP_WATCHDOG_S`, `SP_WATCHDOG_PHASE_S`). Bound: that limit
+and {MORE_SECONDS:g} s. Where nobody dies the seconds include the search for the smallest example.
 
-After each of them these are checked: the exit code is not 0; the report names the rank, the test, the example, and a stack (the
-last place, where the process had no chance to write one); the results of the tests before are in the JUnit file; no process and
-no file in shared memory is left.
+After each of them these are checked: the exit code is not 0; the report names the rank, the test,
+the example, and a stack (the last place, where the process had no chance to write one); the results
+of the tests before are in the JUnit file; no process and no file in shared memory is left.
 """
 
 
@@ -93,7 +94,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str
 def _summary(rows: list[dict[str, Any]]) -> str:
     good = sum(not row["faults"] for row in rows)
     commits = ", ".join(sorted({(row["commit"]["sha"] or "unknown")[:10] for row in rows}))
-    return f"{good} of {len(rows)} as they should be; {max(row['cores'] for row in rows)} cores; commit {commits}."
+    return (
+        f"{good} of {len(rows)} as they should be; {max(row['cores'] for row in rows)} cores; "
+        f"commit {commits}."
+    )
 
 
 def _deaths(rows: list[dict[str, Any]]) -> Iterator[str]:

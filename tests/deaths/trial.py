@@ -1,4 +1,4 @@
-"""One launch in which a rank is lost, or a system has a fault, and what was seen of it from outside."""
+"""One launch in which a rank is lost or a system has a fault, seen from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from studies.commands import ROOT, run
 
 RANKS = 3
 EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
-"""Limits of an example and of anything else in these launches (30 and 300 unless told); what ending a launch may take beside."""
+"""Limits of an example and of anything else in these launches (30 and 300 unless told).
+
+What ending a launch may take beside.
+"""
 LAUNCH_SECONDS = 120.0
 ENDING_SECONDS = 1.0
 """What was told to end, such as the MPI library's own helpers, may take so long to be gone."""
@@ -121,7 +124,9 @@ def launched(ranks: int, seconds: float, *args: str) -> list[str]:
 
 
 def run_printing(arguments: Sequence[str], **variables: str) -> tuple[int | None, str]:
-    """Run Python with short limits. Return its exit code, None where it had to be shot, and its output.
+    """Run Python with short limits.
+
+    Return its exit code, None where it had to be shot, and its output.
 
     A mark in the variables is how what is left of the launch is found.
     """
@@ -199,7 +204,10 @@ def _results(death: Death, folder: Path) -> Iterator[str]:
 
 
 def left(folder: Path, mark: str) -> Iterator[str]:
-    """What is left of a launch: files in shared memory that its ranks had mapped, and processes with its mark."""
+    """What is left of a launch.
+
+    Files in shared memory that its ranks had mapped, and processes with its mark.
+    """
     mapped = {path for file in folder.glob("mapped-*") for path in file.read_text().split()}
     yield from (f"{path} is left" for path in sorted(mapped) if Path(path).exists())
     deadline = time.monotonic() + ENDING_SECONDS

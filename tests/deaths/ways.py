@@ -13,7 +13,10 @@ from pathlib import Path
 ROOM_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 PLACES = ("collection", "before", "inside", "after", "tear-down")
-"""While tests are collected; before, in and after a collective of a body; when the fixtures of a test are torn down."""
+"""While tests are collected.
+
+Before, in and after a collective of a body; when the fixtures of a test are torn down.
+"""
 
 
 def raise_an_error() -> None:

@@ -1,4 +1,7 @@
-"""What holds for any number of ranks and any array. Nothing here knows whether ranks are threads or processes."""
+"""What holds for any number of ranks and any array.
+
+Nothing here knows whether ranks are threads or processes.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Transports that carry the messages of one collective, some of them on purpose late or in parts."""
+"""Transports that carry the messages of one collective, some on purpose late or in parts."""
 
 from __future__ import annotations
 

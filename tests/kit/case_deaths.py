@@ -1,4 +1,4 @@
-"""A property of a system with a fault that ends or hangs a rank, run by test_kit_launch.py under mpiexec."""
+"""A property of a system whose fault ends or hangs a rank, for test_kit_launch.py."""
 
 from __future__ import annotations
 

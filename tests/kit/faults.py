@@ -16,7 +16,10 @@ EXAMPLES = 100
 
 
 class Fault(NamedTuple):
-    """A fault that no rank dies of: the class of its failure, its smallest example, and what the report says of it."""
+    """A fault that no rank dies of.
+
+    The class of its failure, its smallest example, and what the report says of it.
+    """
 
     fault: str
     name: str

@@ -1,4 +1,7 @@
-"""A program whose last rank is killed in the middle of a collective in shared memory; rank 0 says which files it has mapped."""
+"""A program whose last rank is killed in the middle of a collective in shared memory.
+
+Rank 0 says which files it has mapped.
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""A communicator whose counts have few bits: it refuses what is longer, as MPI refuses 2^31 elements."""
+"""A communicator whose counts have few bits.
+
+It refuses what is longer, as MPI refuses 2^31 elements.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sp_core.transport.host import HostTransport
 
 
 class Narrow:
-    """Passes calls on to another communicator, if no buffer in them has more than `most` elements."""
+    """Passes calls on to another communicator, if no buffer has more than `most` elements."""
 
     def __init__(self, comm: Any, most: int) -> None:
         self._comm = comm
@@ -30,7 +33,8 @@ class Narrow:
                 )
                 if isinstance(buffer, np.ndarray) and buffer.size > self._most:
                     raise OverflowError(
-                        f"{buffer.size} elements were given to {method.__name__}; {self._most} can be counted"
+                        f"{buffer.size} elements were given to {method.__name__}; {self._most} can "
+                        "be counted"
                     )
             return method(*arguments, **named)
 
@@ -41,5 +45,8 @@ observer_of.register(Narrow, lambda narrow: observer_of(narrow._comm))
 
 
 def narrow_transport(raw: Any, most: int) -> HostTransport:
-    """A transport in parts of at most `most` elements, over a communicator that takes no more; one for each rank it does take."""
+    """A transport in parts of at most `most` elements, over a communicator that takes no more.
+
+    One for each rank it does take.
+    """
     return HostTransport(cast(Any, Narrow(raw, max(most, raw.size))), max_count=most)

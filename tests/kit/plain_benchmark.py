@@ -1,4 +1,7 @@
-"""A benchmark as pytest-benchmark's documentation has it, of ranks with unequal work: it hangs. test_bench.py starts it."""
+"""A benchmark as pytest-benchmark's documentation has it, of ranks with unequal work.
+
+It hangs. test_bench.py starts it.
+"""
 
 import os
 import time

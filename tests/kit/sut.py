@@ -1,4 +1,7 @@
-"""A small system under test over a raw communicator: an average of rows that are split over ranks, with faults to switch on."""
+"""A small system under test over a raw communicator.
+
+An average of rows that are split over ranks, with faults to switch on.
+"""
 
 from __future__ import annotations
 

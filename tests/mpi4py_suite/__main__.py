@@ -1,4 +1,6 @@
-"""`nox -s mpi4py`: mpi4py's own tests of communication, on plain communicators and on checked ones in their place.
+"""`nox -s mpi4py`.
+
+Mpi4py's own tests of communication, on plain communicators and on checked ones in their place.
 
 Takes the tests of exactly the mpi4py that is installed. What has been run in a folder is not run
 again. Exits with 1 where a test ends otherwise on checked communicators, and no known reason
@@ -85,7 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def concluded(out: Path) -> int:
-    """Write the report of what lies in a folder; 1 where a test ends otherwise and no reason is known, or none has passed."""
+    """Write the report of what lies in a folder.
+
+    1 where a test ends otherwise and no reason is known, or none has passed.
+    """
     made = rows(found(out))
     (out / "REPORT.md").write_text(report(made))
     write_json(out / "REPORT.json", made)

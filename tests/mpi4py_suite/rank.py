@@ -1,4 +1,7 @@
-"""One rank of a run of mpi4py's tests: `python -m mpi4py_suite.rank FOLDER plain|checked OUT MODULE...` under mpiexec."""
+"""One rank of a run of mpi4py's tests.
+
+`python -m mpi4py_suite.rank FOLDER plain|checked OUT MODULE...` under mpiexec.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,8 @@ def check_communicators(modules: tuple[str, ...]) -> None:
     """Put checked communicators in the place of those that the tests begin with."""
     from sp_core.testing import CheckedComm
 
-    MPI.COMM_WORLD, MPI.COMM_SELF = CheckedComm(MPI.COMM_WORLD), CheckedComm(MPI.COMM_SELF)  # type: ignore[misc]
+    for name in ("COMM_WORLD", "COMM_SELF"):
+        setattr(MPI, name, CheckedComm(getattr(MPI, name)))
     if (
         "test_comm_topo" in modules
     ):  # what is made from a number has mpi4py's class, so its class is not compared

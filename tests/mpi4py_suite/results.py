@@ -1,4 +1,4 @@
-"""What the ranks of mpi4py's tests have written, the differences between plain and checked communicators, and the report."""
+"""What the ranks of mpi4py's tests have written: differences, and the report."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from sp_core.testing.requests import UNCHECKED
 KINDS = ("plain", "checked")
 WORDS = ("passed", "skipped", "failed", "not run")
 KNOWN = {
-    "test_comm.TestComm*.testPickle": "A checked communicator cannot be pickled: it holds requests that are under way.",
+    "test_comm.TestComm*.testPickle": "A checked communicator cannot be pickled: it holds "
+    "requests that are under way.",
     "test_p2p_obj.*.testManyISendAndRecv": (
-        "Of six messages to itself the test receives three, and counts on each `isend` being complete by then. "
-        "MPI does not promise that, and under the kit a send is synchronous: it is complete when MPI has been told of the receive."
+        "Of six messages to itself the test receives three, and counts on each `isend` being "
+        "complete by then. "
+        "MPI does not promise that, and under the kit a send is synchronous: it is complete when "
+        "MPI has been told of the receive."
     ),
 }
 """Tests that fail on checked communicators, and why."""
 
 ADAPTED = {
-    "test_comm_topo: checkHandle": "what is made from a handle (`MPI.Comm.fromint`) is mpi4py's own, so its class is not compared"
+    "test_comm_topo: checkHandle": "what is made from a handle (`MPI.Comm.fromint`) is mpi4py's "
+    "own, so its class is not compared"
 }
 """What is left out of a test on checked communicators, and why."""
 
 HEAD = """# mpi4py's own tests through the checked communicator
 
-`nox -s mpi4py`: the tests of communication of the mpi4py that is installed, once as they are and once with checked communicators
-in the place of `MPI.COMM_WORLD` and `MPI.COMM_SELF`. A test counts as failed, or as not run, where it is so on any rank.
+`nox -s mpi4py`: the tests of communication of the mpi4py that is installed, once as they are and
+once with checked communicators in the place of `MPI.COMM_WORLD` and `MPI.COMM_SELF`. A test counts
+as failed, or as not run, where it is so on any rank.
 """
 
 
@@ -72,7 +77,10 @@ class Run:
 
 
 def merged(ranks: Sequence[Sequence[Result]]) -> dict[str, Result]:
-    """One result for each test: failed or not run where it is on any rank, skipped where it is on all."""
+    """One result for each test.
+
+    Failed or not run where it is on any rank, skipped where it is on all.
+    """
     seen = {
         result.name: [{r.name: r for r in rank}.get(result.name) for rank in ranks]
         for rank in ranks
@@ -92,7 +100,10 @@ def _one(name: str, results: Sequence[Result | None]) -> Result:
 
 
 def read(folders: Sequence[Path]) -> Run:
-    """What launches have left in their folders; tests that a rank did not come to are counted, without a name."""
+    """What launches have left in their folders.
+
+    Tests that a rank did not come to are counted, without a name.
+    """
     run = Run()
     for folder in folders:
         lines = [
@@ -121,7 +132,7 @@ def differences(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
 
 
 def unexplained(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
-    """The differences that no known reason explains, and all that was not run on checked communicators."""
+    """The differences that no known reason explains, and what was not run on checked ones."""
     missing = [
         (plain.tests.get(name, result), result)
         for name, result in checked.tests.items()
@@ -136,7 +147,10 @@ def unexplained(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
 
 
 def rows(runs: Runs) -> list[dict[str, Any]]:
-    """What became of each pair of runs: how many tests ended in each way, and why those that did not pass."""
+    """What became of each pair of runs.
+
+    How many tests ended in each way, and why those that did not pass.
+    """
     return [
         _row(library, ranks, plain, checked)
         for (library, ranks), (plain, checked) in sorted(runs.items())
@@ -200,7 +214,7 @@ def report(found: list[dict[str, Any]]) -> str:
 
 
 def _listed(told: list[tuple[str, dict[str, Any]]], what: str, mark: str = "") -> list[str]:
-    """Each name that rows have under a heading, with the runs, and how many where the row counts."""
+    """Each name that rows have under a heading, with the runs and their counts."""
     places: dict[str, list[str]] = {}
     for where, row in told:
         for name, value in row[what].items():
