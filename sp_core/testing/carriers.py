@@ -1,4 +1,4 @@
-"""Carry records and values between ranks, also by polled exchanges of MPI: a waiting rank sleeps."""
+"""Carry records and values between ranks, also by polled exchanges of MPI."""
 
 from __future__ import annotations
 
