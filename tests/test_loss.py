@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,12 @@ def test_the_mean_is_of_all_tokens_and_not_of_ranks(comm: Any) -> None:
     if comm.rank:
         mine[0, 1:] = IGNORED
     with sp.Mesh(comm, dp=comm.size, tp=1) as mesh:
-        loss = next_token_loss(logits.expand(1, 3, 3), mine, tensor=mesh["tp"], data=mesh["dp"])
+        call = partial(next_token_loss, tensor=mesh["tp"], data=mesh["dp"])
+        loss = call(logits.expand(1, 3, 3), mine)
+        with torch.no_grad():
+            assert torch.equal(call(logits.expand(1, 3, 3), mine), loss), (
+                "evaluation is not training"
+            )
     every = -logits.log_softmax(-1)
     torch.testing.assert_close(loss, (3 * every[0] + (comm.size - 1) * every[2]) / (comm.size + 2))
 

@@ -31,8 +31,8 @@ to 8192 tokens, on one core with AVX-512.
 """
 
 POLLED_ROWS = 768
-"""Queries of a full block between two polls: the fewest for which torch's kernel still takes 256 "
-"at a time."""
+"""Queries of a full block between two polls: the fewest for which torch's kernel still takes 256
+at a time."""
 
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:

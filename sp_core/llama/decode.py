@@ -348,8 +348,8 @@ class Decoder:
 
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""What the stages compute for a micro-batch, and how the last tokens (N', E) are found in the "
-"result (1, S, E)."""
+"""What the stages compute for a micro-batch, and how the last tokens (N', E) are found in the
+result (1, S, E)."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:

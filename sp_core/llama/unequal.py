@@ -38,8 +38,8 @@ from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
 
 PASS_TOKENS = 1024
-"""Tokens of short sequences that are computed together; more need more memory, and less makes "
-"the products small."""
+"""Tokens of short sequences that are computed together; more need more memory, and less makes
+the products small."""
 Rows = dict[int, Tensor]
 """Hidden states (E,) of the last tokens of some sequences, by the number of the sequence."""
 

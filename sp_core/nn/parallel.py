@@ -31,7 +31,7 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.nn.gradients import Placement, place, placement_of
-from sp_core.nn.layers import check_input, check_sharding
+from sp_core.nn.replicated import check_input, check_sharding
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, split_sizes
 
