@@ -24,36 +24,26 @@ Json = dict[str, Any]
 Launches = dict[tuple[str, int, str], Json]
 
 
-def launches_of(records: list[Json], complaints: list[str]) -> dict[tuple[str, int], Launches]:
-    """Return the records by case and ranks, then by place; complain about their order."""
+def launches_of(
+    records: list[Json], seed: int, complaints: list[str]
+) -> dict[tuple[str, int], Launches]:
+    """Return the records by case and ranks, then by place; complain about order and coins."""
     found: dict[tuple[str, int], Launches] = {}
     for record in records:
         name, pair = (record["case"]["id"], record["case"]["ranks"]), record["pair"]
-        place = (pair["stage"], pair["index"], pair["side"])
+        stage, index, side = place = (pair["stage"], pair["index"], pair["side"])
         if place in found.setdefault(name, {}):
             complaints.append(f"{name} has two records of {place}")
         found[name][place] = record
-        other = (pair["stage"], pair["index"], "base" if pair["side"] == "head" else "head")
+        other = (stage, index, "base" if side == "head" else "head")
         if (other in found[name]) != (pair["slot"] == 1):
-            complaints.append(
-                f"{name}: the records of {place} do not come in the order of their slots"
-            )
-    return found
-
-
-def check_coins(records: list[Json], seed: int, complaints: list[str]) -> None:
-    """Every launch must have the slot that its coin gives, and the coin must be the seed's."""
-    for record in records:
-        pair, ranks = record["pair"], record["case"]["ranks"]
-        thrown = (
-            hashlib.sha256(f"{seed}/{pair['stage']}/{ranks}/{pair['index']}".encode()).digest()[0]
-            % 2
-        )
-        slot = thrown if pair["side"] == "base" else 1 - thrown
+            complaints.append(f"{name}: records of {place} do not come in the order of their slots")
+        digest = hashlib.sha256(f"{seed}/{stage}/{name[1]}/{index}".encode()).digest()
+        thrown = digest[0] % 2
+        slot = thrown if side == "base" else 1 - thrown
         if (pair["seed"], pair["coin"], pair["slot"]) != (seed, thrown, slot):
-            complaints.append(
-                f"{record['case']['id']}, P={ranks}: {pair} is not what the seed {seed} throws"
-            )
+            complaints.append(f"{name}: {pair} is not what the seed {seed} throws")
+    return found
 
 
 def seconds(record: Json) -> float:
@@ -75,11 +65,8 @@ def direction(stage: str, values: list[float], delta: float) -> str:
     edge = log1p(SHARE[stage] * delta)
     if len([v for v in values if v > 0]) >= AGREE[stage] and median(values) >= edge:
         return "slower"
-    return (
-        "faster"
-        if len([v for v in values if v < 0]) >= AGREE[stage] and median(values) <= -edge
-        else "nothing"
-    )
+    faster = len([v for v in values if v < 0]) >= AGREE[stage] and median(values) <= -edge
+    return "faster" if faster else "nothing"
 
 
 def verdict(launches: Launches, in_base: bool, in_head: bool) -> tuple[str, float | None]:
@@ -175,8 +162,7 @@ def check(folder: Path) -> list[str]:
     records, complaints = [json.loads(line) for line in data.splitlines() if line.strip()], []
     if (hashlib.sha256(data).hexdigest() if path.exists() else None) != result["records_sha256"]:
         complaints.append("records.jsonl is not the file that was judged")
-    check_coins(records, result["seed"], complaints)
-    by_name = launches_of(records, complaints)
+    by_name = launches_of(records, result["seed"], complaints)
     sides = {
         side: {(case, ranks) for case, ranks in result["cases"][side]} for side in ("base", "head")
     }

@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-TEMPLATE = "page.html"
 MAX_PROBLEMS = 50
-PLOTS, ROWS = (
-    4,
-    12,
-)  # of a section and of a table that are seen without a click, so that a page fits a phone
+PLOTS, ROWS = 4, 12  # that are seen without a click, so that a page fits a phone
 
 
 @dataclass(frozen=True)
@@ -59,28 +55,13 @@ class Page:
     def complaints(self) -> list[str]:
         """The problems as they are shown: plain, and not more than one wants to read."""
         more = len(self.problems) - MAX_PROBLEMS
-        return [plain(problem, 400) for problem in self.problems[:MAX_PROBLEMS]] + [
-            f"and {more} more"
-        ] * (more > 0)
+        shown = [plain(problem, 400) for problem in self.problems[:MAX_PROBLEMS]]
+        return [*shown, f"and {more} more"] if more > 0 else shown
 
 
 def markdown(page: Page, picture: str | None) -> str:
-    """The page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
-    lines = [f"# {page.title}", ""]
-    if page.complaints:
-        lines += [
-            "Not everything could be used:",
-            "",
-            *(f"- {code(problem)}" for problem in page.complaints),
-            "",
-        ]
-    if picture is not None:
-        lines += [f"![{page.title}]({picture})", ""]
-    for section in page.sections:
-        if section.tables:
-            lines += [f"## {section.title}", ""] + [section.text, ""] * bool(section.text)
-            lines += [line for table in section.tables for line in _table(table)]
-    return "\n".join(lines)
+    """Return the page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
+    return _template("page.md").render(page=page, picture=picture)
 
 
 def code(text: str) -> str:
@@ -93,49 +74,36 @@ def code(text: str) -> str:
     return f"`{clean}`" if clean else ""
 
 
-def _table(table: Table) -> list[str]:
-    rule = ["---" if left else "---:" for left in table.left]
-    rows = [
-        [code(cell) if left else cell for cell, left in zip(row, table.left, strict=True)]
-        for row in table.rows
-    ]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *rows)]
-    return [f"### {code(table.title)}", "", *lines, ""] + [table.note, ""] * bool(table.note)
-
-
 def html(page: Page) -> str:
-    """The page as HTML: style and plots inside, no script, and nothing is fetched."""
-    return _template().render(page=page, shown=PLOTS, rows=ROWS)
+    """Return the page as HTML: style and plots inside, no script, and nothing is fetched."""
+    return _template("page.html").render(page=page, shown=PLOTS, rows=ROWS)
 
 
 @cache
-def _template() -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+def _template(name: str) -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-    folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=folder,
-        autoescape=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=select_autoescape(),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": _svg, "breakable": _breakable}
-    return environment.get_template(TEMPLATE)
+    environment.filters |= {"svg": _svg, "breakable": _breakable, "code": code}
+    return environment.get_template(name)
 
 
 def _svg(picture: Picture) -> str:
-    """A picture with its name for those who cannot see it. matplotlib escapes the words inside."""
+    """Draw a picture, named for those who cannot see it. matplotlib escapes the words inside."""
     from markupsafe import Markup
 
-    drawn = svg(picture.figure).replace(
-        "<svg ", f'<svg role="img" aria-label="{escape(picture.title)}" ', 1
-    )
-    return Markup(drawn)
+    named = f'<svg role="img" aria-label="{escape(picture.title)}" '
+    return Markup(svg(picture.figure).replace("<svg ", named, 1))
 
 
 def _breakable(cell: str) -> str:
-    """A cell whose text may go on in the next line after a slash, where the column is narrow."""
+    """Let the text of a cell go on in the next line after a slash, if the column is narrow."""
     from markupsafe import Markup
 
     return Markup("/<wbr>").join(cell.split("/"))
@@ -193,11 +161,8 @@ def overview(pictures: Sequence[Picture]) -> bytes:
         with styled():
             picture.figure.savefig(file, format="png", dpi=DPI, facecolor="white")
         tiles.append(Image.open(file).convert("RGB"))
-    width = max(
-        2 * min(tile.width for tile in tiles) if len(tiles) > 1 else 0,
-        *(tile.width for tile in tiles),
-        0,
-    )
+    widths = [tile.width for tile in tiles]
+    width = max(*widths, 2 * min(widths) * (len(tiles) > 1))
     canvas = Image.new("RGB", (width, sum(tile.height for tile in tiles)), "white")
     left = top = height = 0
     for tile in tiles:
