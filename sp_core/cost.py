@@ -92,92 +92,65 @@ Both = tuple[Traffic, Traffic]
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return what `rank` sends in `allgather_kv_attention`."""
     others = [other for other in range(problem.kv_sharding.size) if other != rank]
-    gathered = (
-        _blocks(problem, others, problem.itemsize)
-        if problem.shared
-        else _mine(problem, rank, problem.itemsize)
-    )
-    backward = gathered if any(problem.needs_grad) else Traffic()
-    if any(problem.needs_grad[1:]):
-        sums = _blocks(problem, others, problem.wide).bytes_sent
-        backward += _mine(problem, rank, problem.wide) if problem.shared else Traffic(0, sums)
-    return gathered, backward
+    gathered, summed = (_blocks(problem, others, size) for size in (problem.itemsize, problem.wide))
+    if problem.shared:
+        own = problem.kv_block(rank, problem.wide)
+        return _both(problem, gathered, Traffic(0, len(others) * own))
+    own = problem.kv_block(rank, problem.itemsize)
+    return _both(problem, Traffic(0, len(others) * own), Traffic(0, summed.bytes_sent))
 
 
-def _mine(problem: Attention, rank: int, itemsize: int) -> Traffic:
-    """Return the cost of sending this rank's block to each other rank, in a collective."""
-    return Traffic(0, (problem.kv_sharding.size - 1) * problem.kv_block(rank, itemsize))
+def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
+    """Return a forward that sends `keys`, and a backward that may send them again, and `sums`."""
+    backward = keys if any(problem.needs_grad) else Traffic()
+    return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 
 
 def _blocks(problem: Attention, ranks: Sequence[int], itemsize: int) -> Traffic:
     """Return the cost of some ranks' blocks, one message each. Empty blocks are not sent."""
-    held = [
-        problem.kv_block(rank, itemsize) for rank in ranks if problem.kv_sharding.local_len(rank)
-    ]
-    return Traffic(len(held), sum(held))
+    filled = [rank for rank in ranks if problem.kv_sharding.local_len(rank)]
+    return Traffic(len(filled), sum(problem.kv_block(rank, itemsize) for rank in filled))
 
 
 def ring(problem: Attention, rank: int) -> Both:
-    """Return what `rank` sends in `ring_attention`."""
+    """Return what `rank` sends in `ring_attention`, or reads of the blocks that it sees."""
+    seen_by = problem.sharding, problem.kv_sharding, problem.mask
+    way, size = hops(*seen_by), problem.sharding.size
     if problem.shared:
-        return _ring_in_place(problem, rank)
-    way, size = hops(problem.sharding, problem.kv_sharding, problem.mask), problem.sharding.size
-    keys = sums = Traffic()
-    for step in range(max(way) + 1):
-        block = (rank - step) % size
-        if problem.kv_sharding.local_len(block) == 0:
-            continue
-        if way[block] > step:
-            keys += Traffic(1, problem.kv_block(block, problem.itemsize))
-        if way[block] > step or way[block] == step > 0:
-            sums += Traffic(1, problem.kv_block(block, problem.wide))
-    backward = keys if any(problem.needs_grad) else Traffic()
-    return keys, backward + (sums if any(problem.needs_grad[1:]) else Traffic())
-
-
-def _ring_in_place(problem: Attention, rank: int) -> Both:
-    """Return what `rank` reads in shared memory: the blocks that it sees, and in the backward their sums."""
-    seen = seen_blocks(problem.sharding, problem.kv_sharding, problem.mask, rank)
-    others = [other for other, visible in enumerate(seen) if visible and other != rank]
-    keys, sums = (
-        _blocks(problem, others, itemsize) for itemsize in (problem.itemsize, problem.wide)
-    )
-    backward = keys if any(problem.needs_grad) else Traffic()
-    return keys, backward + (sums if any(problem.needs_grad[1:]) else Traffic())
+        seen = seen_blocks(*seen_by, rank)
+        keys = sums = [block for block in range(size) if seen[block] and block != rank]
+    else:
+        passing = [(step, (rank - step) % size) for step in range(size)]
+        keys = [block for step, block in passing if way[block] > step]
+        sums = [block for step, block in passing if way[block] > step or way[block] == step > 0]
+    sent = _blocks(problem, keys, problem.itemsize), _blocks(problem, sums, problem.wide)
+    return _both(problem, *sent)
 
 
 def ulysses(problem: Attention, rank: int) -> Both:
     """Return what `rank` sends in `ulysses_attention`."""
-    heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
-    return _exchange(
-        problem,
-        rank,
-        [len(h) for h in heads],
-        [2 * len(h) for h in kv_heads],
-        _through_exchange(problem, problem),
-    )
+    return _exchange(problem, rank, problem)
 
 
 def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
     """Return what a rank sends in `hybrid_attention`. `groups` lists the ranks that exchange heads, for each rank of the ring."""
     mine = groups[ring_rank]
-    heads, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, len(mine))
     inside = replace(
         problem,
         sharding=Sharding(tuple(problem.sharding.segments[rank] for rank in mine)),
         kv_sharding=Sharding(tuple(problem.kv_sharding.segments[rank] for rank in mine)),
     )
-    through = _through_exchange(problem, inside)
+    _, kv_heads = split_heads(problem.num_heads, problem.num_kv_heads, len(mine))
     around = replace(
         problem,
         sharding=problem.sharding.group(groups),
         kv_sharding=problem.kv_sharding.group(groups),
         num_kv_heads=len(kv_heads[ulysses_rank]),
-        needs_grad=through,
+        needs_grad=_through_exchange(problem, inside),
     )
-    slots = [len(h) for h in heads], [2 * len(h) for h in kv_heads]
-    parts = (_exchange(inside, ulysses_rank, *slots, through), ring(around, ring_rank))
-    return parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+    parts = _exchange(inside, ulysses_rank, problem), ring(around, ring_rank)
+    forward, backward = (one + other for one, other in zip(*parts, strict=True))
+    return forward, backward
 
 
 def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int) -> Both:
@@ -188,17 +161,11 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
     return Traffic(0, gather + scatter), Traffic(0, gather + (gather + scatter))
 
 
-def _exchange(
-    problem: Attention,
-    rank: int,
-    heads: list[int],
-    slots: list[int],
-    through: tuple[bool, bool, bool],
-) -> Both:
-    """Return the cost of the all-to-alls of Ulysses. Each rank computes `heads` of q and out, and `slots` of k and v.
-
-    `through` says which of q, k and v have gradients after the exchange.
-    """
+def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
+    """Return the cost of the all-to-alls of Ulysses, between some of the ranks of `whole`."""
+    shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
+    heads, slots = ([len(share) for share in part] for part in shares)
+    slots = [2 * number for number in slots]  # of k and v
     unit = problem.batch * problem.head_dim * problem.itemsize
     lse_unit = problem.batch * problem.wide
     own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)
@@ -208,7 +175,7 @@ def _exchange(
     if problem.shared:  # a rank reads what the others would have sent to it
         (there, home), (kv_there, kv_home) = (home, there), (kv_home, kv_there)
     forward = unit * (there + kv_there + home) + lse_unit * home * problem.return_lse
-    q_back, kv_back, _ = through
+    q_back, kv_back, _ = _through_exchange(whole, problem)
     backward = unit * (q_back * home + kv_back * kv_home)
     if any(problem.needs_grad):
         backward += unit * there + lse_unit * there * problem.lse_grad
