@@ -41,101 +41,73 @@ def blocks(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def drawn_tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def check_out(found: Tensor, want: Any) -> None:
+    check_close("out", found, want.out, bound(want.out_scale, torch.float64, want.growth))
+
+
+def check_gradients(want: Any, *found: Any) -> None:
+    for name, *each in zip(("dq", "dk", "dv"), *found, strict=True):
+        allowed = bound(getattr(want, f"{name}_scale"), torch.float64, want.growth)
+        for x in each:
+            check_close(name, x, getattr(want, name), allowed)
+
+
 @settings(max_examples=40)
 @drawn(block=blocks())
 def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, Any]) -> None:
-    """Forward and backward; the last query sits at the last key, and a window reaches back from there."""
-    random = torch.Generator().manual_seed(block["seed"])
-    lengths, heads = (
-        (block["queries"], block["keys"], block["keys"]),
-        block["kv_heads"] * block["group"],
+    """The last query sits at the last key, and a window reaches back from there."""
+    queries, keys, kv_heads, causal = (
+        block[name] for name in ("queries", "keys", "kv_heads", "causal")
     )
-    numbers = (heads, block["kv_heads"], block["kv_heads"])
-    q, k, v = (
-        torch.randn(2, s, n, 4, generator=random, dtype=torch.float64)
-        for s, n in zip(lengths, numbers, strict=True)
-    )
-    grad = torch.randn(q.shape, generator=random, dtype=torch.float64)
-    place = {
-        "q_positions": range(block["keys"] - block["queries"], block["keys"]),
-        "kv_positions": range(block["keys"]),
-    }
-    rest = {"causal": block["causal"], "window": block["window"], "softmax_scale": 0.7}
+    like_q, like_k = (2, queries, kv_heads * block["group"], 4), (2, keys, kv_heads, 4)
+    q, k, v, grad = drawn_tensors(block["seed"], like_q, like_k, like_k, like_q)
+    rest = {"causal": causal, "window": block["window"], "softmax_scale": 0.7}
+    rest |= {"q_positions": range(keys - queries, keys), "kv_positions": range(keys)}
     reach = -1 if block["window"] is None else block["window"] - 1
-    window = (reach, -1 if block["window"] is None or block["causal"] else reach)
-    out, lse, *_ = flash_standin._flash_attn_forward(
-        q, k, v, 0.0, 0.7, block["causal"], *window, 0.0, None, False
-    )
-    want = reference.attention(q, k, v, **place, **rest)
-    check_close("out", out, want.out, bound(want.out_scale, torch.float64, want.growth))
+    window = (reach, -1 if causal else reach)
+    how = (0.0, 0.7, causal, *window, 0.0, None, False)
+    out, lse, *_ = flash_standin._flash_attn_forward(q, k, v, *how)
+    want = reference.attention(q, k, v, **rest)
+    check_out(out, want)
     expected = torch.where(want.lse.isinf(), math.inf, want.lse)
-    check_close(
-        "lse",
-        lse,
-        expected,
-        bound(
-            want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0)), torch.float32, want.growth
-        ),
-    )
-    given = (grad, q, k, v, out, expected)
-    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
-    flash_standin._flash_attn_backward(
-        *given, dq, dk, dv, 0.0, 0.7, block["causal"], *window, 0.0, None, False
-    )
+    scale = want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0))
+    check_close("lse", lse, expected, bound(scale, torch.float32, want.growth))
+    found = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    flash_standin._flash_attn_backward(grad, q, k, v, out, expected, *found, *how)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     public = flash_standin.flash_attn_func(
-        *leaves, softmax_scale=0.7, causal=block["causal"], window_size=window
+        *leaves, softmax_scale=0.7, causal=causal, window_size=window
     )
     assert torch.equal(public, out)
-    grads = reference.attention_grads(q, k, v, grad, **place, **rest)
-    by_autograd = torch.autograd.grad(public, leaves, grad)
-    for name, *found in zip(("dq", "dk", "dv"), (dq, dk, dv), by_autograd, strict=True):
-        allowed = bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth)
-        for each in found:
-            check_close(name, each, getattr(grads, name), allowed)
-
-
-def test_the_stand_in_is_what_torch_computes() -> None:
-    q, k, v = (torch.randn(2, 6, 3, 4, dtype=torch.float64) for _ in range(3))
-    out, *_ = flash_standin._flash_attn_forward(q, k, v, 0.0, 0.5, True, -1, -1, 0.0, None, False)
-    want = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.5
-    ).transpose(1, 2)
-    assert torch.allclose(out, want, atol=1e-12)
+    want = reference.attention_grads(q, k, v, grad, **rest)
+    check_gradients(want, found, torch.autograd.grad(public, leaves, grad))
 
 
 def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     cuts = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    q, k, v, grad = (torch.randn(9, 2, 4, dtype=torch.float64) for _ in range(4))
-    out, lse, *_ = flash_standin._flash_attn_varlen_forward(
-        q, k, v, cuts, cuts, 5, 5, 0.0, 0.5, True
-    )
+    q, k, v, grad = drawn_tensors(1, *4 * [(9, 2, 4)])
+    lengths = (cuts, cuts, 5, 5)
+    out, lse, *_ = flash_standin._flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.5, True)
+    assert lse.dtype == torch.float32
     options = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
     batched = [x[None] for x in (q, k, v)]
     want = reference.attention(*batched, **options)
-    check_close("out", out[None], want.out, bound(want.out_scale, torch.float64, want.growth))
-    found = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    lengths = (cuts, cuts, 5, 5)
+    check_out(out[None], want)
+    found, how = [torch.full_like(x, math.nan) for x in (q, k, v)], (0.0, 0.5, True, -1, -1)
     flash_standin._flash_attn_varlen_backward(
-        grad, q, k, v, out, want.lse[0], *found, *lengths, 0.0, 0.5, True, -1, -1, 0.0, None, False
+        grad, q, k, v, out, want.lse[0], *found, *lengths, *how, 0.0, None, False
     )
-    grads = reference.attention_grads(*batched, grad[None], **options)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    public = flash_standin.flash_attn_varlen_func(
-        *leaves, cuts, cuts, 5, 5, softmax_scale=0.5, causal=True
-    )
+    public = flash_standin.flash_attn_varlen_func(*leaves, *lengths, softmax_scale=0.5, causal=True)
     assert torch.equal(public, out)
-    for name, *both in zip(
-        ("dq", "dk", "dv"), found, torch.autograd.grad(public, leaves, grad), strict=True
-    ):
-        for x in both:
-            check_close(
-                name,
-                x[None],
-                getattr(grads, name),
-                bound(getattr(grads, f"{name}_scale"), torch.float64, grads.growth),
-            )
-    assert lse.dtype == torch.float32
+    want = reference.attention_grads(*batched, grad[None], **options)
+    by_autograd = torch.autograd.grad(public, leaves, grad)
+    check_gradients(want, *([x[None] for x in each] for each in (found, by_autograd)))
 
 
 def on_trial(

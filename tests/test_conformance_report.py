@@ -1,4 +1,4 @@
-"""Launches of other libraries on trial, the scripts that show what is wrong alone, and the report."""
+"""Launches of other libraries on trial, scripts that show what is wrong alone, and the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,10 +45,16 @@ def line(capability: str, ranks: int, verdict: str = "pass") -> dict[str, Any]:
     }
 
 
+def condemned(problem: dict[str, Any], result: str = "out", rank: int = 0) -> dict[str, Any]:
+    """The verdict of a cell with a problem for one rank."""
+    found = {"result": result, "rank": rank, "relative": 1e-3, "problem": problem}
+    return {**line("causal", 1, "wrong"), **found}
+
+
 def test_a_launch_that_dies_takes_one_cell_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On 2 ranks "causal" kills the launch; it is not tried again, and what is wrong on 2 ranks is not tried on 3."""
+    """On 2 ranks "causal" kills the launch. It, and a wrong cell, are not tried on 3 ranks."""
     tried: list[tuple[int, str]] = []
 
     def launch(size: int, folder: Path, patience: float) -> str:
@@ -57,12 +62,7 @@ def test_a_launch_that_dies_takes_one_cell_with_it(
         with (folder / "verdicts.jsonl").open("w") as file:
             for _, capability in cells:
                 tried.append((size, capability))
-                file.write(
-                    json.dumps(
-                        {**line(capability, size), "begins": True} | {"verdict": ""}
-                    ).replace('"verdict": "", ', "")
-                    + "\n"
-                )
+                file.write(json.dumps({**cell(capability, size), "begins": True}) + "\n")
                 if capability == "causal":
                     return "rank 1 died first: killed by SIGSEGV; last place: in the body of body"
                 file.write(
@@ -121,17 +121,14 @@ def test_ranks_that_all_compute_when_their_time_is_up_do_not_hang(
 def test_patience_multiplies_every_limit_of_a_launch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    started: dict[str, Any] = {}
-
-    def popen(command: list[str], **options: Any) -> Any:
-        started.update(command=command, env=options["env"])
-        return SimpleNamespace(wait=lambda: 0, poll=lambda: 0)
-
-    monkeypatch.setattr(launching.subprocess, "Popen", popen)
+    started: list[Any] = []
+    monkeypatch.setattr(launching, "run", lambda *given: started.extend(given))
     assert launching._launch(2, tmp_path, 3.0) == ""
-    assert float(started["env"]["SP_WATCHDOG_S"]) == 3 * launching.EXAMPLE_SECONDS
-    limit = started["command"][started["command"].index("--timeout") + 1]
-    assert float(limit) == 3 * launching.LAUNCH_SECONDS
+    command, _, _, variables, seconds = started
+    assert float(variables["SP_WATCHDOG_S"]) == 3 * launching.EXAMPLE_SECONDS
+    assert float(command[command.index("--timeout") + 1]) == 3 * launching.LAUNCH_SECONDS
+    assert seconds == 3 * launching.LAUNCH_SECONDS + launching.ENDING_SECONDS
+    assert command[command.index("--sp-expect-ranks") + 1] == "2"
 
 
 def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
@@ -159,7 +156,7 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
     dates = [("sp_core", "day 1"), ("torch ring", "day 2")]
     assert [(column["name"], column["run"]["date"]) for column in data["libraries"]] == dates
     assert [(one["library"], one["date"]) for one in data["planted"]] == dates
-    text = report.markdown(data)
+    text = "\n".join(report.markdown(data))
     assert "| 1 | day 1 | 0123456789 | 1 | 1 | 2 cores" in text
     assert "| 2 | day 2 | 0123456789 with changes | 1 | 1 | 2 cores" in text
     assert "| run | 1 | 2 |\n| numbers of ranks | 2 | 2 |\n| problems at most | 5 | 5 |" in text
@@ -171,13 +168,7 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
 )
 def test_a_script_uses_the_library_alone(library: Any) -> None:
     problem = {"attention": EXAMPLE, "layers": LAYERS}[library.about]
-    verdict = {
-        **line("causal", 2, "wrong"),
-        "result": "out",
-        "rank": 1,
-        "relative": 0.5,
-        "problem": library.subject.told(problem),
-    }
+    verdict = condemned(library.subject.told(problem), rank=1)
     tree = ast.parse(script(library, verdict, "1.0"))
     names = [
         alias.name
@@ -197,13 +188,7 @@ def test_a_script_shows_an_error_that_is_there_and_no_other(
 ) -> None:
     """On one rank, in this process: as the adapter is, and with a fault planted in its text."""
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
-    verdict = {
-        **line("causal", 1, "wrong"),
-        "result": "out",
-        "rank": 0,
-        "relative": 1e-3,
-        "problem": problem,
-    }
+    verdict = condemned(problem)
     text = script(named("torch ring"), verdict, "1.0")
     if fault:
         assert fault in text
@@ -236,7 +221,8 @@ PLAIN_LAYERS = """
 class Pair(torch.nn.Module):
     def __init__(self, whole, **rest):
         super().__init__()
-        self.up, self.down = (torch.nn.Linear(*whole[f"{name}.weight"].T.shape) for name in ("up", "down"))
+        shapes = (whole[f"{name}.weight"].T.shape for name in ("up", "down"))
+        self.up, self.down = (torch.nn.Linear(*shape) for shape in shapes)
         self.load_state_dict(whole)
 
     def forward(self, x):
@@ -270,13 +256,7 @@ def test_a_script_of_layers_shows_the_result_that_it_is_about(
 ) -> None:
     """On one rank with ordinary layers: a fault of another result is not the one that was found."""
     problem = {**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}
-    verdict = {
-        **line("bias", 1, "wrong"),
-        "result": result,
-        "rank": 0,
-        "relative": 1e-3,
-        "problem": problem,
-    }
+    verdict = condemned(problem, result)
     text = script(named("megatron-core"), verdict, "1.0")
     before, after = text[: text.index("# ---- the call")], text[text.index("# ---- the smallest") :]
     text = before + PLAIN_LAYERS.replace(right, wrong) + after
@@ -297,13 +277,7 @@ def test_a_fault_planted_in_a_library_is_seen(
         module, fault.function, getattr(module, fault.function)
     )  # is put back afterwards
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
-    verdict = {
-        **line("causal", 1, "wrong"),
-        "result": "out",
-        "rank": 0,
-        "relative": 1e-3,
-        "problem": problem,
-    }
+    verdict = condemned(problem)
     text = script(named(fault.library), verdict, "1.0")
     assert run_here(text, monkeypatch) == 0
     fault.plant()
@@ -312,7 +286,7 @@ def test_a_fault_planted_in_a_library_is_seen(
 
 
 def test_planted_faults_are_where_columns_compute() -> None:
-    """Every column that was added with faults and is not refused everything has one, for what it offers and passes."""
+    """Every column of these adapters that passes anything has a fault, where it passes."""
     data = json.loads((HERE / "REPORT.json").read_text())
     for fault in FAULTS:
         assert fault.capability in named(fault.library).tried()
@@ -347,7 +321,9 @@ def test_a_column_is_of_the_adapter_that_is_committed() -> None:
 
 def test_the_committed_report_says_what_its_data_say() -> None:
     data = json.loads((HERE / "REPORT.json").read_text())
-    assert (HERE / "REPORT.md").read_text() == report.markdown(data)
+    assert (HERE / "REPORT.md").read_text().splitlines() == "\n".join(
+        report.markdown(data)
+    ).splitlines()
     assert [column["name"] for column in data["libraries"]] == [
         library.name for library in LIBRARIES
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,13 +17,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from studies.commands import ROOT
 
 from benchmarks.launching import commit
 from benchmarks.machine import environment
 from conformance.launching import (
     CONDEMNED,
-    ROOT,
     Found,
     Limits,
     installed,
@@ -32,61 +32,75 @@ from conformance.launching import (
 from conformance.libraries import LIBRARIES, NOT_OFFERED, OURS, Library, named
 from conformance.picture import draw
 from conformance.planted import FAULTS
-from conformance.report import document, joined, known_cells, read, tables, write
+from conformance.report import document, joined, known_cells, read, write
 from conformance.script import last_words, script, shows
 
-EXAMPLES = 20
-RANKS = (2, 3, 4)
+NAMES = [one.name for one in LIBRARIES]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"nargs": "+", "default": [], "choices": NAMES, "metavar": "LIBRARY"},
+    "--ranks": {"nargs": "+", "type": int, "default": [2, 3, 4], "help": "from 2"},
+    "--examples": {"type": int, "default": 20, "help": "of each cell and number of ranks"},
+    "--patience": {"type": float, "default": 1.0, "help": "multiplies every time limit"},
+    "--out": {"type": Path, "default": ROOT / "reports" / "conformance", "help": "folder"},
+    "--more": {"action": "store_true", "help": "add these ranks to the report in --out"},
+    "--script": {"nargs": 2, "metavar": ("LIBRARY", "CAPABILITY"), "help": "of a wrong result"},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        The exit code.
-    """
-    options = _parsed(arguments)
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="nox -s conformance --", description=__doc__)
+    for name, option in OPTIONS.items():
+        parser.add_argument(name, **option)
+    options = parser.parse_args(arguments)
+    if min(options.ranks) < 2 or options.examples < 1:
+        parser.error("--ranks are 2 or more, --examples 1 or more")
     if options.script:
         return _print_script(options.out / "REPORT.json", *options.script)
-    code = commit()
-    libraries = [one for one in LIBRARIES if not options.only or one.name in options.only]
-    began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in () if options.more else ("ranks.log", "verdicts.jsonl"):
         (options.out / name).unlink(missing_ok=True)
-    old = read(options.out) if options.more or options.only else {}
+    code, began = commit(), time.monotonic()
+    libraries = [one for one in LIBRARIES if not options.only or one.name in options.only]
     versions = {one.name: installed(one) for one in libraries}
-    found = known_cells(old, [one.name for one in libraries]) if options.more else {}
+    old = read(options.out) if options.more or options.only else {}
+    found = known_cells(old, list(versions)) if options.more else {}
     limits = Limits(options.examples, options.patience, options.out)
-    faults: list[str] = []
+    planted, faults = _tried(libraries, versions, sorted({*options.ranks}), limits, found)
+    verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
+    faults += _show_alone(libraries, verdicts, versions, limits) + _faults(verdicts)
+    seconds = {"seconds": round(time.monotonic() - began), "patience": options.patience}
+    run = {"date": str(date.today()), "commit": code, **seconds, "mpi": _mpi(), **environment()}
+    report = document(libraries, versions, verdicts, planted, run, options.examples)
+    report = joined(old, report, NAMES) if old else report
+    write(options.out, report)
+    draw(report, options.out / "REPORT.png")
+    print(*faults, f"{run['seconds']} s; {options.out}/REPORT.md", sep="\n", flush=True)
+    return int(bool(faults))
+
+
+def _tried(
+    libraries: Sequence[Library],
+    versions: dict[str, str],
+    ranks: Sequence[int],
+    limits: Limits,
+    found: Found,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Put the libraries on trial; return what became of planted faults, and what went wrong.
+
+    The verdicts are put into `found` as they come.
+    """
     planted: list[dict[str, Any]] = []
     try:
         for adapter in dict.fromkeys(one.adapter for one in libraries if versions[one.name]):
             same = [one for one in libraries if one.adapter == adapter]
-            put_on_trial(same, options.ranks, limits, found)
-            planted += _planted({one.name for one in same}, options.ranks[0], limits)
-            print(
-                f"{time.monotonic() - began:4.0f} s  {', '.join(one.name for one in same)}",
-                flush=True,
-            )
+            put_on_trial(same, ranks, limits, found)
+            planted += _planted({one.name for one in same}, ranks[0], limits)
+            print(", ".join(one.name for one in same), flush=True)
     except KeyboardInterrupt:
-        faults.append("interrupted: what is missing was not tried")
-    verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
-    faults += _show_alone(libraries, verdicts, versions, limits) + _faults(verdicts)
-    faults += [
-        f"{one['library']}: not seen that {one['what']}"
-        for one in planted
-        if one["verdict"] not in CONDEMNED
-    ]
-    seconds = {"seconds": round(time.monotonic() - began), "patience": options.patience}
-    run = {"date": str(date.today()), "commit": code, **seconds, "mpi": _mpi(), **environment()}
-    report = document(libraries, versions, verdicts, planted, run, options.examples)
-    report = joined(old, report, [one.name for one in LIBRARIES]) if old else report
-    write(options.out, report)
-    draw(report, options.out / "REPORT.png")
-    Console(width=max(200, Console().width)).print(*tables(report), sep="\n")
-    print("\n".join([*faults, f"{run['seconds']} s; {options.out}/REPORT.md"]), flush=True)
-    return int(bool(faults))
+        return planted, ["interrupted: what is missing was not tried"]
+    unseen = [one for one in planted if one["verdict"] not in CONDEMNED]
+    return planted, [f"{one['library']}: not seen that {one['what']}" for one in unseen]
 
 
 def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, Any]]:
@@ -101,55 +115,6 @@ def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, A
             }
             found.append({**said, "ranks": [size], **kept})
     return found
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="nox -s conformance --", description=__doc__)
-    names = [one.name for one in LIBRARIES]
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        choices=names,
-        metavar="LIBRARY",
-        help="the report keeps the others",
-    )
-    parser.add_argument(
-        "--ranks",
-        nargs="+",
-        type=int,
-        default=list(RANKS),
-        help="numbers of ranks, from 2 (default: 2 3 4)",
-    )
-    parser.add_argument(
-        "--examples",
-        type=int,
-        default=EXAMPLES,
-        help="of each cell and number of ranks (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=1.0,
-        help="multiplies every time limit, for a machine that is busy",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "reports" / "conformance", help="folder of the report"
-    )
-    parser.add_argument(
-        "--more", action="store_true", help="add these numbers of ranks to the report in --out"
-    )
-    parser.add_argument(
-        "--script",
-        nargs=2,
-        metavar=("LIBRARY", "CAPABILITY"),
-        help="print the script of something wrong in the report in --out",
-    )
-    options = parser.parse_args(arguments)
-    if min(options.ranks) < 2 or options.examples < 1:
-        parser.error("--ranks are 2 or more, --examples 1 or more")
-    options.ranks = sorted(set(options.ranks))
-    return options
 
 
 def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
@@ -171,7 +136,10 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
 def _show_alone(
     libraries: Sequence[Library], verdicts: dict[str, Any], versions: dict[str, str], limits: Limits
 ) -> list[str]:
-    """Write and run the script of everything that is wrong, hangs or crashes; what it does not show is a fault of ours."""
+    """Write and run the script of everything that is wrong, hangs or crashes.
+
+    A script that does not show what was found is a fault of ours.
+    """
     faults = []
     for library in libraries:
         for capability, verdict in verdicts[library.name].items():
@@ -191,30 +159,18 @@ def _show_alone(
 
 
 def _faults(verdicts: dict[str, Any]) -> list[str]:
-    missing = (
-        name
+    """Return what keeps the report from being complete and believed."""
+    told = [
+        (name, cell, found["verdict"])
         for name, column in verdicts.items()
-        if any(v["verdict"] == "not installed" for v in column.values())
-    )
-    faults = [f"{name} is not installed" for name in missing]
-    faults += [
-        f"{name}, {cell}: not tried"
-        for name, column in verdicts.items()
-        for cell in column
-        if _untried(column[cell])
+        for cell, found in column.items()
     ]
-    ours = (
-        (name, cell, v["verdict"]) for name in OURS for cell, v in verdicts.get(name, {}).items()
-    )
-    return faults + [
+    return [
         f"{name}, {cell}: {verdict}"
-        for name, cell, verdict in ours
-        if verdict not in ("pass", NOT_OFFERED)
+        for name, cell, verdict in told
+        if verdict in ("not tried", "not installed")
+        or (name in OURS and verdict not in ("pass", NOT_OFFERED))
     ]
-
-
-def _untried(verdict: dict[str, Any]) -> bool:
-    return bool(verdict["verdict"] == "not tried")
 
 
 def _print_script(report: Path, name: str, capability: str) -> int:
@@ -232,14 +188,10 @@ def _print_script(report: Path, name: str, capability: str) -> int:
 
 
 def _mpi() -> str:
-    """The MPI library, asked in a process of its own: this one must not start it."""
-    import subprocess
-
+    """Return the MPI library, asked in a process of its own: this one must not start it."""
     asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
     program = f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {asked}"
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    answer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     return answer.stdout.strip() or "no MPI"
 
 

@@ -45,12 +45,12 @@ CALL = "attend"
 LONGEST = 24
 Positions = tuple[tuple[int, ...], ...]
 PlacesOf = Callable[[str, int, int, tuple[int, ...] | None], Positions]
-"""Of a layout, a number of tokens, a number of ranks, and document boundaries: the positions of each rank."""
+"""From layout, length, number of ranks and document boundaries to the positions of each rank."""
 
 
 @dataclass(frozen=True)
 class Posed(AttentionProblem):
-    """A problem with an ownership of tokens of its own, because libraries differ in what they mean by a layout."""
+    """A problem with its own positions of each rank, because layouts differ between libraries."""
 
     shards: Positions = ()
 
@@ -172,7 +172,7 @@ def problems(
 
 
 def _length(drawn: int, size: int, capability: str) -> int:
-    """An even length has equal halves on every rank; an uneven one leaves no rank without tokens."""
+    """Return an even length with equal halves on all ranks, or an uneven one; no rank is empty."""
     if capability != "uneven length":
         return max(1, round(drawn / (2 * size))) * 2 * size
     return drawn + size + (drawn % size == 0)

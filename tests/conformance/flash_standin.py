@@ -1,4 +1,4 @@
-"""What ring-flash-attn, yunchang and transformers call of flash-attn, computed by torch: for machines without its GPU.
+"""Compute with torch what ring-flash-attn, yunchang and transformers call of flash-attn.
 
 Exact: everything is computed in float64 and rounded once, to the dtype of the input. The signatures
 are those of flash-attn 2.7. Masks are aligned at the bottom right, as flash-attn does since 2.1; a
@@ -59,7 +59,7 @@ def _backward(
     scale: float,
     seen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in float64, with the probabilities that follow from the log-sum-exp (B, H, S) given."""
+    """Return the gradients of q, k and v in float64, from the log-sum-exp (B, H, S) given."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     p = torch.exp(_logits(q, k, scale, seen) - lse.double()[..., None])
     d, o = dout.double(), out.double()

@@ -1,4 +1,4 @@
-"""A process group over gloo for the ranks of an MPI launch, made anew where a library has broken it."""
+"""Make a process group over gloo for the ranks of an MPI launch, again if a library broke it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The launches: all cells of one adapter on one number of ranks under one mpiexec, again without a cell that a launch has died of.
+"""Launch all cells of one adapter on one number of ranks under one mpiexec.
 
+If the launch dies of a cell, the others are launched again.
 The cheapest number of ranks comes first, and what is found wrong there is not tried on more.
 """
 
@@ -8,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +16,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from studies.commands import ROOT, on_ranks, run
+from studies.records import read_lines
+
 from conformance.libraries import Library
 from conformance.planted import FAULTS
 
-ROOT = Path(__file__).resolve().parents[2]
 LAWS = Path(__file__).with_name("laws.py")
 LAUNCH_SECONDS = 600.0
 ENDING_SECONDS = 30.0
 EXAMPLE_SECONDS = 120
-"""So long may one problem take on a rank: far more than a process group waits, because DTensor derives its rules slowly."""
+"""Limit of one problem on a rank: more than a process group waits; DTensor derives rules slowly."""
 Cell = tuple[str, str]
 """A library and a capability."""
 Found = dict[Cell, dict[str, Any]]
@@ -128,7 +129,7 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def _launch_all(
     cells: Sequence[Cell], size: int, limits: Limits, known: Sequence[str] = ()
 ) -> Iterator[Found]:
-    """Cells on one number of ranks, the verdicts of each launch; one that dies takes one of them with it.
+    """Yield the verdicts of each launch on one number of ranks; one that dies settles one cell.
 
     The plain gradients of libraries that are `known` to be right need not be tried first.
     """
@@ -155,15 +156,12 @@ def _launch_all(
         cells = [cell for cell in cells if cell not in told]
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "verdicts.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def _told(folder: Path) -> Found:
     """The verdicts of a launch."""
     return {
-        (line["library"], line["capability"]): line for line in _lines(folder) if "verdict" in line
+        (line["library"], line["capability"]): line
+        for line in read_lines(folder / "verdicts.jsonl")
+        if "verdict" in line
     }
 
 
@@ -172,7 +170,7 @@ def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found
     told, in_flight = _told(folder), folder / "in_flight.json"
     begun = [
         line
-        for line in _lines(folder)
+        for line in read_lines(folder / "verdicts.jsonl")
         if "begins" in line and (line["library"], line["capability"]) not in told
     ]
     problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
@@ -189,44 +187,19 @@ def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found
 
 def _launch(size: int, folder: Path, patience: float) -> str:
     """Run the laws with the setting in a folder; returns what the ranks printed."""
-    seconds = {"SP_WATCHDOG_S": str(EXAMPLE_SECONDS * patience)}
-    chosen = {"SP_CONFORMANCE": str(folder / "setting.json"), "OMP_NUM_THREADS": "1", **seconds}
-    path = os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    launch = [
-        sys.executable,
-        "-m",
-        "sp_core.testing.launch",
-        "-n",
-        str(size),
-        "--timeout",
-        str(LAUNCH_SECONDS * patience),
-        "--",
-    ]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {
+        **os.environ,
+        "SP_CONFORMANCE": str(folder / "setting.json"),
+        "SP_WATCHDOG_S": str(EXAMPLE_SECONDS * patience),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--sp-no-raw-replay", "-q"]
-    suite = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(LAWS),
-        "--only-mpi",
-        "--sp-expect-ranks",
-        str(size),
-        *quiet,
-    ]
+    seconds = LAUNCH_SECONDS * patience
+    command = on_ranks(seconds, str(LAWS), *quiet, ranks=size)
     with (folder / "printed").open("w") as printed:
-        environment = {**os.environ, **chosen, "PYTHONPATH": path}
-        process = subprocess.Popen(
-            [*launch, *suite], cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT
-        )
-        try:
-            process.wait()
-        # a killed launcher would leave its ranks; one that is asked to end takes them along
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(ENDING_SECONDS)
+        run(command, ROOT, printed.fileno(), variables, seconds + ENDING_SECONDS)
     return (folder / "printed").read_text(errors="replace")
 
 

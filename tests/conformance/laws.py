@@ -1,7 +1,8 @@
-"""The property of every capability, for the libraries of one adapter under mpiexec; started by `conformance.launching`.
+"""Test the property of every capability, for the libraries of one adapter under mpiexec.
 
-SP_CONFORMANCE names a file with the setting. A line of JSON is written when a cell of the report
-begins and when its verdict is there, so that what a launch died of is known.
+`conformance.launching` starts it. SP_CONFORMANCE names a file with the setting. A line of JSON is
+written when a cell of the report begins and when its verdict is there: the runner then knows the
+cell that a launch died of.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def announce(problem: dict[str, Any]) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "capability"), SETTING["cells"])
 def test_cell(gloo: Gloo, name: str, capability: str) -> None:
-    """Gradients are asked for where the plain ones are right, so that a fault of backward shows in one cell."""
+    """Ask for gradients if the plain ones are right: a fault of backward shows in one cell."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -1,4 +1,4 @@
-"""The libraries on trial: how each wants its problems, what it offers, and where its documentation says no."""
+"""List the libraries on trial: their problems, what they offer, and what they document."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Library:
         return [name for name in self.subject.CAPABILITIES if name not in self.excluded()]
 
     def excluded(self) -> dict[str, Says]:
-        """Capabilities that are not, with the reason; layouts that it does not have are among them."""
+        """Return the capabilities that are not tried, such as missing layouts, with the reason."""
         layouts = {"contiguous", "zigzag", "striped"} & set(self.subject.CAPABILITIES)
         missing = {
             name: Says(NOT_OFFERED, "another layout", "")
@@ -94,7 +94,7 @@ class Library:
 
 
 def _per_document(half: bool) -> Any:
-    """The ownership of ring-flash-attn's varlen functions: every rank a piece, or two, of each document."""
+    """Give every rank a piece, or two, of each document, as in ring-flash-attn's varlen functions."""
 
     def places(
         layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
@@ -115,7 +115,7 @@ def _per_document(half: bool) -> Any:
 def _yunchang_zigzag(
     layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
 ) -> Positions:
-    """Pieces r and 2R-1-r for the r-th rank of a ring of R; each of its Ulysses group has a part of them."""
+    """Give the r-th rank of a ring of R pieces r and 2R-1-r; its Ulysses group shares them."""
     ulysses, ring = degrees(size)
     each = seq_len // (2 * ring)
     shards = []
@@ -246,7 +246,8 @@ ALST_SDPA = {
 }
 HARDCODED = Says(
     REFUSED,
-    "currently hardcodes a causal mask_mod: models with sliding window or other non-standard patterns would need ...",
+    "currently hardcodes a causal mask_mod: models with sliding window or other non-standard "
+    "patterns would need ...",
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.forward",
 )
 ALST_FLEX = {**ALST, "full": HARDCODED, "window": HARDCODED, "documents": HARDCODED}

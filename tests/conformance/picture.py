@@ -1,8 +1,8 @@
-"""The report as a picture: a panel for each subject, with a square for each library and capability."""
+"""Draw the report: a panel for each subject, with a square for each library and capability."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ SIGNS = {
     "slow": "slow",
 }
 
+DARK = ("pass", "wrong", "hung", "crashed")
+
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Write a PNG."""
@@ -36,60 +38,44 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
-    columns = {
-        about: [c["name"] for c in document["libraries"] if c["about"] == about]
-        for about in SUBJECTS
-    }
-    rows = {about: list(subject.CAPABILITIES) for about, subject in SUBJECTS.items()}
-    widest, heights = max(map(len, columns.values())), [len(names) for names in rows.values()]
-    size = (2.2 + 0.75 * widest, 2.5 * len(rows) + 0.36 * sum(heights))
-    figure, panels = plt.subplots(
-        len(rows), figsize=size, height_ratios=heights, gridspec_kw={"hspace": 0.45}
-    )
-    for axes, about in zip(panels, rows, strict=True):
-        for x, name in enumerate(columns[about]):
-            for y, capability in enumerate(rows[about]):
-                verdict = document["verdicts"][name][capability]["verdict"]
-                axes.add_patch(Rectangle((x, y), 0.94, 0.9, color=COLOURS[verdict]))
-                colour = "white" if verdict in ("pass", "wrong", "hung", "crashed") else "black"
-                sign = SIGNS.get(verdict, "?")
-                axes.text(
-                    x + 0.47, y + 0.47, sign, ha="center", va="center", fontsize=7, color=colour
-                )
+    columns = {about: [] for about in SUBJECTS}
+    for column in document["libraries"]:
+        columns[column["about"]].append(column["name"])
+    widest = max(map(len, columns.values()))
+    heights = [len(subject.CAPABILITIES) for subject in SUBJECTS.values()]
+    size = (2.2 + 0.75 * widest, 2.5 * len(heights) + 0.36 * sum(heights))
+    options = {"height_ratios": heights, "gridspec_kw": {"hspace": 0.45}}
+    figure, panels = plt.subplots(len(heights), figsize=size, **options)
+    for axes, (about, subject) in zip(panels, SUBJECTS.items(), strict=True):
         axes.set_xlim(0, widest)
-        axes.set_ylim(len(rows[about]), 0)
-        axes.set_xticks(
-            [x + 0.5 for x in range(len(columns[about]))],
-            columns[about],
-            rotation=40,
-            ha="left",
-            fontsize=8,
-        )
-        axes.set_yticks([y + 0.45 for y in range(len(rows[about]))], rows[about], fontsize=8)
-        axes.xaxis.tick_top()
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    seen = [
-        verdict
-        for verdict in COLOURS
-        if any(
-            v["verdict"] == verdict for one in document["verdicts"].values() for v in one.values()
-        )
-    ]
-    handles = [
-        Patch(color=COLOURS[verdict], label=verdict)
-        for verdict in seen
-        if COLOURS[verdict] != "#ffffff"
-    ]
-    panels[-1].legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0, -0.01),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-    )
+        verdicts = {name: document["verdicts"][name] for name in columns[about]}
+        _panel(axes, verdicts, list(subject.CAPABILITIES))
+    seen = {v["verdict"] for one in document["verdicts"].values() for v in one.values()}
+    shown = [verdict for verdict in COLOURS if verdict in seen and verdict in SIGNS]
+    handles = [Patch(color=COLOURS[verdict], label=verdict) for verdict in shown]
+    place = {"loc": "upper left", "bbox_to_anchor": (0, -0.01), "ncols": len(handles)}
+    panels[-1].legend(handles=handles, **place, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
+
+
+def _panel(axes: Any, verdicts: Mapping[str, Any], capabilities: Sequence[str]) -> None:
+    """Draw the squares of a subject."""
+    from matplotlib.patches import Rectangle
+
+    for x, column in enumerate(verdicts.values()):
+        for y, capability in enumerate(capabilities):
+            verdict = column[capability]["verdict"]
+            axes.add_patch(Rectangle((x, y), 0.94, 0.9, color=COLOURS[verdict]))
+            words = {"ha": "center", "va": "center", "fontsize": 7}
+            words["color"] = "white" if verdict in DARK else "black"
+            axes.text(x + 0.47, y + 0.47, SIGNS.get(verdict, "?"), **words)
+    places = [x + 0.5 for x in range(len(verdicts))]
+    axes.set_ylim(len(capabilities), 0)
+    axes.set_xticks(places, list(verdicts), rotation=40, ha="left", fontsize=8)
+    axes.set_yticks([y + 0.45 for y in range(len(capabilities))], capabilities, fontsize=8)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)

@@ -8,24 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from studies import records
+from studies.records import table
 
 from conformance.launching import EXAMPLE_SECONDS
 from conformance.libraries import SUBJECTS, Library
 from conformance.trial import CELL_SECONDS
 
-STYLES = {
-    "pass": "green",
-    "refused": "yellow",
-    "not offered": "dim",
-    "wrong": "bold red",
-    "hung": "bold magenta",
-    "crashed": "bold magenta",
-    "slow": "magenta",
-    "not installed": "dim",
-    "not tried": "dim",
-}
-"""Every verdict and how it looks."""
 NO_RESULT = ("hung", "crashed", "slow")
 SCHEMA = 2
 FORWARD_ONLY = {name for subject in SUBJECTS.values() for name in subject.FORWARD_ONLY}
@@ -64,6 +53,11 @@ def digest(library: Library) -> str:
     """Return the SHA-256 of the file that says how a library is called."""
     file = Path(__file__).parent / "adapters" / f"{library.adapter}.py"
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def write(folder: Path, document: Mapping[str, Any]) -> None:
+    """Write the Markdown and the JSON."""
+    records.write(folder, "REPORT", markdown(document), document)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -119,26 +113,6 @@ def short(verdict: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _columns(document: Mapping[str, Any], about: str) -> list[dict[str, Any]]:
-    return [column for column in document["libraries"] if column["about"] == about]
-
-
-def tables(document: Mapping[str, Any]) -> list[Table]:
-    """Make a table for each subject: capabilities down, libraries across."""
-    found = []
-    for about, subject in SUBJECTS.items():
-        shown = Table(title=f"conformance: {about}", title_justify="left", show_lines=False)
-        shown.add_column("")
-        columns = _columns(document, about)
-        for column in columns:
-            shown.add_column(f"{column['name']}\n{column['version']}", overflow="fold")
-        for capability in subject.CAPABILITIES:
-            row = [document["verdicts"][column["name"]][capability] for column in columns]
-            shown.add_row(capability, *(f"[{STYLES[v['verdict']]}]{short(v)}[/]" for v in row))
-        found += [shown] * bool(columns)
-    return found
-
-
 def _runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the runs that columns are of, the oldest first."""
     found: list[dict[str, Any]] = []
@@ -147,81 +121,66 @@ def _runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda run: str(run["date"]))
 
 
-def markdown(document: Mapping[str, Any]) -> str:
-    """The report for people."""
+HEAD = Path(__file__).with_name("head.txt").read_text()
+LISTS = {
+    "Wrong": (("wrong",), ("smallest problem", "error", "by its script")),
+    "Hung, crashed or slow": (NO_RESULT, ("problem", "what the ranks did", "by its script")),
+    "Refused": (("refused", "not offered"), ("why", "source")),
+}
+
+
+def markdown(document: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the report."""
     runs = _runs(document)
     examples = max(column["examples"] for column in document["libraries"])
-    lines = [
-        "# Other libraries under the laws of our own",
-        "",
-        f"`nox -s conformance`: up to {examples} problems for each cell and number of ranks, over",
-        f"gloo. {CELL_SECONDS:g} s times the run's patience after its first problem a cell begins no other.",
-        "",
-        "`pass n`: right in all n problems; forward and backward, but full, causal and forward without gradients, and where plain",
-        "gradients are not right or not there `forward`.",
-        "`refused`: an error on every rank, or the documentation says so. `not offered`: the call has no place for it. `wrong`:",
-        "which result, and its relative error in the smallest problem found. `hung`, `crashed`: some ranks wait for ever, or die.",
-        f"`slow`: no rank waits, but after {EXAMPLE_SECONDS} s times the run's patience all still compute one small problem.",
-        "Each library is called as its documentation says; how stands at the top of its file in `tests/conformance/adapters`.",
-        "One that calls flash-attn gets an exact stand-in (`flash_standin.py`), so what is judged is the library alone.",
-        "Two libraries refuse on a CPU before they compute. Each has a second column, `CPU stand-in`, where one answer about the",
-        "device is replaced; its file says which.",
-        "",
-        "![The same as a picture](REPORT.png)",
-        "",
-        "| run | date | commit | seconds | patience | machine |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *(
-            f"| {number} | {run['date']} | {_commit(run)} | {run['seconds']} | {run['patience']:g} | {_machine(run)} |"
-            for number, run in enumerate(runs, 1)
-        ),
+    asked = f"`nox -s conformance`: up to {examples} problems for each cell and number of ranks, "
+    asked += HEAD.format(cell=CELL_SECONDS, example=EXAMPLE_SECONDS)
+    head = ("run", "date", "commit", "seconds", "patience", "machine")
+    rows = [
+        (n, r["date"], _commit(r), r["seconds"], f"{r['patience']:g}", _machine(r))
+        for n, r in enumerate(runs, 1)
     ]
+    lines = ["# Other libraries under the laws of our own", "", asked, *table(head, rows)]
     for about in SUBJECTS:
         lines += _matrix(document, about, runs)
-    for title, names in {
-        "Wrong": ("wrong",),
-        "Hung, crashed or slow": NO_RESULT,
-        "Refused": ("refused", "not offered"),
-    }.items():
-        lines += ["", f"## {title}", "", *(_details(document, names) or ["Nothing."])]
-    lines += [
-        "",
-        "## Planted faults",
-        "",
-        "A function of the library was replaced by a wrong one; the column must see it.",
-        "",
+    for title, (names, words) in LISTS.items():
+        found = [
+            (column["name"], capability, *_cells(column["about"], verdict))
+            for column in document["libraries"]
+            for capability, verdict in document["verdicts"][column["name"]].items()
+            if verdict["verdict"] in names
+        ]
+        told = table(("library", "capability", *words), found) if found else ["Nothing."]
+        lines += ["", f"## {title}", "", *told]
+    said = "A function of the library was replaced by a wrong one; the column must see it."
+    planted = [
+        (one["library"], one["capability"], one["what"], short({**one, "gradients": True}))
+        for one in document["planted"]
     ]
-    lines += ["| library | capability | fault | verdict |", "| --- | --- | --- | --- |"]
-    for one in document["planted"]:
-        lines.append(
-            f"| {one['library']} | {one['capability']} | {one['what']} | {short({**one, 'gradients': True})} |"
-        )
-    return "\n".join(lines) + "\n"
+    faults = table(("library", "capability", "fault", "verdict"), planted)
+    return [*lines, "", "## Planted faults", "", said, "", *faults]
 
 
 def _matrix(
     document: Mapping[str, Any], about: str, runs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Make the table of a subject: capabilities down, libraries across."""
-    verdicts, columns = document["verdicts"], _columns(document, about)
+    columns = [column for column in document["libraries"] if column["about"] == about]
+    verdicts = [document["verdicts"][column["name"]] for column in columns]
     if not columns:
         return []
-    rows = {
-        "version": [c["version"] for c in columns],
-        "run": [str(runs.index(c["run"]) + 1) for c in columns],
-    }
-    rows |= {"numbers of ranks": [_ranks(verdicts[c["name"]]) for c in columns]}
-    rows |= {"problems at most": [str(c["examples"]) for c in columns]}
-    rows |= {
-        f"{capability}: {meaning}": [short(verdicts[c["name"]][capability]) for c in columns]
-        for capability, meaning in SUBJECTS[about].CAPABILITIES.items()
-    }
-    lines = ["", f"## {about.capitalize()}", "", f"| | {' | '.join(c['name'] for c in columns)} |"]
-    return [
-        *lines,
-        f"| --- |{' --- |' * len(columns)}",
-        *(f"| {name} | {' | '.join(row)} |" for name, row in rows.items()),
+    rows = [
+        ("version", *(column["version"] for column in columns)),
+        ("run", *(runs.index(column["run"]) + 1 for column in columns)),
+        ("numbers of ranks", *map(_ranks, verdicts)),
+        ("problems at most", *(column["examples"] for column in columns)),
     ]
+    rows += [
+        (f"{capability}: {meaning}", *(short(column[capability]) for column in verdicts))
+        for capability, meaning in SUBJECTS[about].CAPABILITIES.items()
+    ]
+    told = table(("", *(column["name"] for column in columns)), rows)
+    return ["", f"## {about.capitalize()}", "", *told]
 
 
 def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
@@ -246,30 +205,6 @@ def _machine(run: Mapping[str, Any]) -> str:
     )
 
 
-def _details(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    found = [
-        (column, capability, verdict)
-        for column in document["libraries"]
-        for capability, verdict in document["verdicts"][column["name"]].items()
-        if verdict["verdict"] in names
-    ]
-    if not found:
-        return []
-    heads = {
-        "wrong": "smallest problem | error | by its script",
-        "hung": "problem | what the ranks did | by its script",
-    }
-    head = heads.get(names[0], "why | source")
-    lines = [
-        f"| library | capability | {head} |",
-        f"| --- | --- |{' --- |' * (head.count('|') + 1)}",
-    ]
-    return lines + [
-        f"| {c['name']} | {name} | {' | '.join(_cells(c['about'], verdict))} |"
-        for c, name, verdict in found
-    ]
-
-
 def _cells(about: str, verdict: Mapping[str, Any]) -> list[str]:
     """What is told of one cell."""
     subject = SUBJECTS[about]
@@ -280,18 +215,7 @@ def _cells(about: str, verdict: Mapping[str, Any]) -> list[str]:
     if verdict["verdict"] == "wrong":
         relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
         where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"
-        return [problem, where, _escaped(alone)]
+        return [problem, where, alone[:300]]
     if verdict["verdict"] in NO_RESULT:
-        return [problem, _escaped(verdict["states"]), _escaped(alone)]
-    return [_escaped(verdict.get("text", "")), _escaped(verdict.get("source", "tried"))]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")[:300]
-
-
-def write(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write the Markdown and the JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "REPORT.md").write_text(markdown(document))
-    (folder / "REPORT.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        return [problem, verdict["states"][:300], alone[:300]]
+    return [verdict.get("text", "")[:300], verdict.get("source", "tried")[:300]]

@@ -1,4 +1,4 @@
-"""A script that shows one wrong result with that library alone: torch, the library, gloo between processes of its own.
+"""Write a script that shows one wrong result with torch, that library and gloo alone.
 
 It is put together from the adapter's source, the stand-in's where the library needs one, and a
 driver, so it calls the library exactly as the trial did. Nothing of this project is imported.
@@ -64,7 +64,7 @@ def script(library: Library, verdict: dict[str, Any], version: str) -> str:
 
 
 def _source(module: Any) -> str:
-    """The source of a module without its docstring and `from __future__`, which stands at the top already."""
+    """Return the source of a module without its docstring and `from __future__`."""
     text = inspect.getsource(module)
     return text.partition("from __future__ import annotations\n")[2].strip("\n") + "\n"
 
@@ -91,7 +91,7 @@ def last_words(path: Path, patience: float = 1.0) -> str:
 
 
 def shows(verdict: Mapping[str, Any]) -> bool:
-    """Whether a script has shown what was found: the error, or for ranks that hang or die anything but a right result."""
+    """Return whether a script has shown the error; for ranks that hang or die, no right result."""
     words: str = verdict["alone"]
     return (
         words.startswith("WRONG")

@@ -1,4 +1,4 @@
-"""One capability of one library on trial: the body that every rank runs for each problem, and the verdict that follows.
+"""Put one capability of one library on trial: the body that every rank runs, and the verdict.
 
 A library talks over gloo, where no checked communicator sees it. So whatever it raises is caught
 first, and the ranks tell each
@@ -26,7 +26,7 @@ from sp_core.testing.outcome import RankFailure
 from sp_core.testing.tolerance import error_ratio
 
 CELL_SECONDS = 25.0
-"""So long may the problems of a capability take; then none is tried that is not known yet. A library that hangs uses it up."""
+"""Limit of the problems of a capability; after it no new one is tried."""
 TRANSPORT = (
     "gloo",
     "op.preamble",
@@ -51,7 +51,7 @@ class Case(Protocol):
 
 
 class Subject(Protocol):
-    """What may be on trial: `conformance.attention` and `conformance.layers` are modules of this kind."""
+    """What may be on trial; `conformance.attention` and `conformance.layers` are such modules."""
 
     CAPABILITIES: dict[str, str]
     FORWARD_ONLY: tuple[str, ...]
@@ -73,7 +73,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Error:
-    """The worst of a rank's results: error over bound, and error relative to the greatest element."""
+    """The worst of a rank's results: error over bound, and error over the greatest element."""
 
     ratio: float = 0.0
     relative: float = 0.0
@@ -129,9 +129,8 @@ class Trial:
         if comm.rank == 0:
             self.examples += 1
         if any(attempt.status != FINE for attempt in everyone):
-            self.renew(
-                comm
-            )  # also where every rank has refused: messages may be under way, and would meet the next problem's
+            # Also if every rank has refused: messages under way would meet the next problem's.
+            self.renew(comm)
             self._not_fine(problem, everyone)
             return
         error = max(comm.allgather(worst(case, results, comm.rank)), key=lambda e: e.ratio)
@@ -164,7 +163,7 @@ class Trial:
         )
 
     def _fail(self, problem: Any, failure: dict[str, Any]) -> None:
-        """The same failure again whenever this problem comes again, also when there is no time to try it."""
+        """Fail in the same way whenever this problem comes again, also without time to try it."""
         self.failure = self.failures[repr(problem)] = failure
         raise AssertionError(f"{failure['verdict']}: {problem}")
 
@@ -225,7 +224,7 @@ def worst(case: Case, results: dict[str, Tensor], rank: int) -> Error:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Greatest error over the greatest expected element, if that is not 0; infinite for other shapes and for NaN."""
+    """Return the greatest error over the greatest element; infinite for other shapes and NaN."""
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return float("inf")
     if not expected.numel():
@@ -239,7 +238,7 @@ def finite(number: float) -> float | None:
 
 
 def _caught(error: Exception) -> Attempt:
-    """An error in one line, with the line of code that raised it where it has no words of its own."""
+    """Return an error in one line, with the line of code that raised it if it has no words."""
     said = " ".join(str(error).split())
     if not said:
         said = traceback.extract_tb(error.__traceback__)[-1].line or ""

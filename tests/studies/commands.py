@@ -15,10 +15,10 @@ RANKS = 4
 GRACE_SECONDS = 20.0
 
 
-def on_ranks(seconds: float, *arguments: str) -> list[str]:
+def on_ranks(seconds: float, *arguments: str, ranks: int = RANKS) -> list[str]:
     """Return the command that starts pytest under mpiexec, in a launch that ends itself."""
-    launch = ["-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", f"{seconds:g}", "--"]
-    suite = ["python", "-m", "pytest", "--only-mpi", "--sp-expect-ranks", str(RANKS)]
+    launch = ["-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{seconds:g}", "--"]
+    suite = ["python", "-m", "pytest", "--only-mpi", "--sp-expect-ranks", str(ranks)]
     return [sys.executable, *launch, *suite, *arguments]
 
 

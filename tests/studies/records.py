@@ -29,14 +29,15 @@ def add_line(path: Path, line: dict[str, Any]) -> None:
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a Markdown table."""
     ruler = ["---"] * len(head)
-    return [
+    lines = [
         "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
         for row in (head, ruler, *rows)
     ]
+    return [lines[0].replace("|  |", "| |"), *lines[1:]]
 
 
 def write(folder: Path, name: str, lines: Iterable[str], plain: object) -> None:
     """Write `name`.md and `name`.json into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (folder / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
