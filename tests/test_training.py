@@ -68,7 +68,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
             0
         ]
 
-    return folder, {dtype: run(dtype) for dtype in DTYPES}
+    curves = {dtype: run(dtype) for dtype in DTYPES}
+    assert all(0 < curve["worst"] <= 1 for curve in curves.values())
+    return folder, curves
 
 
 def judged(place: Place, dtype: str, alone: tuple[Path, dict[str, Any]]) -> list[str]:

@@ -63,7 +63,7 @@ def gradients(
     loss = backward(model, sequences, layout=layout)
     named = {checkpoint_name(name): x.grad for name, x in model.named_parameters()}
     found = {name: grad.clone() for name, grad in named.items() if grad is not None}
-    clip = partial(clip_gradient_norm, model.parameters(), tensor=model.grid.tensor)
+    clip = partial(clip_gradient_norm, list(model.parameters()), tensor=model.grid.tensor)
     numbers = {"loss": loss, "norm": clip(max_norm), "clipped norm": clip(torch.inf)}
     wide = {name: torch.tensor([x], dtype=torch.float64) for name, x in numbers.items()}
     return {**wide, **found}
