@@ -94,7 +94,7 @@ class Library:
 
 
 def _per_document(half: bool) -> Any:
-    """Give every rank a piece, or two, of each document, as in ring-flash-attn's varlen functions."""
+    """Give every rank a piece, or two, of each document, as varlen functions want it."""
 
     def places(
         layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
