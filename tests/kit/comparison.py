@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kit.records import case as describe
+
 from benchmarks.compare.pairs import build
 from benchmarks.compare.result import RECORDS, Key, Result, Row, Told
 from benchmarks.compare.running import Session
@@ -91,7 +93,8 @@ def record(
     case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0
 ) -> Json:
     """A record whose attention takes `factor` times as long as it should."""
-    layer, scheme, *_ = case.split("/")
+    layer, scheme, variant = case.split("/")
+    what = describe(layer, scheme, variant, ranks, shape={"seq": 64}, layout=None, mask=None)
     attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
     shares = {"total": seconds * factor, "attention": attention, "communication": waiting}
     return {
@@ -103,20 +106,7 @@ def record(
         "status": "ok",
         "reason": None,
         "commit": {"sha": side.told.sha, "merge_base": None, "branch": None, "dirty": False},
-        "case": {
-            "id": case,
-            "layer": layer,
-            "scheme": scheme,
-            "direction": "forward",
-            "ranks": ranks,
-            "mesh": {"sp": ranks},
-            "shape": {"seq": 64},
-            "dtype": "float32",
-            "layout": None,
-            "mask": None,
-            "algorithm": None,
-            "transport": "host",
-        },
+        "case": what,
         **machine_facts(),
         "timing": timing([seconds * factor * share for share in (0.999, 1.0, 1.003)], ranks),
         "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -86,6 +87,17 @@ def timing(ranks: int, seconds: float) -> Values:
     }
 
 
+def counted(operation: str, sent: int, seconds: float, bytes_result: int, ranks: int) -> Values:
+    """What the ledger of a launch holds: one operation, and the agreement before it."""
+    once = {"calls": 1, "messages": 0}
+    made = {"bytes_sent": sent, "bytes_formula": sent, "seconds": seconds}
+    control = {"bytes_sent": 64 * ranks, "bytes_formula": None, "seconds": 1e-5}
+    return {
+        operation: {**once, **made, "bytes_result": bytes_result},
+        "control": {**once, **control},
+    }
+
+
 def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **changes: Any) -> Record:
     """A valid record of one launch."""
     ranks, shared = what["ranks"], 0.1 * (what["ranks"] - 1)
@@ -112,23 +124,7 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
         "env": {"fingerprint": fingerprint(ENV, DEVICE, transport), **ENV},
         "timing": timing(ranks, seconds),
         "phases": {name: {"max_s": value, "mean_s": value * 0.9} for name, value in phases.items()},
-        "comm": {
-            operation: {
-                "calls": 1,
-                "messages": 0,
-                "bytes_sent": sent,
-                "bytes_formula": sent,
-                "seconds": seconds * shared,
-                "bytes_result": bytes_result,
-            },
-            "control": {
-                "calls": 1,
-                "messages": 0,
-                "bytes_sent": 64 * ranks,
-                "bytes_formula": None,
-                "seconds": 1e-5,
-            },
-        },
+        "comm": counted(operation, sent, seconds * shared, bytes_result, ranks),
         "memory": {"peak_bytes": 3 << 20, "method": "counted"},
         "work": {"flops": 10**9, "tokens": 2048},
         "status": "ok",
@@ -143,6 +139,19 @@ def failed(what: Values, status: str, reason: str) -> Record:
         ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
     )
     return record(what, 1.0, status=status, reason=reason, **nothing)
+
+
+def exchanges(
+    ranks: int, chance: random.Random, schemes: Sequence[str]
+) -> Iterator[tuple[Values, float]]:
+    """Cases of collectives by two algorithms, of all sizes, and their seconds."""
+    for scheme in schemes:
+        for algorithm, speed in (("mpi", 3e9), ("ring", 2e9)):
+            for size in SIZES:
+                variant = f"{algorithm}/host/{size}"
+                more = {"algorithm": algorithm, "shape": {"elements": size}}
+                seconds = (2e-5 + size * 4 / speed) * chance.lognormvariate(0, 0.05)
+                yield case("collectives", scheme, variant, ranks, **more), seconds
 
 
 def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Record]:
@@ -171,21 +180,10 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
             found.append(
                 record(case("layers", layer, "causal/both", ranks), 0.3 / ranks**0.7, **about)
             )
-        for scheme in ("all_reduce",) if few else COLLECTIVES:
-            for algorithm in ("mpi", "ring"):
-                for size in SIZES:
-                    what = case(
-                        "collectives",
-                        scheme,
-                        f"{algorithm}/host/{size}",
-                        ranks,
-                        algorithm=algorithm,
-                        shape={"elements": size},
-                    )
-                    seconds = (
-                        2e-5 + size * 4 / (3e9 if algorithm == "mpi" else 2e9)
-                    ) * chance.lognormvariate(0, 0.05)
-                    found.append(record(what, seconds, bytes_result=4 * size, **about))
+        found += [
+            record(what, seconds, bytes_result=4 * what["shape"]["elements"], **about)
+            for what, seconds in exchanges(ranks, chance, ("all_reduce",) if few else COLLECTIVES)
+        ]
     return found
 
 
