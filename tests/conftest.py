@@ -1,4 +1,4 @@
-"""Ordinary property tests follow the kit's `pr` profile: the same examples every time, and no deadlines, which load would break."""
+"""Give every test the kit's `pr` profile: the same examples each time, and no deadlines."""
 
 import gc
 import os
@@ -20,18 +20,18 @@ for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports have left stays to the end: the garbage collector need not look through it again and again."""
+    """Freeze what the imports have left, so that the garbage collector need not visit it."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_session_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests of other workers start an mpiexec at the same time, some without our launcher, which would see to this."""
+    """Give each worker its own session folder, because others start an mpiexec meanwhile."""
     if not in_job():
         os.environ.update(session_dir(tmp_path_factory.mktemp("mpiexec")))
 
 
 @pytest.fixture
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of shared memory so short that many fit into a test, and that tensors here need several."""
+    """Shorten the slots of shared memory, so that tensors of tests need several."""
     monkeypatch.setattr("sp_core.transport.window.SLOT_BYTES", 1 << 11)

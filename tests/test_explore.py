@@ -138,7 +138,7 @@ def test_counting_in_two_sessions_is_counting_in_one(
 
 
 def own(**changes: Any) -> dict[str, str]:
-    """Return the features of a problem on 3 ranks with 4 tokens each, unless something else is said."""
+    """Return the features of a problem on 3 ranks with 4 tokens each, but for `changes`."""
     size, usual = (
         changes.pop("size", 3),
         {"seq_len": 12, "kv_len": 12, "layout": "contiguous", "kv_layout": "contiguous"},

@@ -119,7 +119,7 @@ def test_nothing_is_zero_and_minus_infinity(sizes: tuple[int, int]) -> None:
 @settings(deadline=None)
 @given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 100.0]))
 def test_scales_are_sizes_of_the_values(seed: int, size: float) -> None:
-    """No element exceeds its scale, and a scale is not orders above what the values would be without cancellation."""
+    """Bound every element by its scale, and the scale by the values without cancellation."""
     torch.manual_seed(seed)
     q, k, v, do, dlse = tensors(5, 8, 4, 2, 3)
     result = reference.attention(q * size, k, v, causal=True)
@@ -207,7 +207,7 @@ def test_the_block_and_its_gradients_are_torchs_within_the_bound(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_comparison_of_blocks_fails_on_another_block(dtype: torch.dtype) -> None:
-    """A missing causal mask, positions off by one in a window, another eps: each is out of bounds somewhere."""
+    """Find a missing causal mask, a window or position off by one, and another eps."""
     w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, "layer", True, bias=False).items()}
     x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
     right: Sizes = {"num_heads": 4, "causal": True, "window": 4, "rope_base": 100.0}

@@ -5,21 +5,23 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from domains import situations
+from domains.declared import Subject
+from domains.subjects import SUBJECTS
 from promises.public import code_of, everything
-from resources.calls import TURNS, Call, Place
+from resources.calls import Meshes, turns_of, use, use_others
 from resources.held import MEMORY, caches, communicators, counting, counts, left_behind, outside
-from resources.models import EVERY_CALL
 
 import sp_core as sp
 from sp_core.collectives import maps
@@ -27,8 +29,7 @@ from sp_core.communicator import MAX_TAG
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import NAMES
 
-ROUNDS, PARTS = 10, 8
-LEAST = 3
+ROUNDS = 5
 pytestmark = pytest.mark.usefixtures("short_slots")
 
 
@@ -40,43 +41,83 @@ def few_objects() -> None:
     gc.freeze()
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-@spmd(2)
-def test_calls_leave_nothing_behind(comm: Any, part: int, tmp_path: Path) -> None:
+BY_RANKS: dict[int, list[Subject]] = {2: [], 4: []}
+"""Subjects by the ranks of their base row; what needs one rank is called on two."""
+
+for _subject in SUBJECTS:
+    BY_RANKS[max(2, _subject.ranks(_subject.draw(_subject.base, 1)))].append(_subject)
+
+
+def sized(size: int, parts: int) -> pytest.MarkDecorator:
+    """Return the parametrization by parts of the subjects of so many ranks."""
+    chosen = [BY_RANKS[size][part::parts] for part in range(parts)]
+    return pytest.mark.parametrize("subjects", chosen, ids=lambda x: x[0].name)
+
+
+def used_once(subjects: list[Subject], comm: Any) -> None:
+    for number, subject in enumerate(subjects):
+        use(subject, comm, number)
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        use_others(mesh["sp"], 4)
+        group = mesh["sp"]
+    group.abandon()  # it has been freed
+
+
+@pytest.fixture
+def meshes(monkeypatch: pytest.MonkeyPatch) -> Meshes:
+    """Meshes that stay open, in which subjects are called."""
+    found = Meshes()
+    monkeypatch.setattr(situations, "opened", found.opened)
+    return found
+
+
+def check_nothing_is_left(comm: Any, subjects: list[Subject], meshes: Meshes) -> None:
     """Nothing may be more after each round of calls than after the round before.
 
-    Each call has a size of its own, so that what is kept by sizes grows, too.
+    Each round has tensors of other sizes, so that what is kept by sizes grows, too.
     """
-    found = {}
-    with Place(counting(comm), comm.bcast(tmp_path)) as place:
-        for name in sorted(EVERY_CALL)[part::PARTS]:
-            turns = TURNS.get(name, 2)
-            sizes = iter(range(turns * ROUNDS + LEAST, LEAST, -1))
-            each = partial(rounds_of, EVERY_CALL[name], place, turns, sizes)
-            found[name] = left_behind(place.comm, each, ROUNDS)
-    assert {name: grown for name, grown in found.items() if grown} == {}
+    counted, rounds = counting(comm), itertools.count()
+
+    def once_more() -> None:
+        number = next(rounds)
+        for subject in subjects:
+            turns = turns_of(subject)
+            for turn in range(turns):
+                use(subject, counted, turns * number + turn)
+        with meshes.opened(counted, {"(transport)": "window"}, {"sp": comm.size}) as mesh:
+            use_others(mesh["sp"], number + 4)
+
+    once_more()
+    grown = left_behind(counted, once_more, ROUNDS)
+    meshes.free(counted)
+    assert grown == [], [subject.name for subject in subjects]
 
 
-def rounds_of(call: Call, place: Place, turns: int, sizes: Iterator[int]) -> None:
-    for _ in range(turns):
-        call(place, next(sizes))
+@sized(2, 8)
+@spmd(2)
+def test_calls_leave_nothing_behind(comm: Any, subjects: list[Subject], meshes: Meshes) -> None:
+    check_nothing_is_left(comm, subjects, meshes)
 
 
-def test_everything_public_is_called(tmp_path: Path) -> None:
+@sized(4, 6)
+@spmd(4)
+def test_calls_of_four_leave_nothing_behind(
+    comm: Any, subjects: list[Subject], meshes: Meshes
+) -> None:
+    check_nothing_is_left(comm, subjects, meshes)
+
+
+def test_everything_public_is_called() -> None:
     called: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             called.add(frame.f_code)
 
-    def body(comm: Any) -> None:
-        with Place(comm, tmp_path) as place:
-            for call in EVERY_CALL.values():
-                call(place, 12)
-
     threading.setprofile(note)
     try:
-        run_threads(2, body)
+        for size, subjects in BY_RANKS.items():
+            run_threads(size, partial(used_once, subjects))
     finally:
         threading.setprofile(None)
     codes = {name: code_of(x) for name, x in everything().items()}
@@ -146,6 +187,14 @@ class Endless:
         return self.done
 
 
+class Place(NamedTuple):
+    """Ranks, those that share memory, and what gives back what was kept on purpose."""
+
+    comm: Any
+    group: sp.Communicator
+    kept: list[Callable[[], object]]
+
+
 @pytest.fixture
 def a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache without a bound in a module of the product."""
@@ -159,7 +208,7 @@ def start_thread(place: Place) -> None:
 
 
 def keep_handle(place: Place) -> None:
-    handle = place.window["ring"].track(Endless())
+    handle = place.group.track(Endless())
     place.kept.append(lambda: setattr(handle, "done", True))
 
 
@@ -196,8 +245,9 @@ LEAKS: dict[str, Callable[[Place], object]] = {
 @spmd(2)
 def test_what_every_call_keeps_is_found(comm: Any, a_cache: None) -> None:
     """So that the law can fail."""
-    missed = []
-    with Place(counting(comm), Path()) as place:
+    missed, counted = [], counting(comm)
+    with sp.Mesh(counted, transport="window", sp=2) as mesh:
+        place = Place(counted, mesh["sp"], [])
         for kind, leak in LEAKS.items():
             grown = left_behind(place.comm, partial(leak, place), 3)
             found = any(line.startswith(f"{kind}: ") for line in grown)

@@ -1,4 +1,4 @@
-"""Declared domains: every public call, every parameter, and the named parts into which its values are cut.
+"""Declare domains: every public call, every parameter, and the named parts of its values.
 
 `declared` says what a domain is and how rows of parts are drawn. One module for each family of
 calls lists their parts as data, beside the function that calls them and judges the result. `public`

@@ -1,4 +1,4 @@
-"""Draw every possible pair of parts of every domain (`nox -s explore`): `python -m domains --seed 7`.
+"""Draw every pair of parts (`nox -s explore`): `python -m domains --seed 7`.
 
 A pair that the library refuses in the base row is impossible; the report lists it with the
 library's words. Exits with 1 where a result is wrong, a rank hangs, or ranks are told different

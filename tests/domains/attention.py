@@ -1,4 +1,4 @@
-"""The domain of attention: four schemes over ranks, each against the dense float64 reference, forward and backward."""
+"""Domain of attention: four schemes over ranks, each against the dense float64 reference."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
 
 @contextmanager
 def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
-    """Hybrid attention on two axes of a mesh; along a third one every group has a problem of its own."""
+    """Call hybrid attention on two axes; along a third one every group has its own problem."""
     third = {"third": 2} if drawn["mesh.axes"] == "three" else {}
     lengths = {"ring": drawn["mesh.ring"], "ulysses": drawn["mesh.ulysses"], **third}
     named = sorted(lengths, reverse=drawn["mesh.order"] == "reversed")

@@ -1,4 +1,4 @@
-"""The domain of self-attention and of the transformer block, over every scheme, mask and split of the tokens."""
+"""Domain of self-attention and the transformer block, over schemes, masks and shardings."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SUMMING = (*SUMS, "all_reduce_", "copy_all_to_group")
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 
 COUNTS_ONCE = ("reduce_from_group", "gather_replicated")
-"""Their results are one value that all ranks hold alike: the gradient of one rank's is that of all."""
+"""Their results are one value of all ranks; one rank's gradient is that of all."""
 
 
 def gradients(

@@ -1,4 +1,4 @@
-"""The domain of the commands: what `sp-core generate` and `sp-core logits` print on ranks, and `sp-core plan` on one."""
+"""Domain of commands: `sp-core generate` and `logits` on ranks, and `sp-core plan` on one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_cases import Case
 
 import sp_core as sp
 from domains import decoding
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, pure, spans, values
 from domains.folders import folder_of, written
 from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
 from domains.sampling import SAMPLING
@@ -29,7 +29,7 @@ REFUSED = 2
 
 
 def words(options: Values) -> list[str]:
-    """A command line: what is None or False is left out, and what is a list is given several times."""
+    """Return a command line; None and False are left out, a list is given several times."""
     found: list[str] = []
     for name, value in options.items():
         for item in value if isinstance(value, list) else [value]:
@@ -168,7 +168,7 @@ LOGITS: dict[str, Parts] = {"--top": values(None, 1, 300), "--model.dtype": valu
 
 
 def judge_logits(case: Case, given: Values, text: str) -> None:
-    """Compare each line's probability with that of its token, and the last line's with the tokens that are not shown."""
+    """Compare each line's probability with its token's, and the last with tokens not shown."""
     prompts = [list(prompt.encode()) for prompt in given["--prompt"]]
     wanted = decoding.last_logits("llama command", case, prompts, given["--dtype"] or "")
     rows, allowed = wanted.values["logits"].log_softmax(-1), wanted.allowed("logits")
@@ -224,11 +224,10 @@ PLAN: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def projected(_: Any, drawn: Values) -> Iterator[Call]:
-    """The projection of a problem, on a machine that was not measured."""
+def projected(drawn: Values) -> Call:
+    """Project a problem, on a machine that was not measured."""
     given = {option: value for option, value in drawn.items() if option.startswith("--")}
-    yield Call(planned, given, partial(judge_plan, given))
+    return Call(planned, given, partial(judge_plan, given))
 
 
 def planned(**options: Any) -> str:
@@ -240,7 +239,7 @@ def planned(**options: Any) -> str:
 
 
 def judge_plan(given: Values, text: str) -> None:
-    """Compare bytes and messages with the formulas of `cost`, times with that of attention alone, and their order."""
+    """Compare bytes and messages with `cost`, times with attention alone, and their order."""
     title, *lines, speed, known = text.splitlines()
     assert title.split() == [
         "scheme",
@@ -312,11 +311,6 @@ def traffic(given: Values, sizes: Values, scheme: str, ring: int, ulysses: int) 
     return cost.Traffic(both[0][0].messages + both[0][1].messages, sent)
 
 
-def one_rank(_: Values) -> int:
-    """Nothing communicates."""
-    return 1
-
-
 SUBJECTS = [
     Subject(
         "sp-core generate",
@@ -328,5 +322,5 @@ SUBJECTS = [
     Subject(
         "sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_RANKS
     ),
-    Subject("sp-core plan", PLAN, projected, one_rank),
+    pure("sp-core plan", PLAN, projected),
 ]

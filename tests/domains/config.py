@@ -1,4 +1,4 @@
-"""The domain of configurations and of the tokenizer of bytes: what a `config.json` means, of any age and any size."""
+"""Domain of configurations and the byte tokenizer: what a `config.json` of any age means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from llama_cases import SCALINGS
 from oracle import reference
 
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, pure, spans, values
 from sp_core.llama import LlamaConfig, byte_tokenizer
 
 Settings = dict[str, Any]
@@ -46,20 +46,12 @@ CONFIG: dict[str, Parts] = {
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
     "eos_token_id": some((), (2,), (128_001, 128_008, 128_009)),
 }
-WRITTEN: dict[str, Parts] = {
-    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
-    "values.rope": values("two entries", "one entry", "type", "default", "missing"),
-    "values.heads": values("given", "no num_key_value_heads", "no head_dim", "null"),
-    "values.eos": values("a list", "a number", "null", "missing"),
-    "values.more": values("nothing", "supported settings", "unknown settings", "defaults missing"),
-}
 
 
-@contextmanager
-def configured(_: Any, drawn: Values) -> Iterator[Call]:
-    """A configuration from its fields."""
+def configured(drawn: Values) -> Call:
+    """Make a configuration from its fields."""
     given = {name: drawn[name] for name in CONFIG}
-    yield Call(LlamaConfig, given, partial(judge_fields, given))
+    return Call(LlamaConfig, given, partial(judge_fields, given))
 
 
 def judge_fields(given: Values, config: LlamaConfig) -> None:
@@ -81,68 +73,57 @@ def judge_fields(given: Values, config: LlamaConfig) -> None:
     )
 
 
+SCALING = {"rope_type": "linear", "factor": 4.0}
+OLD_SCALING = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+BOTH = {"rope_theta": 5e5, "rope_scaling": SCALING}
+ONE_ENTRY = {"rope_theta": None, "rope_scaling": None}
+ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
+HEADS = {"num_key_value_heads": 8, "head_dim": 12}
+PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+SUPPORTED = {"attention_bias": False, "attention_dropout": 0.0}
+Meaning = tuple[Settings, Settings, tuple[str, ...]]
+MEANINGS: dict[str, dict[str, Meaning]] = {
+    "values.rope": {
+        "two entries": (BOTH, BOTH, ()),
+        "one entry": (ONE_ENTRY, {"rope_theta": 7.0, "rope_scaling": SCALING}, ()),
+        "type": (OLD_SCALING, OLD_SCALING, ()),
+        "default": ({"rope_scaling": {"rope_type": "default"}}, {"rope_scaling": None}, ()),
+        "missing": ({}, {"rope_theta": 1e4, "rope_scaling": None}, ("rope_theta", "rope_scaling")),
+    },
+    "values.heads": {
+        "given": ({}, {}, ()),
+        "no num_key_value_heads": ({}, {"num_key_value_heads": 8}, ("num_key_value_heads",)),
+        "no head_dim": ({}, {"head_dim": 12}, ("head_dim",)),
+        "null": (dict.fromkeys(HEADS), HEADS, ()),
+    },
+    "values.eos": {
+        "a list": ({"eos_token_id": [5, 6]}, {"eos_token_id": (5, 6)}, ()),
+        "a number": ({"eos_token_id": 7}, {"eos_token_id": (7,)}, ()),
+        "null": ({"eos_token_id": None}, {"eos_token_id": ()}, ()),
+        "missing": ({}, {"eos_token_id": ()}, ("eos_token_id",)),
+    },
+    "values.more": {
+        "nothing": ({}, {}, ()),
+        "supported settings": (SUPPORTED, {}, ()),
+        "unknown settings": ({"use_cache": True}, {}, ()),
+        "defaults missing": ({}, PLAIN, (*PLAIN, "architectures", "hidden_act")),
+    },
+}
+"""By factor and part: what a file says, the fields that it means, and entries that it lacks."""
+
+
+WRITTEN: dict[str, Parts] = {
+    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
+    **{factor: values(*parts) for factor, parts in MEANINGS.items()},
+}
+
+
 def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
-    """The contents of a `config.json`, and the fields that it means instead of those of the configuration."""
-    contents, meant = config.to_dict(), Settings()
-    scaling = {"rope_type": "linear", "factor": 4.0}
-    rope = {
-        "two entries": (
-            {"rope_theta": 5e5, "rope_scaling": scaling},
-            {"rope_theta": 5e5, "rope_scaling": scaling},
-        ),
-        "one entry": (
-            {
-                "rope_theta": None,
-                "rope_scaling": None,
-                "rope_parameters": {**scaling, "rope_theta": 7.0},
-            },
-            {"rope_theta": 7.0, "rope_scaling": scaling},
-        ),
-        "type": (
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        ),
-        "default": ({"rope_scaling": {"rope_type": "default"}}, {"rope_scaling": None}),
-        "missing": ({}, {"rope_theta": 1e4, "rope_scaling": None}),
-    }
-    heads = {
-        "given": ((), {}),
-        "no num_key_value_heads": (("num_key_value_heads",), {"num_key_value_heads": 8}),
-        "no head_dim": (("head_dim",), {"head_dim": 12}),
-        "null": ((), {"num_key_value_heads": 8, "head_dim": 12}),
-    }
-    contents |= rope[drawn["values.rope"]][0]
-    meant |= rope[drawn["values.rope"]][1]
-    dropped, changed = heads[drawn["values.heads"]]
-    meant |= changed
-    contents |= dict.fromkeys(changed if drawn["values.heads"] == "null" else ())
-    eos = {
-        "a list": ([5, 6], (5, 6)),
-        "a number": (7, (7,)),
-        "null": (None, ()),
-        "missing": (None, ()),
-    }
-    contents["eos_token_id"], meant["eos_token_id"] = eos[drawn["values.eos"]]
-    missing = [*dropped, *(["eos_token_id"] if drawn["values.eos"] == "missing" else [])]
-    missing += ["rope_theta", "rope_scaling"] if drawn["values.rope"] == "missing" else []
-    if drawn["values.more"] == "defaults missing":
-        missing += [
-            "rms_norm_eps",
-            "tie_word_embeddings",
-            "max_position_embeddings",
-            "architectures",
-            "hidden_act",
-        ]
-        meant |= {
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 2048,
-        }
-    more = {
-        "supported settings": {"attention_bias": False, "attention_dropout": 0.0},
-        "unknown settings": {"use_cache": True},
-    }
-    contents |= more.get(drawn["values.more"], {})
+    """Return the contents of a `config.json`, and the fields that it changes."""
+    contents, meant, missing = config.to_dict(), Settings(), list[str]()
+    for factor, parts in MEANINGS.items():
+        said, fields, lacking = parts[drawn[factor]]
+        contents, meant, missing = contents | said, meant | fields, [*missing, *lacking]
     return {name: value for name, value in contents.items() if name not in missing}, meant
 
 
@@ -190,10 +171,9 @@ TEXTS: Parts = {
 }
 
 
-@contextmanager
-def tokenized(_: Any, drawn: Values) -> Iterator[Call]:
-    """A tokenizer, and a text for it."""
-    yield Call(byte_tokenizer, {}, partial(judge_tokenizer, drawn["(text)"]))
+def tokenized(drawn: Values) -> Call:
+    """Make a tokenizer."""
+    return Call(byte_tokenizer, {}, partial(judge_tokenizer, drawn["(text)"]))
 
 
 def judge_tokenizer(text: str, tokenizer: Any) -> None:
@@ -203,25 +183,20 @@ def judge_tokenizer(text: str, tokenizer: Any) -> None:
     assert tokenizer.get_vocab_size() == 256
 
 
-def one_rank(_: Values) -> int:
-    """Nothing here communicates."""
-    return 1
-
-
 SUBJECTS = [
-    Subject(
+    pure(
         "llama.LlamaConfig",
         CONFIG,
         configured,
-        one_rank,
-        covers=("llama.LlamaConfig.rope", "llama.LlamaConfig.to_dict"),
+        "llama.LlamaConfig.rope",
+        "llama.LlamaConfig.to_dict",
     ),
     Subject(
         "llama.LlamaConfig.from_folder",
         WRITTEN,
         from_folder,
-        one_rank,
+        lambda _: 1,
         covers=("llama.LlamaConfig.from_dict",),
     ),
-    Subject("llama.byte_tokenizer", {"(text)": TEXTS}, tokenized, one_rank),
+    pure("llama.byte_tokenizer", {"(text)": TEXTS}, tokenized),
 ]

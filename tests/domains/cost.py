@@ -1,4 +1,4 @@
-"""The domain of the formulas of `sp_core.cost`: each against what a scheme that is carried out hands to its transport."""
+"""Domain of the formulas of `sp_core.cost`: each against what a scheme really sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import sp_core as sp
 from domains import attention, situations
-from domains.declared import Call, Draw, Parts, Subject, Values, spans, values
+from domains.declared import Call, Draw, Parts, Subject, Values, pure, spans, values
 from sp_core import cost
 from sp_core.schemes import SCHEMES
 
@@ -50,7 +50,7 @@ OTHERS: Values = {
 
 
 def inner(drawn: Values) -> Values:
-    """Values by the names that attention has for its factors, without the parameter of the formula in front."""
+    """Return values by attention's own names, without the parameter of the formula."""
     return OTHERS | {name.partition(".")[2] or name: value for name, value in drawn.items()}
 
 
@@ -259,11 +259,10 @@ def judge_layers(found: tuple[int, int], formula: cost.Both) -> None:
     assert formula == tuple(cost.Traffic(0, sent) for sent in found)
 
 
-@contextmanager
-def added(_: Any, drawn: Values) -> Iterator[Call]:
-    """What one rank sends."""
+def added(drawn: Values) -> Call:
+    """Make the traffic of one rank."""
     given = {"messages": drawn["messages"], "bytes_sent": drawn["bytes_sent"]}
-    yield Call(cost.Traffic, given, partial(judge_sum, given))
+    return Call(cost.Traffic, given, partial(judge_sum, given))
 
 
 def judge_sum(given: Values, traffic: cost.Traffic) -> None:
@@ -292,7 +291,7 @@ ALIKE_INSIDE = {
     "problem.q.seq_len": "halves uneven",
     "problem.kv_sharding": "other",
 }
-"""Shards of queries and keys are of equal lengths in some of the groups that exchange heads, and not in others."""
+"""In some groups that exchange heads, shards of queries and keys are of equal lengths."""
 SOME = ({"problem.k.gradients": some} for some in ("q", "k", "k and v"))
 """Which gradients travel depends on which are wanted."""
 ALONE = {"ulysses_rank.mesh.ulysses": "1"}
@@ -320,5 +319,5 @@ SUBJECTS += [
         ),
     ),
     Subject("cost.tp_sp", LAYERS, layers, lambda drawn: int(drawn["rank.comm.ranks"])),
-    Subject("cost.Traffic", TRAFFIC, added, lambda drawn: 1),
+    pure("cost.Traffic", TRAFFIC, added),
 ]

@@ -1,4 +1,4 @@
-"""Domains as data: factors cut into named parts, rows that combine parts, and the values that a row stands for."""
+"""Domains as data: factors cut into named parts, rows of parts, and their values."""
 
 from __future__ import annotations
 
@@ -157,9 +157,8 @@ def pure(
     **more: Any,
 ) -> Subject:
     """Return the subject of a function that knows no communicator."""
-    return Subject(
-        name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, covers, **more
-    )
+    more.setdefault("covers", covers)
+    return Subject(name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, **more)
 
 
 def values(*items: Any) -> Parts:

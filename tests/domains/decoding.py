@@ -1,4 +1,4 @@
-"""The domain of growing sequences: decoders, generation and unequal prefills, each against the dense float64 model."""
+"""Domain of growing sequences: decoders, generation and unequal prefills."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def judge_generated(
     calls: int,
     results: Sequence[Sequence[int]],
 ) -> None:
-    """Compare all tokens with those after the reference's logits, and with those told as they were chosen."""
+    """Compare all tokens with the reference's, and with those told to `on_token`."""
     stops = case.stops if given["stop"] is None else given["stop"]
     rest = (given["max_tokens"], given["sampling"] or Sampling(), stops)
     wanted = [

@@ -1,4 +1,4 @@
-"""Ranks that say different things: one rank's argument is changed to another valid value, or to one that is never valid."""
+"""Change one rank's argument to another valid value, or to one that is never valid."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ GIVEN_INSTEAD_OF_NONE = {
 """What a parameter that is None by default would be, to know its type."""
 
 ASKED = ("comm", "mesh", "model", "tensor", "data", "stages")
-"""Parameters through which a rank asks the others. Without one it cannot tell them, so what it alone gives is its own error."""
+"""Through these a rank asks the others; without one it cannot tell them of an error."""
 
 NEVER_ASKED: dict[str, Change] = {
     "None": lambda x: None,
@@ -166,16 +166,17 @@ NEVER_ASKED: dict[str, Change] = {
 }
 
 UNCHECKED = {"(check)": "off", "(transport)": "host"}
-"""Where collectives do not compare their arguments; a wait in shared memory would be a deadlock that only the watchdog sees."""
+"""Nothing is compared here; shared memory would hide a deadlock from all but the watchdog."""
 
 NOT_COMPARED = {
     "cost.": "a formula: nothing is sent",
     "sp-core ": "all ranks of a command get one command line",
 }
-"""Calls on several ranks whose arguments no rank compares, by the beginning of their names, each with the reason."""
+"""Calls whose arguments no rank compares, by how their names begin, each with the reason."""
 
 UNCLEAR = re.compile(
-    r"has no attribute|object is not|not subscriptable|unsupported operand|not supported between|'NoneType' object"
+    r"has no attribute|object is not|not subscriptable|unsupported operand|"
+    r"not supported between|'NoneType' object"
 )
 """Words of Python that speak of the code and not of what the caller has to do."""
 
@@ -268,7 +269,7 @@ def outcome(call: Call, difference: Difference, comm: Any) -> str:
 
 
 def alone(subject: Subject, drawn: Values, comm: Any, *, is_extra: bool) -> str:
-    """Make a call on the last rank only, or on all but that one, after one that all ranks make; then leave the mesh.
+    """Make a call on the last rank only, or on all but that one, after one on all ranks.
 
     Returns:
         Nothing where nobody noticed, else the error of this rank.
@@ -340,7 +341,7 @@ def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
 
 
 def unchecked(subject: Subject, difference: Difference) -> str:
-    """Make the call with the difference where collectives do not compare their arguments, on threads that report a deadlock.
+    """Make the call with the difference on a mesh that compares nothing.
 
     Returns:
         What is wrong; nothing where a rank has an error, or all have the documented result.
@@ -390,7 +391,7 @@ def every_difference(subject: Subject) -> dict[str, Any]:
 
 
 class Left(Exception):
-    """Raised to leave a mesh without a word to the ranks that still wait in it, so that the engine finds their deadlock."""
+    """Leave a mesh without a word to the ranks in it, so that the engine finds their deadlock."""
 
 
 def judged(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:

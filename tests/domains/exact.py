@@ -132,7 +132,7 @@ def places(order: Sequence[int]) -> Tensor:
 
 
 class Owned:
-    """What a method is about to be called on: a sharding, and the positions that follow from its segments.
+    """Hold a sharding, and the positions that follow from its segments.
 
     Attributes:
         sharding: the object of the method.

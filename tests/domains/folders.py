@@ -192,10 +192,11 @@ DTYPE_OR_FILE: Parts = {**MADE["dtype"], "of the file": lambda c, v: None}
 
 
 @contextmanager
-def read(comm: Any, drawn: Values) -> Iterator[Call]:
+def read(_: Any, drawn: Values) -> Iterator[Call]:
     """A part of one tensor of a folder."""
     case, chance = case_of(drawn), Random(drawn["seed"])
-    with folder_of(comm) as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         tensors = written(case, folder, drawn)
         checkpoint = Checkpoint(drawn["folder.type"](folder))
         (folder / "other").mkdir()

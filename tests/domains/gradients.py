@@ -1,4 +1,4 @@
-"""The domain of gradients over a mesh: sums over those ranks that have a part, and the norm of every slice once."""
+"""Domain of gradients over a mesh: their sums over ranks, and their norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The domain of layers whose weights all ranks hold alike: each against its definition on the tokens of all ranks."""
+"""Domain of layers whose weights all ranks hold alike: each against its definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sp_core.testing.tolerance import bound
 
 Weights = Mapping[str, Tensor]
 Definition = Callable[..., Tensor]
-"""Of all tokens, weights by name, the drawn values, the positions, and the function through which every result goes."""
+"""Of tokens, weights by name, drawn values, positions, and the rounding of every result."""
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "training": nullcontext,
@@ -83,7 +83,7 @@ class Kind:
     takes: tuple[str, ...] = ("x",)
 
     def arguments(self, drawn: Values) -> Values:
-        """Return the arguments of the constructor; the default where the drawn value is "default"."""
+        """Return the constructor's arguments; those drawn as "default" are left out."""
         given = {name: drawn[name] for name in self.names if drawn[name] != "default"}
         dtype = drawn["dtype"] and getattr(torch, drawn["dtype"])
         return (

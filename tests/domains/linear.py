@@ -1,4 +1,4 @@
-"""The domain of parallel linear layers: ordinary layers of small whole numbers, which no order of summation rounds."""
+"""Domain of parallel linear layers: of whole numbers, which no order of summation rounds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ordinary(drawn: Values) -> nn.Linear:
 
 
 class Case:
-    """A parallel layer on one rank, and what the whole one gives on the whole sequence in float64."""
+    """Hold a parallel layer of one rank, and what the whole layer gives in float64."""
 
     def __init__(self, name: str, drawn: Values, group: sp.Communicator) -> None:
         self.is_column = name == "ColumnParallelLinear"
@@ -104,7 +104,7 @@ class Case:
         return out
 
     def judge(self, layer: Parallel, out: Tensor) -> None:
-        """Compare the result with that of the ordinary layer, then gradients, then the ordinary layer made of it."""
+        """Compare result and gradients with the ordinary layer's, and that layer itself."""
         x = self.whole.double().requires_grad_()
         weight, bias = (
             (None if t is None else t.detach().double().requires_grad_())

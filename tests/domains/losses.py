@@ -1,4 +1,4 @@
-"""The domain of the loss of the next token: tokens and vocabulary split over the axes of a mesh, against one device."""
+"""Domain of the next token's loss: tokens and vocabulary split over the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Expected(NamedTuple):
 
 
 def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expected:
-    """Return the loss of logits (..., V) and labels (...) from its definition; `count` divides the sum."""
+    """Return the loss of logits (..., V) and labels (...); `count` divides the sum."""
     x, valid = logits.double(), labels != IGNORED
     target = F.one_hot(labels.where(valid, 0), x.shape[-1]).double()
     weight = valid.double() / (valid.sum() if count is None else count)
@@ -105,7 +105,7 @@ def logits_of(drawn: Values) -> list[Tensor]:
 
 @contextmanager
 def losses(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A loss over two axes of a mesh, in any order; along a third one every group has a problem of its own."""
+    """Compute a loss over two axes in any order; along a third one groups differ."""
     lengths = {
         "data": drawn["data.size"],
         "tensor": drawn["tensor.size"],
@@ -187,7 +187,7 @@ LOSS: dict[str, Parts] = {
 
 
 def labelled(tokens: Tensor, positions: Sequence[int], documents: Sequence[int] | None) -> Tensor:
-    """Return the label of each token, one after the other: the token at the next position of its document."""
+    """Return each token's label: the token at the next position of its document."""
     labels = torch.full_like(tokens, IGNORED)
     place = {position: n for n, position in enumerate(positions)}
     for position, n in place.items():

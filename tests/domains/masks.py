@@ -1,4 +1,4 @@
-"""The domain of `Mask`: its constructor and its methods, against the definition on pairs of positions."""
+"""Domain of `Mask`: its constructor and methods, against the definition on positions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MASK: dict[str, Parts] = {
 
 
 def given_to(drawn: Values) -> Values:
-    """Return the arguments of the constructor; queries alone have documents only if both are as long."""
+    """Return the constructor's arguments; queries alone have documents if lengths agree."""
     pair = [drawn["documents"], drawn["kv_documents"]]
     if pair[1] is None and drawn["(kv_length)"] != drawn["(length)"]:
         pair[0] = None
@@ -141,7 +141,7 @@ def allowed(drawn: Values) -> Call:
 
 
 def difference_range(drawn: Values) -> Call:
-    """Call `Mask.difference_range`; a difference is within it if a mask without documents shows it."""
+    """Call `Mask.difference_range`; within it a mask without documents shows a difference."""
     given = given_to(drawn) | {"documents": None, "kv_documents": None}
 
     def judge(found: tuple[int | None, int | None]) -> None:

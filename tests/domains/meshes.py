@@ -144,7 +144,7 @@ def judge_group(
     mine: dict[str, int],
     nodes: list[int],
 ) -> None:
-    """Compare the communicator along some axes with the ranks that differ from this one along them only."""
+    """Compare the communicator along some axes with the ranks that differ along them only."""
     order = [place for place, axis in enumerate(mine) if axis not in names] + [
         list(mine).index(axis) for axis in names
     ]
@@ -244,7 +244,7 @@ def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
 
 
 def judge_fence(group: sp.Communicator, drawn: Values, x: torch.Tensor, result: None) -> None:
-    """Compare what is seen behind a fence with what every rank wrote before it, some times in turn."""
+    """Compare what is seen behind a fence with what every rank wrote before it."""
     assert result is None
     for turn in range(3):
         for rank in range(group.size) if group.window is not None else [group.rank]:

@@ -1,4 +1,4 @@
-"""Small LLaMAs as parts: sizes, rotary embeddings, dtypes, and the meshes over which a model is split; their reference."""
+"""Draw small LLaMAs: sizes, rotary embeddings, dtypes, and meshes; with their reference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ARCHITECTURE: dict[str, Parts] = {
     "eps": values(1e-6, 1e-5, 0.0),
     "tied": values(False, True),
 }
-"""Aspects of a configuration, of which those of small ones come first. Heads are at least as many as ranks that split them."""
+"""Aspects of a configuration. Heads are at least as many as the ranks that split them."""
 
 SMALL = {
     **{aspect: dict([*parts.items()][:1]) for aspect, parts in ARCHITECTURE.items()},
@@ -73,7 +73,7 @@ SMALL = {
     },
     "layers": spans((3, 3), (4, 5)),
 }
-"""Aspects of a model that is called in ways which do not depend on its sizes; a layer at least for each of three stages."""
+"""Aspects of a model called in ways that ignore sizes; a layer for each of three stages."""
 
 
 def architecture(parameter: str, aspects: dict[str, Parts]) -> dict[str, Parts]:
@@ -82,7 +82,7 @@ def architecture(parameter: str, aspects: dict[str, Parts]) -> dict[str, Parts]:
 
 
 def meshes(*axes: str) -> dict[str, Parts]:
-    """Return the domain of a mesh with these axes, several in one part, of two ranks each but for one of them."""
+    """Return the domain of a mesh with these axes, mostly of two ranks each."""
     return {
         "mesh.axes": values(*axes),
         "mesh.lengths": values("2 each", "3 along the last", "1 along the first"),
@@ -152,7 +152,7 @@ def on_model(
 
 
 class Expected:
-    """What a function of whole weights gives in float64 on one device, and how far rounding may move it.
+    """Compute a function of whole weights in float64, and how far rounding may move it.
 
     Args:
         what: for messages.

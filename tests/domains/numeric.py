@@ -299,7 +299,7 @@ def merged(drawn: Values) -> Call:
 
 
 def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
-    """Compare with softmax weights in float64; neither order nor strides of the parts change a bit."""
+    """Compare with softmax weights in float64; order and strides change no bit."""
     out_a, lse_a, out_b, lse_b = (
         given[name].double() for name in ("out_a", "lse_a", "out_b", "lse_b")
     )

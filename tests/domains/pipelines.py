@@ -1,4 +1,4 @@
-"""The domain of pipelines as plain data: orders, time lines, pictures and the split of layers, against brute force."""
+"""Domain of pipelines as plain data: orders, time lines, pictures, splits of layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Starts = list[list[tuple[Slot, float, float]]]
 
 
 def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
-    """When each slot starts and ends, by moving late starts further back until nothing has to move."""
+    """Return when each slot starts and ends, by moving starts back until none must move."""
     ends: dict[tuple[int, Slot], float] = {}
     begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
     before = {
@@ -71,7 +71,7 @@ def judge_gpipe(given: Values, orders: Sequence[Order]) -> None:
 
 
 def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
-    """A stage with so many stages behind it runs that many forwards ahead, then one backward and one forward in turn."""
+    """Compare held micro-batches: as many as stages are left, then one forward per backward."""
     for stage, order in enumerate(orders):
         for direction in ("F", "B"):
             assert [slot.batch for slot in order if slot.direction == direction] == list(
@@ -207,7 +207,7 @@ def judge_slot(given: Values, slot: Slot) -> None:
 
 
 def judge_picture(given: Values, text: str) -> None:
-    """Compare each cell with the slot that holds its column, from start to end rounded to whole columns."""
+    """Compare each cell with the slot that holds its column, rounded to whole columns."""
     shown, unit = given["shown"], given["unit"] if given["unit"] is not LEFT_OUT else 1.0
     *lines, last = text.splitlines()
     assert last == f"bubble: {shown.bubble:.1%} of the stages' time"
@@ -260,7 +260,7 @@ SPLIT: dict[str, Parts] = {
 
 
 def can_be_split(given: Values, limit: float) -> bool:
-    """Whether no stage need cost more than a limit: each takes as many layers as it can and leaves one for each after it."""
+    """Return whether no stage costs more than a limit if each takes all the layers it can."""
     layers, stages, place = given["layers"], given["stages"], 0
     for stage in range(stages):
         cost = given["first"] * (stage == 0) + given["last"] * (stage == stages - 1)
@@ -273,7 +273,7 @@ def can_be_split(given: Values, limit: float) -> bool:
 
 
 def judge_split(given: Values, parts: Sequence[range]) -> None:
-    """No smaller limit allows a split; stages before the last are split as evenly, and of equal splits the first is taken."""
+    """Check that no smaller limit allows a split, and that the first of equal splits is taken."""
     given = given | {name: 0 for name in ("first", "last") if given[name] is LEFT_OUT}
     layers, first = given["layers"], given["first"]
     assert [layer for part in parts for layer in part] == list(range(len(layers)))

@@ -1,4 +1,4 @@
-"""The domain of placements: which slices of a parameter each rank holds, against their plain indices."""
+"""Domain of placements: which slices of a parameter each rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The domain of collectives prepared once or in place: `plan`, `all_reduce_`, `copy_all_to_group`."""
+"""Domain of collectives prepared once or in place: `plan`, `all_reduce_` and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is public: every function and class that users are told of, with its parameters, found by introspection."""
+"""Find by introspection what is public: functions and classes with their parameters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OUTSIDE = {
     "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
     "sp-core run": "test_kit_launch.py runs it with each MPI",
 }
-"""Public names without a domain of their own, each with the reason; methods are named by their class."""
+"""Public names without a domain, each with the reason; methods are named by their class."""
 
 
 Public = Callable[..., Any] | argparse.ArgumentParser
 
 
 def functions(modules: Iterable[str] = MODULES) -> dict[str, Public]:
-    """Return functions, classes, public methods and, with all modules, commands by name, such as "Rope.apply" and "sp-core plan".
+    """Return functions, classes, methods and, with all modules, commands by name.
 
     Names outside `sp_core` itself have that of their module in front, such as "llama.generate".
     """

@@ -108,9 +108,12 @@ def markdown(records: Sequence[Record], seed: int) -> str:
         [
             "# Domains: the parts of every parameter, drawn in pairs",
             "",
-            f"Seed {seed}: {drawn} of {possible} possible pairs of {len(in_pairs)} functions drawn and judged, {calls} calls.",
-            f"Of {len(records) - len(in_pairs)} more functions only single parts were drawn, with {PART_SEEDS} seeds.",
-            "A pair is impossible where the library refuses it in the base row; the reasons below are the library's.",
+            f"Seed {seed}: {drawn} of {possible} possible pairs of {len(in_pairs)} functions "
+            f"drawn and judged, {calls} calls.",
+            f"Of {len(records) - len(in_pairs)} more functions only single parts were drawn, "
+            f"with {PART_SEEDS} seeds.",
+            "A pair is impossible where the library refuses it in the base row; "
+            "the reasons below are the library's.",
             "`REPORT.json` lists the parts and the impossible pairs.",
             "",
             "| call | parts | drawn in | possible pairs | drawn | impossible | calls |",
@@ -140,7 +143,8 @@ def _differing(records: Sequence[Record]) -> list[str]:
     return [
         "## Ranks that differ",
         "",
-        f"{len(tried)} calls with {total['arguments']} arguments: {total['compared']} situations in which an argument of one "
+        f"{len(tried)} calls with {total['arguments']} arguments: "
+        f"{total['compared']} situations in which an argument of one "
         f'rank, or of all, is another or a wrong one, {total["unchecked"]} with `check="off"`.',
         "",
         "| call | arguments | situations | with check off |",

@@ -1,16 +1,13 @@
-"""The domain of choosing a token: top-k, top-p and temperature against their definition, token by token."""
+"""Domain of choosing a token: top-k, top-p and temperature against their definition."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Values, pure, spans, values
 from sp_core.llama import Sampling
 
 SAMPLING: dict[str, Parts] = {
@@ -30,9 +27,8 @@ LOGITS: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def sampled(_: Any, drawn: Values) -> Iterator[Call]:
-    """One choice from logits."""
+def sampled(drawn: Values) -> Call:
+    """Choose a token from logits."""
     sampling = Sampling(*(drawn[name] for name in SAMPLING))
     random = sampling.random(drawn["prompt"])
     noise = torch.Generator().manual_seed(drawn["seed"] % 2**16)
@@ -48,11 +44,11 @@ def sampled(_: Any, drawn: Values) -> Iterator[Call]:
     if drawn["random"] == "used":
         torch.rand((), generator=random)
     given = {"logits": logits, "random": random}
-    yield Call(sampling.choose, given, partial(judge, sampling, given, random.clone_state()))
+    return Call(sampling.choose, given, partial(judge, sampling, given, random.clone_state()))
 
 
 def judge(sampling: Sampling, given: Values, random: torch.Generator, token: int) -> None:
-    """Compare a choice with the definition: the drawn share of the probability of the tokens that may be chosen."""
+    """Compare a choice with the definition: the drawn share of the total probability."""
     logits = [float(x) for x in given["logits"]]
     order = sorted(range(len(logits)), key=lambda place: (-logits[place], place))
     if sampling.temperature == 0:
@@ -72,12 +68,12 @@ def judge(sampling: Sampling, given: Values, random: torch.Generator, token: int
 
 
 SUBJECTS = [
-    Subject(
+    pure(
         "llama.Sampling.choose",
         SAMPLING | LOGITS,
         sampled,
-        lambda drawn: 1,
-        covers=("llama.Sampling", "llama.Sampling.random"),
+        "llama.Sampling",
+        "llama.Sampling.random",
         together=tuple(
             {"temperature": "1e-310", "logits.values": name} for name in ("normal", "equal")
         ),

@@ -1,15 +1,14 @@
-"""The domain of plans for unequal sequences, against counting and against list scheduling by hand: no communication."""
+"""Domain of plans for unequal sequences, against counting and list scheduling by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import Any
 
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, pure, spans, values
 from sp_core import scheduling
 from sp_core.scheduling import Plan, Work
 
@@ -19,21 +18,18 @@ LEFT_OUT = ...
 Judge = Callable[[Values, Any], None]
 
 
-@contextmanager
-def pure(
-    function: Callable[..., Any], names: Sequence[str], judge: Judge, _: Any, drawn: Values
-) -> Iterator[Call]:
-    """A function of what was drawn for its parameters."""
+def called(function: Callable[..., Any], names: Sequence[str], judge: Judge, drawn: Values) -> Call:
+    """Call a function with what was drawn for its parameters."""
     given = {name: drawn[name] for name in names if drawn[name] is not LEFT_OUT}
-    yield Call(function, given, lambda result: judge(drawn | given, result))
+    return Call(function, given, partial(judge, drawn))
 
 
 def subject(
     name: str, factors: dict[str, Parts], judge: Judge, *names: str, **more: Any
 ) -> Subject:
-    """A subject that needs one rank; its parameters are named as its factors, or so."""
-    prepare = partial(pure, getattr(scheduling, name), names or tuple(factors), judge)
-    return Subject(f"scheduling.{name}", factors, prepare, lambda drawn: 1, **more)
+    """Return the subject of a function; its parameters are named as its factors, or so."""
+    make = partial(called, getattr(scheduling, name), names or tuple(factors), judge)
+    return pure(f"scheduling.{name}", factors, make, **more)
 
 
 def several(chance: Random, _: Values, *, count: tuple[int, int], longest: int) -> list[int]:
@@ -104,9 +100,8 @@ PLAN: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def plan(_: Any, drawn: Values) -> Iterator[Call]:
-    """A plan that deals sequences out by chance."""
+def plan(drawn: Values) -> Call:
+    """Make a plan that deals sequences out by chance."""
     shared, waiting, *packed = map(tuple, drawn["packed"])
     given = {
         "lengths": tuple(drawn["lengths"]),
@@ -115,11 +110,11 @@ def plan(_: Any, drawn: Values) -> Iterator[Call]:
         "waiting": waiting,
     }
     given["padded_to"] = drawn["padded_to"]
-    yield Call(Plan, given, partial(judge_plan, given, drawn["work"]))
+    return Call(Plan, given, partial(judge_plan, given, drawn["work"]))
 
 
 def judge_plan(given: Values, work: Work, made: Plan) -> None:
-    """Compare loads with the sums over the sequences of each rank; a waiting one goes where least is done."""
+    """Compare loads with sums over the sequences of each rank; waiting ones go where least is."""
     filled = [
         length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]
     ]
@@ -158,7 +153,7 @@ def longest_first(given: Values) -> list[int]:
 
 
 def dealt(given: Values, count: int) -> tuple[list[list[int]], list[int]]:
-    """By list scheduling with the `count` longest sequences shared: who has which others, and the loads."""
+    """Deal by list scheduling, with the `count` longest shared; return packs and loads."""
     lengths, work, order = given["lengths"], given["work"], longest_first(given)
     loads = shared_loads((lengths[number] for number in order[:count]), given["size"], work)
     packed: list[list[int]] = [[] for _ in loads]
@@ -230,11 +225,10 @@ SUBJECTS = [
         *("per_token", "per_pair"),
         covers=tuple(f"scheduling.Work.{name}" for name in ("of", "between", "shares")),
     ),
-    Subject(
+    pure(
         "scheduling.Plan",
         PLAN,
         plan,
-        lambda drawn: 1,
         covers=tuple(f"scheduling.Plan.{name}" for name in ("tokens", "loads", "useful")),
         outside={"sharded": "by packed", "waiting": "by packed", "number": "all are tried"},
     ),

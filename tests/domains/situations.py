@@ -1,4 +1,4 @@
-"""What is no parameter of a call and can change its result all the same: the mesh around it, transports, algorithms, lateness."""
+"""Describe what is no parameter but may change a result: mesh, transport, lateness."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ AXES = {
     "product of two": ("half", "own"),
     "product of two, reversed": ("half", "own"),
 }
-"""The axes of the mesh by part; the call communicates along "own", or along the product of "half" and "own"."""
+"""The axes of the mesh by part; the call uses "own", or the product of "half" and "own"."""
 
 
 def situations(*carried: str) -> dict[str, Parts]:
-    """Return the domain of what surrounds a call; its messages may be carried by transports of that name."""
+    """Return the domain of what surrounds a call; `carried` names further transports."""
     return {
         "(transport)": values(
             "window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)
@@ -86,7 +86,7 @@ def opened(comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
 
 
 def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
-    """Return the communicator of the call; the last axis that is named numbers its ranks fastest."""
+    """Return the communicator of the call; its last axis numbers ranks fastest."""
     axes = [axis for axis in AXES[drawn["comm.axes"]] if axis in ("half", "own")]
     axes = axes[::-1] if drawn["comm.axes"] == "product of two, reversed" else axes
     group, place = mesh[tuple(axes)], 0
@@ -103,7 +103,7 @@ def on_group(
     around: Mapping[str, Parts] = SITUATIONS,
     **more: Any,
 ) -> Subject:
-    """Return the subject of a call on a group of ranks; other groups of its mesh have other numbers."""
+    """Return the subject of a call on a group; other groups of its mesh have other numbers."""
 
     @contextmanager
     def prepare(comm: Any, drawn: Values) -> Iterator[Call]:

@@ -1,4 +1,4 @@
-"""The domain of training: pipelined micro-batches and whole steps, against the dense float64 model and an optimizer of torch."""
+"""Domain of training: pipelined micro-batches and whole steps, against one device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 
 
 def one_by_one(stages: int, batches: int) -> tuple[Order, ...]:
-    """A schedule of the user's own: each micro-batch forward and back before the next one begins."""
+    """Return a user's own schedule: each micro-batch forward and back before the next."""
     return (
         tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),
     ) * stages
@@ -193,7 +193,7 @@ def trained(case: Case, model: Llama, drawn: Values) -> Call:
 
 
 def judge_trained(case: Case, given: Values, drawn: Values, result: Any) -> None:
-    """Compare the loss and the gradients, or the loss and norm before the step, and the weights after it."""
+    """Compare loss and gradients; for a step loss, norm and the weights after it."""
     rows = [torch.tensor([sequence]) for sequence in given["sequences"]]
     wholes = [
         (x, labels_of(x, sp.Mask()), sp.Sharding.contiguous(x.shape[1], 1), sp.Mask()) for x in rows

@@ -1,9 +1,9 @@
-"""Rows of a subject carried out on ranks: each is judged, or refused by the library on every rank."""
+"""Carry rows of a subject out on ranks: each is judged, or refused on every rank."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -18,7 +18,6 @@ from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
 
 REFUSALS = (ValueError, TypeError, RankError)
-Runner = Callable[[int, Callable[[Any], str]], list[str]]
 
 
 def attempt(subject: Subject, drawn: Values, comm: Any) -> str:
@@ -89,12 +88,16 @@ class Tried:
         return answers[0]
 
     def check_refusals(self, subject: Subject, impossible: Collection[Pair]) -> None:
-        """Raise `AssertionError` for a row that was refused although each two of its parts go together."""
+        """Raise `AssertionError` for a refused row none of whose pairs is impossible."""
         for row, reason in self.refused:
             if not pairs_of(row) & set(impossible):
-                raise AssertionError(
-                    f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}"
-                )
+                raise unexplained(subject, row, reason)
+
+
+def unexplained(subject: Subject, row: Row, reason: str) -> AssertionError:
+    """Return the error of a refusal that no pair of parts explains."""
+    refused = f"{subject.name} refuses {told(subject, row)}"
+    return AssertionError(f"{refused}, where no pair is impossible: {reason}")
 
 
 def pairs_of(row: Row) -> set[Pair]:
@@ -135,7 +138,7 @@ def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ())
 
 
 def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
-    """Draw every pair of parts in a row that is judged; a pair that only refused rows had is tried in the base row.
+    """Draw every pair of parts in a row that is judged, if need be in the base row.
 
     Raises:
         AssertionError: a wrong result, a hang, or a refusal without reason.
@@ -151,7 +154,7 @@ def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
 
 
 def blamed(subject: Subject, row: Row, seed: int, tried: Tried) -> None:
-    """Find the pair of parts for which the library refuses a row, by leaving out one part after the other.
+    """Find the pair of parts for which a row is refused, by leaving out parts in turn.
 
     Raises:
         AssertionError: no pair alone is refused.
@@ -163,9 +166,7 @@ def blamed(subject: Subject, row: Row, seed: int, tried: Tried) -> None:
         if again := tried.row(subject, subject.base | fewer, seed):
             needed, reason = fewer, again
     if len(needed) > 2 or not reason:
-        raise AssertionError(
-            f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: {reason}"
-        )
+        raise unexplained(subject, row, reason)
     others = [factor for factor in sorted(subject.factors) if factor not in needed]
     pairs = [tuple(sorted(needed.items()))] if len(needed) == 2 else []
     pairs += [

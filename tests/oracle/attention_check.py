@@ -1,4 +1,4 @@
-"""One attention problem put to one scheme: outputs and all gradients of every rank against the dense float64 reference.
+"""Put one attention problem to one scheme, and compare results and all gradients.
 
 The scheme is treated as unkindly as its contract allows: memory beside its inputs is NaN, one rank
 may be late, and as soon as a rank has its results it overwrites everything that it gave.
@@ -168,7 +168,7 @@ class Shards:
         return dict(zip(needing, grads, strict=True))
 
     def take_back(self) -> None:
-        """What was given is unchanged, and is overwritten now: this rank has its results, others may not."""
+        """Check that inputs are unchanged, and overwrite them: other ranks may still need them."""
         assert all(torch.equal(x, before) for x, before in self._given), (
             "the scheme has changed its inputs"
         )
@@ -206,7 +206,7 @@ class Shards:
         return found
 
     def partial_results(self) -> int:
-        """Upper bound of the partial results that kernels round on the way to one element, on any rank."""
+        """Return an upper bound of the partial results that kernels round for one element."""
         return _partial_results(self.sharding, self.kv_sharding, self.problem.mask)
 
     def _definition(self) -> dict[str, Any]:

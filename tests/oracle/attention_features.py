@@ -1,4 +1,4 @@
-"""What kind of problem an attention problem is on some number of ranks: one value in each dimension, to count what was drawn."""
+"""Describe a problem on so many ranks by one value in each dimension, to count draws."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def why_impossible(a: str, b: str) -> str:
 
 
 def points() -> list[str]:
-    """Features that have to come up by themselves: every remainder, and the meshes with unequal and with three axes."""
+    """Return features to be drawn: every remainder, and meshes with unequal or three axes."""
     remainders = [remainder(length, size) for size in range(1, 9) for length in range(2 * size)]
     grids = [
         "1 x 2 x 3",

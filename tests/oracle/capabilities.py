@@ -1,4 +1,4 @@
-"""Find out by trying what each scheme can do: `python -m oracle.capabilities` prints the table of docs/schemes.md.
+"""Try what each scheme can do: `python -m oracle.capabilities` prints the table.
 
 Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64
 reference: "yes" means right within the tolerance, forward and backward; "refused" means an error on
@@ -124,7 +124,8 @@ def sends(problem: AttentionProblem, backward: bool, mesh: Mesh, scheme: Scheme)
         for counter in counters:
             counter.reset()
         torch.autograd.grad(out.sum(), shards.local)
-    return f"{sum(counter.total().bytes_sent for counter in counters) / (2 * shards.local[1].nbytes):g}"
+    sent = sum(counter.total().bytes_sent for counter in counters)
+    return f"{sent / (2 * shards.local[1].nbytes):g}"
 
 
 def questions() -> Iterator[tuple[str, Body]]:

@@ -1,4 +1,4 @@
-"""Collectives with random arguments, and what each must give by its definition, on any number of ranks."""
+"""Draw collectives with random arguments, and define what each must give."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ SUMS = ("reduce_scatter", "all_reduce", "reduce", "copy_to_group", "reduce_from_
 
 @dataclass(frozen=True)
 class Case:
-    """A collective on small integers, which every dtype adds exactly; shards have random lengths."""
+    """A collective on small integers, which every dtype adds exactly."""
 
     op: str
     dim: int

@@ -1,4 +1,4 @@
-"""A long search: rounds of a test session, each with a seed of its own, until enough examples have been run; then one judgement.
+"""Search at length: rounds of a test session, each with its own seed; then one judgement.
 
     PYTHONPATH=tests python -m oracle.explore draw --seed 7 --share 0.85            ranks as
     threads, several rounds at a time PYTHONPATH=tests python -m oracle.explore draw --seed 7
@@ -100,7 +100,8 @@ class Round:
         if self.process.returncode or not self.file.exists():
             print(self.log.read_text(), flush=True)
             sys.exit(
-                f"this round has failed (exit code {self.process.returncode}); its output is above and in {self.log}"
+                f"this round has failed (exit code {self.process.returncode}); "
+                f"its output is above and in {self.log}"
             )
         return Tally.parse(self.file.read_text())
 
@@ -141,7 +142,8 @@ def draw(folder: Path, wanted: int, ranks: int, seed: int, jobs: int) -> Tally:
                 usual = tally.examples
                 total.merge(tally)
                 print(
-                    f"  {ended.file.stem}: {usual} examples, {time.monotonic() - ended.began:.0f} s; now {total.examples}",
+                    f"  {ended.file.stem}: {usual} examples, "
+                    f"{time.monotonic() - ended.began:.0f} s; now {total.examples}",
                     flush=True,
                 )
     finally:
@@ -213,9 +215,11 @@ def told(total: Tally, seed: int) -> Iterable[str]:
     yield f"not possible: {sum(map(len, impossible.values()))}"
     yield from (f"  {len(pairs):5d}  {reason}" for reason, pairs in impossible.items())
     rarest = min(points(), key=lambda name: total.features[name])
-    yield f"of {len(points())} remainders and grids the rarest is {rarest}: {total.features[rarest]}"
+    count = total.features[rarest]
+    yield f"of {len(points())} remainders and grids the rarest is {rarest}: {count}"
     drawn = [total.features[name] for name in (*to_be_taken(), *to_be_called())]
-    yield f"of {len(drawn)} algorithms, each over every transport, the rarest was drawn {min(drawn)} times"
+    least = f"the rarest was drawn {min(drawn)} times"
+    yield f"of {len(drawn)} algorithms, each over every transport, {least}"
     worst = max(total.ratios, key=lambda name: larger(total.ratios[name], 0.0), default="")
     yield f"worst error over bound: {total.ratios.get(worst, 0.0):.3g} in {worst}"
 

@@ -52,7 +52,7 @@ class _Event:
 
 
 class DelayedStreams:
-    """Copy streams of a device that is really host memory; implements `sp_core.transport.staged.Streams`.
+    """Copy streams of a device that is host memory; implements `transport.staged.Streams`.
 
     The destination of a copy is poisoned when the copy is asked for. What `compute` was given is
     seen by copies only after `begin`.
@@ -89,7 +89,7 @@ class DelayedStreams:
         self._down.add(lambda: host.copy_(device))
 
     def upload(self, device: Tensor, host: Tensor) -> None:
-        """Ask for a copy to the device. Host memory that is freed before the copy runs gives NaN."""
+        """Ask for a copy to the device; host memory freed before it runs gives NaN."""
         _poison(device)
         if host.numel():
             memory, address = StorageWeakRef(host.untyped_storage()), host.data_ptr()
@@ -121,7 +121,7 @@ class DelayedStreams:
 
 
 class DelayedMemory(HostMemory):
-    """Memory of a device that is really host memory of the node; implements `sp_core.transport.shared.Memory`.
+    """Memory of a device that is host memory of the node, in place of the product's.
 
     What is launched happens when its event has been asked for often enough, and what is to be
     computed when something waits for it.

@@ -1,4 +1,4 @@
-"""A model of slow links between ranks that share a machine: messages arrive as late as if each rank had a wire of its own.
+"""Model slow links: messages arrive as late as if each rank had a wire of its own.
 
     sender    posted at t, its wire idle at o:      leaves    L = max(t, o) + n / rate
     receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n /
@@ -26,7 +26,7 @@ from sp_core.transport.host import TAG, HostTransport
 
 
 class LinkModel:
-    """One wire per rank; pass it as `transport=` of a mesh. All communicators of the mesh share the wire.
+    """One wire per rank, passed as `transport=`; all communicators of the mesh share it.
 
     Args:
         latency: seconds from one rank to another, apart from the time that the bytes take.
@@ -42,7 +42,8 @@ class LinkModel:
     ) -> None:
         if latency < 0 or not rate > 0:
             raise ValueError(
-                f"latency={latency} s and rate={rate} bytes/s were given; pass a latency >= 0 and a rate > 0."
+                f"latency={latency} s and rate={rate} bytes/s were given; "
+                "pass a latency >= 0 and a rate > 0."
             )
         self.latency, self.rate, self.clock = latency, rate, clock
         self._out = self._into = 0.0
@@ -120,8 +121,8 @@ class LinkTransport:
 
     def _refuse(self, operation: Operation) -> NoReturn:
         raise DeviceError(
-            f"{operation.op} by the MPI library was asked for over {self._link!r}, which carries messages only. Pass the algorithm "
-            "of a schedule, to the call or to the mesh, such as algorithm='ring'."
+            f"{operation.op} by the MPI library was asked for over {self._link!r}, "
+            "which carries messages only. Pass the algorithm of a schedule, to the call or to the mesh, such as algorithm='ring'."
         )
 
 

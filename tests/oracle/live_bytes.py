@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors alive at once, in this thread and while it is active; `peak` is the most there were.
+    """Count the bytes of all tensors alive at once, in this thread and while it is active.
 
     What the process holds besides (MPI's buffers, scratch memory inside one kernel) is not seen.
 

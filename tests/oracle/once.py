@@ -1,4 +1,4 @@
-"""What every rank of an example needs and none changes, such as the result of one device, is computed once in a process.
+"""Compute once in a process what every rank of an example needs and none changes.
 
 Ranks that are threads would each compute it, one after the other; and a test that tries one problem
 in many ways, for each of them.

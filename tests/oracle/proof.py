@@ -1,4 +1,4 @@
-"""Prove that a schedule does what it is for, and carry one out in a single process: what the ranks must get, bit by bit."""
+"""Prove that a schedule does what it is for, and carry one out in a single process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Value = tuple[tuple[int, int], ...]
 """Contributions (rank, place in its IN), sorted."""
 
 Memory = dict[Buffer, Any]
-"""By buffer, its elements: a list of what each is the sum of (None where it is not defined), or a tensor."""
+"""By buffer, its elements: what each is the sum of (None if undefined), or a tensor."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def schedule_of(
     nodes: tuple[int, ...] = (),
     **more: Any,
 ) -> Schedule:
-    """Return what all ranks do, given the sizes of the pieces of each; `more` are other fields of their operations."""
+    """Return what all ranks do with pieces of these sizes; `more` are further fields."""
     size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
     operations = [
         Operation(
@@ -131,7 +131,8 @@ def verify(schedule: Schedule) -> None:
             ):
                 if value != wanted:
                     raise ScheduleError(
-                        f"rank {rank}, out[{place}] is the sum of {value}; it should be that of {wanted}"
+                        f"rank {rank}, out[{place}] is the sum of {value}; "
+                        f"it should be that of {wanted}"
                     )
 
 
@@ -170,7 +171,7 @@ def _added(parts: Sequence[list[Value]]) -> list[Value]:
 
 
 def _reach(program: Program) -> int:
-    """Elements of TMP, up to the last one that is written; in shared memory those used need not lie side by side."""
+    """Return the elements of TMP, up to the last one that is written."""
     written = [combine.into for step in program.steps for combine in step.then]
     return max(
         [program.scratch, *(region.stop for region in written if region.buffer is Buffer.TMP)]
@@ -178,7 +179,7 @@ def _reach(program: Program) -> int:
 
 
 def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
-    """Raise if memory is touched that is being received into, or written that is being sent or read by another rank."""
+    """Raise if a step touches memory that a message or another rank is writing or reading."""
     program = schedule.programs[rank]
     for number, step in enumerate(program.steps):
         where = f"rank {rank}, step {number}"
@@ -209,14 +210,14 @@ def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Reg
 
 
 def _read_elsewhere(schedule: Schedule, number: int, step: Step) -> Iterator[tuple[Region, Region]]:
-    """Pairs of regions of other ranks that a step reads, and those that their owners write in the same step."""
+    """Yield regions of other ranks that a step reads, with those that their owners write."""
     for part in (part for combine in step.then for part in combine.parts if part.rank != OWN):
         for combine in schedule.programs[part.rank].steps[number].then:
             yield part, replace(combine.into, rank=part.rank)
 
 
 def _possible(combine: Combine, where: str, aliased: bool) -> None:
-    """Whether the result may be written where it is while the parts are read one after the other."""
+    """Raise if the result may not be written while the parts are read one after the other."""
     shared = [part for part in combine.parts if overlap(part, combine.into, aliased)]
     if any((part.start, part.stop) != (combine.into.start, combine.into.stop) for part in shared):
         raise ScheduleError(f"{where}: {combine.into} lies across one of its parts")

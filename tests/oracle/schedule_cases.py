@@ -1,4 +1,4 @@
-"""Collectives by a named algorithm on vectors cut into pieces of any sizes, with the schedule that each must follow."""
+"""Draw collectives by a named algorithm, with the schedule that each must follow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def schedule(
     segment: int | None = None,
     nodes: tuple[int, ...] = (),
 ) -> Schedule:
-    """With pieces of `counts`; of their products in an all-to-all; vectors of their sum where ranks have no pieces."""
+    """Return a schedule with pieces of `counts`, or of their products in an all-to-all."""
     size, ranks = len(counts), range(len(counts))
     whole = ((sum(counts),),) * size
     square = tuple(tuple(counts[a] * counts[b] for b in ranks) for a in ranks)
@@ -49,7 +49,7 @@ def schedule(
 
 
 def pieces(size: int, shape: int) -> tuple[int, ...]:
-    """Sizes of the pieces of `size` ranks: 0, 1, P - 1, P, P + 1 or 3 P elements dealt out evenly, else uneven, some empty."""
+    """Return sizes of pieces: 0, 1, P - 1, P, P + 1 or 3 P elements dealt evenly, else any."""
     totals = (0, 1, size - 1, size, size + 1, 3 * size)
     if shape < len(totals):
         return split_sizes(totals[shape], size)
@@ -104,7 +104,7 @@ class Vectors:
         return nodes_of(size, self.layout)
 
     def inputs(self, size: int) -> list[Tensor]:
-        """By rank, small numbers and large ones that cancel out, so that the order of addition shows in every dtype."""
+        """Return by rank numbers of which large ones cancel, so that the order of sums shows."""
         random = torch.Generator().manual_seed(self.seed)
         counts = pieces(size, self.shape)
         large = torch.randn(sum(counts), generator=random) * (

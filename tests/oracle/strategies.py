@@ -1,4 +1,4 @@
-"""Hypothesis strategies for attention problems: valid by construction, and specifications rather than data.
+"""Draw attention problems: valid by construction, and specifications rather than data.
 
 A problem is a handful of small numbers and a seed, so that it prints on one line, travels to every
 rank, and shrinks; each rank makes the tensors from the seed by itself.
@@ -134,7 +134,7 @@ class AttentionProblem:
 
 
 def listed(length: int, size: int, start: int) -> Sharding:
-    """A sharding from lists of positions in any order, with gaps between them and shards of any length."""
+    """Return a sharding of positions in any order, with gaps and shards of any length."""
     chance = random.Random(f"{length} {size} {start}")
     positions = chance.sample(range(start, start + 2 * length), length)
     cuts = sorted(chance.randint(0, length) for _ in range(size - 1))
@@ -151,7 +151,7 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 def placed(x: Tensor, storage: str) -> Tensor:
-    """A copy of x (B, S, heads, D) that lies in memory as `storage` says; memory around and between its elements holds NaN."""
+    """Return a copy of x (B, S, heads, D) in memory as named; NaN lies beside its elements."""
     if storage == "transposed":
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     if storage == "expanded":
@@ -167,7 +167,7 @@ def placed(x: Tensor, storage: str) -> Tensor:
 
 @st.composite
 def lengths(draw: st.DrawFn, max_len: int) -> int:
-    """Lengths of a sequence up to a maximum; small ones more often, because they leave ranks without tokens."""
+    """Draw lengths up to a maximum; small ones more often, which leave ranks empty."""
     return draw(
         st.integers(0, min(MOST_RANKS + 1, max_len) if draw(st.integers(0, 3)) == 0 else max_len)
     )
@@ -201,7 +201,7 @@ def windows(draw: st.DrawFn, longest: int, kv_len: int) -> int:
 
 @st.composite
 def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
-    """Every combination of causal, window and packed documents; those that meet the ends of shards in many ways more often."""
+    """Draw causal, window and documents; those that meet ends of shards more often."""
     window = draw(windows(max(seq_len, kv_len), kv_len)) if draw(st.integers(0, 2)) else None
     documents = kv_documents = None
     if draw(st.integers(0, 2)):

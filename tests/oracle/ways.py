@@ -1,4 +1,4 @@
-"""By which algorithms and over which transports things are run in tests, and which of these ways a long search must have taken."""
+"""Name the algorithms and transports of tests, and those a long search must have taken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Way = Mapping[str, str]
 """Arguments of a mesh: `transport` and `algorithm`."""
 
 CHOICES = sorted({name for names in ALGORITHMS.values() for name in names})
-"""Every algorithm of any collective, "auto" and the MPI library's own; a mesh uses one where a collective has it."""
+"""Every algorithm of any collective; a mesh uses one where a collective has it."""
 
 MODELS = ("allgather_kv", "hybrid", "llama", "ring", "tp_sp", "ulysses")
 """What runs over many collectives."""
@@ -65,7 +65,7 @@ def refuses(call: str, carrier: str) -> bool:
 
 
 def to_be_called() -> list[str]:
-    """Every collective by every algorithm, over everything that carries messages, on 1 to 8 ranks, in every dtype."""
+    """Return every collective by algorithm over every carrier, on 1 to 8 ranks, in any dtype."""
     found = [(f"{op} by {algorithm}", op) for op, algorithm in CALLS]
     carried = [
         f"{call} over {by}" for (call, _), by in product(found, CARRIERS) if not refuses(call, by)

@@ -1,4 +1,4 @@
-"""Collectives in shared memory, played through by one process: ranks make their steps in any order that their flags allow."""
+"""Play collectives in shared memory: ranks step in any order that their flags allow."""
 
 from __future__ import annotations
 
@@ -190,6 +190,6 @@ def inputs_of(
 
 
 def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:
-    """Give a communicator shared memory, or that of a device which is late, full of what no test expects; every rank calls this."""
+    """Give a communicator shared memory, full of what no test expects; every rank calls this."""
     comm.window = Window(comm._comm, slot_bytes, DelayedMemory() if on_device else HOST)
     comm.window.slots[comm.rank].fill_(0xFF)

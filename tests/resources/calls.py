@@ -1,256 +1,133 @@
-"""Use everything public once: `CALLS` holds one row for each use."""
+"""Use everything public, as each subject of the domains says, on meshes that stay open."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from domains.declared import Subject, Values
+from domains.trial import attempt
+from torch import Tensor
 
 import sp_core as sp
-from sp_core.schedules import ALGORITHMS
-from sp_core.schemes import SCHEMES
+from sp_core.llama.pipeline import loss_and_gradients, sum_tied_gradients
+from sp_core.testing import device
 
-COLLECTIVES: dict[str, dict[str, Any]] = {
-    "all_gather": {},
-    "reduce_scatter": {},
-    "all_reduce": {},
-    "all_to_all": {"split_dim": 1, "concat_dim": 0},
-    "shift": {},
-    "broadcast": {"root": 1},
-    "reduce": {"root": 1},
-    "copy_to_group": {},
-    "reduce_from_group": {},
-    "gather_replicated": {},
+SHOWING = {
+    "x.gradient": "True",
+    "x.shape": "more dims",
+    "--flops": "None",
+    "plan.policy": "dynamic",
 }
+"""Parts that use more than the first ones do."""
+ROTATED = re.compile(r"algorithm|\(form\)|\(sharding\)")
 
 
-class Place:
-    """Where calls are made: meshes that share memory, send messages, split weights or layers.
+class Meshes:
+    """Meshes that stay open while subjects are called, one for each transport and grid."""
 
-    Args:
-        comm: the ranks.
-        folder: for files; the same on every rank.
-    """
+    def __init__(self) -> None:
+        self._made: dict[int, dict[Any, sp.Mesh]] = {}
 
-    def __init__(self, comm: Any, folder: Path) -> None:
-        self.comm, self.folder, size = comm, folder, comm.size
-        self.kept: list[Any] = []  # what a test that leaks on purpose puts there
-        self.window = sp.Mesh(comm, transport="window", ring=size, ulysses=1)
-        self.messages = sp.Mesh(comm, transport="host", ring=1, ulysses=size)
-        self.tensor, self.stages = sp.Mesh(comm, tp=size), sp.Mesh(comm, pp=size)
-        self.meshes = (self.window, self.messages, self.tensor, self.stages)
+    @contextlib.contextmanager
+    def opened(self, comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
+        """Yield the mesh of a subject; takes the place of `situations.opened`."""
+        own, transport = self._made.setdefault(comm.rank, {}), drawn["(transport)"]
+        key = (transport, *axes.items())
+        if key not in own:
+            own[key] = sp.Mesh(comm, device=device(), transport=transport, **axes)
+        yield own[key]
 
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        for mesh in self.meshes:
-            mesh.__exit__(*raised)
-
-    def mesh(self, n: int) -> sp.Mesh:
-        """Return the mesh with shared memory, or in every second call the one with messages."""
-        return self.window if n % 2 else self.messages
-
-    def group(self, n: int) -> sp.Communicator:
-        """Return all ranks of `mesh(n)`."""
-        return self.mesh(n)["ring", "ulysses"]
+    def free(self, comm: Any) -> None:
+        """Free the meshes of this rank; every rank calls this."""
+        for mesh in self._made.pop(comm.rank, {}).values():
+            mesh.free()
 
 
-Call = Callable[[Place, int], object]
-CALLS: dict[str, Call] = {}
-"""Each row is called with a place and a number, another one in every call and at least 4."""
-TURNS: dict[str, int] = {"plans": 16, "generating": 3}
-"""After so many calls a row has used all it takes turns with; 2 unless it is named here."""
+def row_of(subject: Subject, number: int) -> dict[str, str]:
+    """Return the row of a turn: transports and algorithms take turns, values are drawn anew."""
+    row = subject.base | {name: part for name, part in SHOWING.items() if name in subject.factors}
+    turning = {name: list(parts) for name, parts in subject.factors.items() if ROTATED.match(name)}
+    row |= {name: parts[number // 2 % len(parts)] for name, parts in turning.items()}
+    transport = ("host", "window")[number % 2]
+    may_take = transport in subject.factors.get("(transport)", ())
+    return row | ({"(transport)": transport} if may_take else {})
 
 
-def row(function: Call) -> Call:
-    """Enter a row under the name of its function."""
-    CALLS[function.__name__] = function
-    return function
+def turns_of(subject: Subject) -> int:
+    """Return after how many turns a subject has used all parts that take turns."""
+    turning = [parts for name, parts in subject.factors.items() if ROTATED.match(name)]
+    return 2 * max(map(len, turning), default=1)
 
 
-def leaf(*shape: int) -> Tensor:
-    """Make a tensor that needs a gradient."""
-    return torch.ones(shape, requires_grad=True)
+def use(subject: Subject, comm: Any, number: int) -> None:
+    """Call a subject; judge the result of one or two ranks, and go backward from that of more."""
+    drawn = subject.draw(row_of(subject, number), number)
+    ranks = subject.ranks(drawn)
+    if ranks == 1 and comm.rank:
+        return
+    if ranks <= 2:
+        attempt(subject, drawn, comm)
+        return
+    with subject.prepare(comm, drawn) as call:
+        result = call()
+        made = result if isinstance(result, tuple) else (result,)
+        learning = [y.sum() for y in made if isinstance(y, Tensor) and y.requires_grad]
+        if learning:
+            torch.stack(learning).sum().backward()
+        if call.function is loss_and_gradients:
+            sum_tied_gradients(call.arguments["model"])
 
 
-def _differentiated(name: str, op: str, place: Place, n: int) -> None:
-    """Run a collective and its backward; algorithms take turns."""
-    comm, arguments = place.group(n), dict(COLLECTIVES[op])
-    usable = [a for a in ALGORITHMS.get(op, ["auto"]) if a != "window" or comm.window is not None]
-    if op in ALGORITHMS:
-        arguments["algorithm"] = usable[n // 2 % len(usable)]
-    result: Any = getattr(sp, name)(leaf(n, comm.size), comm=comm, **arguments)
-    comm.poll()
-    (result.wait() if isinstance(result, sp.Pending) else result).sum().backward()
-
-
-for _op in COLLECTIVES:
-    for _name in (_op, f"{_op}_start"):
-        if hasattr(sp, _name):
-            CALLS[_name] = partial(_differentiated, _name, _op)
-    TURNS[_op] = 2 * len(ALGORITHMS.get(_op, ["auto"]))
-
-
-@row
-def never_waited_for(place: Place, n: int) -> None:
-    """A started collective that only `poll` brings to its end."""
-    comm = place.group(n)
+def never_waited_for(comm: sp.Communicator, n: int) -> None:
+    """Bring a started collective to its end by `poll` only."""
     sp.all_reduce_start(torch.ones(n), comm=comm, algorithm="ring")
     while comm._pending:
         comm.poll()
 
 
-@row
-def copy_all_to_group(place: Place, n: int) -> None:
-    copies = sp.copy_all_to_group([leaf(n), leaf(2).double()], comm=place.group(n))
-    sum(x.sum() for x in copies).backward()  # type: ignore[union-attr]
-
-
-@row
-def plans(place: Place, n: int) -> None:
-    comm = place.group(n)
-    ops = ["all_reduce_", *list(COLLECTIVES)[:7]]
-    op = ops[n // 2 % len(ops)]
-    plan = sp.plan(op, torch.ones(n, comm.size), comm=comm, **COLLECTIVES.get(op, {}))
-    plan.run()
-    plan.finish(plan.start())
-    sp.all_reduce_(torch.ones(n), comm=comm)
-
-
-@row
-def shared_memory(place: Place, n: int) -> None:
-    comm = place.window["ring"]
-    x = sp.shared_empty((n, 3), comm=comm)
-    sp.fence(comm=comm)
-    sp.peer(x, 1 - comm.rank, comm=comm).sum()
-    sp.fence(comm=comm)
-
-
-def qkv(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make one rank's part of an attention problem."""
-    return leaf(1, n, 4, 4), leaf(1, n, 2, 4), leaf(1, n, 2, 4)
-
-
-def _scheme(name: str, place: Place, n: int) -> None:
-    comm = place.group(n)
-    sharding = sp.Sharding.zigzag(comm.size * n, comm.size)
-    out = SCHEMES[name](*qkv(n), comm=comm, sharding=sharding, mask=sp.Mask(causal=True))
-    assert isinstance(out, Tensor)
-    out.sum().backward()
-
-
-CALLS.update({f"{name}_attention": partial(_scheme, name) for name in SCHEMES})
-
-
-@row
-def hybrid_attention(place: Place, n: int) -> None:
-    mesh, size = place.mesh(n), place.comm.size
-    sharding = sp.Sharding.contiguous(size * n, size)
-    out, lse = sp.hybrid_attention(*qkv(n), mesh=mesh, sharding=sharding, return_lse=True)
-    (out.sum() + lse.sum()).backward()
-
-
-@row
-def resident_attention(place: Place, n: int) -> None:
-    """Keys and values that live in shared memory."""
-    comm = place.window["ring"]
+def resident_attention(comm: sp.Communicator, n: int) -> None:
+    """Attend to keys and values that live in shared memory."""
+    q = torch.ones(1, n, 4, 4, requires_grad=True)
     k, v = (sp.shared_empty((1, n, 2, 4), comm=comm).requires_grad_() for _ in range(2))
-    sharding = sp.Sharding.striped(comm.size * n, comm.size)
-    out = sp.ring_attention(qkv(n)[0], k, v, comm=comm, sharding=sharding)
-    assert isinstance(out, Tensor)
+    out: Any = sp.ring_attention(q, k, v, comm=comm, sharding=sharding_of(comm, n))
     out.sum().backward()
 
 
-@row
-def one_device(place: Place, n: int) -> None:
-    q, k, v = qkv(n)
-    mask = sp.Mask(causal=True, documents=(0, 2, n))
-    out, lse = sp.local_attention(q, k, v, mask=mask, return_lse=True)
-    out.sum().backward()
-    part = out.detach().transpose(1, 2), lse.detach()
-    sp.merge(*part, *part)
-    sp.dropout(sp.Rope(4).apply(q, range(n)), 0.5, seed=n, positions=range(n)).sum().backward()
-    mask.allowed(range(n), range(n))
-    mask.check_lengths(n)
-    assert mask.key_documents == (0, 2, n)
-    assert mask.difference_range()[0] == 0
+def sharding_of(comm: sp.Communicator, n: int) -> sp.Sharding:
+    """Split n tokens for each rank."""
+    return sp.Sharding.striped(comm.size * n, comm.size)
 
 
-@row
-def shardings(place: Place, n: int) -> None:
-    x = torch.ones(n, 2)
-    for sharding in (
-        sp.Sharding.zigzag(n, 2),
-        sp.Sharding.from_positions([[1, 0], list(range(2, n))]),
-    ):
-        parts = [sharding.shard(x, rank, 0) for rank in range(2)]
-        sharding.unshard(parts, 0)
-        sharding.restore(torch.cat(parts), 0)
-        sharding.unsort_segments(sharding.sort_segments(torch.cat(parts), 0), 0)
-        sharding.group([[0, 1]]).positions(0)
-        assert sum(map(len, sharding.sorted_ranges(0))) == sharding.local_len(0) <= sharding.seq_len
-        assert sharding.causal_work(0) > 0
-
-
-@row
-def layers(place: Place, n: int) -> None:
-    comm, size = place.group(n), place.comm.size
-    options: Any = {"comm": comm, "dtype": torch.float64}  # oneDNN keeps its float32 GELU by sizes
-    x = sp.RMSNorm(8, **options)(leaf(1, n, 8).double())
-    options |= {"rope": sp.Rope(4), "mask": sp.Mask(causal=True), "dropout": 0.5}
-    block = sp.TransformerBlock(8, 2, **options)
-    block(x, sharding=sp.Sharding.zigzag(size * n, size), seed=n).sum().backward()
-
-
-@row
-def parallel_linear(place: Place, n: int) -> None:
-    comm, sharding = place.group(n), sp.Sharding.contiguous(2 * n, 2)
-    column = sp.ColumnParallelLinear.from_linear(nn.Linear(4, 6), comm=comm, sharding=sharding)
-    line = sp.RowParallelLinear.from_linear(nn.Linear(6, 4), comm=comm, sharding=sharding)
-    line(column(leaf(1, n, 4))).sum().backward()
-    column.to_linear(), line.to_linear()
-
-
-@row
-def meshes(place: Place, n: int) -> None:
-    transport = ("host", "window")[n % 2]
-    with sp.Mesh(place.comm, transport=transport, a=place.comm.size, b=1) as mesh:
-        assert mesh["b", "a"].rank == mesh["a"].rank
-        group = mesh["a"]
-        sp.all_reduce(torch.ones(n), comm=group)
-    group.abandon()  # it has been freed
-
-
-@row
-def communicators(place: Place, n: int) -> None:
-    comm = place.group(n)
+def messages(comm: sp.Communicator, n: int) -> None:
+    """Count with the counter of a communicator, and exchange messages."""
     counter = comm.counter()
     counter.take()
     counter.free()
-    other = 1 - comm.rank
-    handle = comm.exchange([(other, torch.ones(n))], [(other, torch.empty(n))])
-    comm.wait(handle, "exchange")
-    comm.counters.reset()
+    other = comm.rank ^ 1
+    comm.wait(comm.exchange([(other, torch.ones(n))], [(other, torch.empty(n))]), "exchange")
 
 
-@row
-def refusals(place: Place, n: int) -> None:
-    """Errors, which every rank raises."""
-    comm = place.group(n)
+def refusals(comm: sp.Communicator, n: int) -> None:
+    """Make errors, which every rank raises."""
+    qkv: list[Tensor] = [torch.ones(1, n, 4, 4), *[torch.ones(1, n, 2, 4)] * 2]
     wrong: list[Callable[[], object]] = [
         lambda: sp.all_gather(torch.ones(n), comm=comm, dim=3),
         lambda: sp.all_reduce(torch.ones(n), comm=comm, algorithm="magic"),
         lambda: sp.all_reduce(torch.ones(n + comm.rank), comm=comm),
-        lambda: sp.Mesh(place.comm, a=place.comm.size + 1),
-        lambda: sp.ring_attention(*qkv(n), comm=comm, sharding=sp.Sharding.zigzag(n, 2)),
+        lambda: sp.Mesh(comm._comm, a=comm.size + 1),
+        lambda: sp.ring_attention(*qkv, comm=comm, sharding=sp.Sharding.zigzag(n, comm.size)),
     ]
     for call in wrong:
         with contextlib.suppress(ValueError, sp.RankError):
             call()
             raise AssertionError("it was accepted")
+
+
+def use_others(comm: sp.Communicator, n: int) -> None:
+    """Use what no subject is on a group that shares memory, with sizes that follow from n."""
+    for other in (never_waited_for, resident_attention, messages, refusals):
+        other(comm, n)

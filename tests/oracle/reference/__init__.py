@@ -1,4 +1,4 @@
-"""The oracle: dense float64 attention, transformer block and LLaMA, written from global positions and definitions alone.
+"""Compute dense float64 attention, transformer block and LLaMA from definitions alone.
 
 It imports torch only and shares no code with the rest of the library. Beside each tensor it returns
 a scale, which is what rounding errors are proportional to (see `sp_core.testing.tolerance`).

@@ -1,4 +1,4 @@
-"""A dense float64 transformer block from a dict of weights, and how sensitive its results are to rounding.
+"""Compute a dense float64 transformer block, and its sensitivity to rounding.
 
 Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D
 head dim.
@@ -24,7 +24,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 class BlockReference(NamedTuple):
-    """Values and error scales by name: "out", "x" (the gradient of the input), and the gradient of each weight by its name."""
+    """Values and error scales by name: "out", "x", and the gradient of each weight."""
 
     values: dict[str, Tensor]
     scales: dict[str, Tensor]
@@ -48,12 +48,12 @@ def rms_norm(
 
 
 def _normalized(x: Tensor, eps: float, rounding: Rounding) -> Tensor:
-    """Written out, because the gradient of a norm over few elements is what is left of terms that cancel: their rounding."""
+    """Normalize step by step, because a gradient over few elements is made of roundings."""
     return rounding(x * rounding(1.0 / rounding((x**2).mean(-1, keepdim=True) + eps).sqrt()))
 
 
 def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[float]) -> Tensor:
-    """Rotary embedding of x (B, S, H, D), dim i with dim i + D/2, by position * base^(-2i/D) radians, or by frequencies given."""
+    """Rotate dims i and i + D/2 of x (B, S, H, D) by position times frequency i."""
     half = x.shape[-1] // 2
     p = torch.as_tensor(positions, dtype=torch.float64, device=x.device)
     pairs = torch.complex(x[..., :half], x[..., half:])
@@ -89,7 +89,7 @@ def self_attention(
     softmax_scale: float | None = None,
     rounding: Rounding = lambda t: t,
 ) -> Tensor:
-    """Compute projections, rotary embedding, and softmax over what each query sees; zero for a query that sees nothing.
+    """Attend to what each query sees; give zero for a query that sees nothing.
 
     Args:
         x: (B, S, E).
@@ -131,7 +131,7 @@ def transformer_block(
     kept: Sequence[Tensor | float] = (1.0, 1.0),
     rounding: Rounding = lambda t: t,
 ) -> Tensor:
-    """Pre-norm transformer block, x + attention(norm1(x)), then x + feed_forward(norm2(x)), for autograd to differentiate.
+    """Return y + feed_forward(norm2(y)) with y = x + attention(norm1(x)).
 
     Args:
         x: (B, S, E), all tokens.
@@ -206,7 +206,7 @@ def transformer_block_grads(
 def sensitivity(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], samples: int = 8
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Measure how far each element of each output moves when inputs and intermediate results are perturbed as rounding does.
+    """Measure how far outputs move when inputs and intermediate results are perturbed.
 
     Every element of every input, and of what the function passes through `rounding` (and its
     gradient on the way back), is multiplied by 1 + EPSILON times a normal random number. The scale
@@ -258,7 +258,7 @@ _multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = _Perturbation.apply
 
 
 def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x with independent relative perturbations of its elements, and of the elements of its gradient."""
+    """Return x with independent relative perturbations, of its gradient too."""
     factors = (
         1 + EPSILON * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         for _ in range(2)
@@ -267,7 +267,7 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Return the softmax as numerators and sums, of which the gradient of a saturated one consists."""
+    """Return the softmax as numerators and sums, which a saturated gradient consists of."""
     # A row that sees nothing keeps finite logits and is zeroed at the end.
     hidden = ~seen & seen.any(-1, keepdim=True)
     logits = logits.masked_fill(hidden, -math.inf)

@@ -1,4 +1,4 @@
-"""Dense float64 attention and its gradients, written from the definitions of the masks on global positions.
+"""Compute dense float64 attention and its gradients from the definitions of the masks.
 
 Beside each tensor stands its scale, the sum of the absolute terms that make up an element.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class AttentionReference(NamedTuple):
-    """Attention in float64 with error scales; `growth` is by how much the arithmetic may amplify a rounding (see `tolerance`)."""
+    """Attention in float64 with error scales; `growth` bounds how roundings are amplified."""
 
     out: Tensor  # (B, Sq, H, D)
     lse: Tensor  # (B, H, Sq)

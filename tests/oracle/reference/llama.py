@@ -114,7 +114,7 @@ def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> floa
 def next_token_loss(
     logits: Tensor, tokens: Tensor, ignored: Sequence[tuple[int, int]] = ()
 ) -> Tensor:
-    """Mean over all tokens with a next one of log sum exp(logits) - logit of the next token; without those at `ignored` (b, t)."""
+    """Return the mean loss over tokens with a next one, without those at `ignored` (b, t)."""
     losses = torch.logsumexp(logits[:, :-1], -1) - logits[:, :-1].gather(
         -1, tokens[:, 1:, None]
     ).squeeze(-1)
