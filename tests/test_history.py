@@ -128,20 +128,16 @@ def test_the_command_prints_the_change_and_marks_it(
     assert len(marks) == 1
 
 
+@pytest.mark.parametrize(
+    ("count", "code", "told"),
+    [(16, 0, "no change found"), (1, 1, "A history needs the records of several runs.")],
+)
 def test_a_history_without_change_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    count: int, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "history.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(16)))
-    assert main([str(path), "--history", "--out", str(tmp_path)]) == 0
-    assert "no change found" in capsys.readouterr().out
-
-
-def test_a_single_run_is_no_history_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(1)))
-    assert main([str(path), "--history", "--out", str(tmp_path)]) == 1
-    assert "A history needs the records of several runs." in capsys.readouterr().err
-    assert "several runs" in (tmp_path / "history.html").read_text()
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(count)))
+    assert main([str(path), "--history", "--out", str(tmp_path)]) == code
+    shown = capsys.readouterr()
+    assert told in (shown.err if code else shown.out)
+    assert told in (tmp_path / "history.html").read_text()

@@ -306,7 +306,3 @@ def test_the_fingerprint_holds_stable_fields_only(
 )
 def test_any_text_can_be_a_reason(told: str) -> None:
     records.parse(line(changed("status", "failed") | {"reason": records.reason(told)}))
-
-
-def test_the_key_is_case_and_ranks() -> None:
-    assert as_record(GOOD).key == ("schemes/ring/zigzag/causal/forward", 2)

@@ -99,11 +99,13 @@ def test_scaling_plots_hold_the_measured_points_and_the_ideal() -> None:
     ]
     assert [(1.0, 800.0), (2.0, 400.0), (4.0, 200.0)] in lines
     assert [(float(row.ranks), row.seconds * 1e3) for row in rows] in lines
-    lines = [
-        [tuple(map(float, point)) for point in line.get_xydata()]
-        for line in efficiency.figure.axes[0].get_lines()
-    ]
+    drawn_lines = efficiency.figure.axes[0].get_lines()
+    lines = [[tuple(map(float, point)) for point in line.get_xydata()] for line in drawn_lines]
     assert [(float(row.ranks), row.efficiency * 100) for row in rows] in lines
+    (legend,) = efficiency.figure.legends
+    looks = {str(line.get_label()): line.get_color() for line in drawn_lines}
+    for handle, name in zip(legend.legend_handles, legend.get_texts(), strict=True):
+        assert handle.get_color() == looks[name.get_text()]
 
 
 def test_a_name_keeps_its_beginning_and_its_end() -> None:

@@ -21,12 +21,13 @@ from benchmarks.reporting.trace.merge import ANCHOR, PREFIX, Profile, merge
 from benchmarks.worker import Intracomm, Rank
 from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh
+from sp_core.schedules import Operation
 from sp_core.transport import Done
 
 WARMUP = 2
 TRIES = 20
-KINDS = {"run": "run", "start": "start", "exchange": "start", "wait": "wait", "_agree": "agree"}
-"""What the trace calls each method of a communicator that communicates."""
+KINDS = {"start": "start", "exchange": "start", "wait": "wait", "_agree": "agree"}
+"""What the trace calls each method of a communicator that communicates by itself."""
 
 
 def offset(world: Intracomm) -> float:
@@ -90,6 +91,12 @@ class Log:
         for method in KINDS:
             act = getattr(comm, method)
             setattr(comm, method, functools.partial(self._span, method, act))
+        self._prepare = comm.prepare
+        comm.prepare = self._prepared  # type: ignore[method-assign]
+
+    def _prepared(self, operation: Operation, *buffers: Any) -> Callable[[], None]:
+        run = self._prepare(operation, *buffers)
+        return functools.partial(self._span, "run", lambda _: run(), operation)
 
     def _span(self, method: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         if method == "wait" and isinstance(arguments[0], Done):
@@ -106,7 +113,7 @@ class Log:
         return result
 
     def _describe(self, method: str, *arguments: Any, **more: Any) -> dict[str, Any]:
-        kind, transfer = KINDS[method], None
+        kind, transfer = KINDS.get(method, "run"), None
         if method in ("run", "start"):
             name = arguments[0].op.value
         elif method == "exchange":
