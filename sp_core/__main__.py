@@ -1,4 +1,7 @@
-"""The command line: `sp-core run`, `doctor`, `plan`, `generate` and `logits`, also as `python -m sp_core ...`."""
+"""The command line: `sp-core run`, `doctor`, `plan`, `generate` and `logits`.
+
+It is also `python -m sp_core ...`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas for what each scheme sends: messages and bytes of a rank, forward and backward. No MPI, no tensors.
+"""Formulas for the messages and bytes of each scheme, forward and backward. No MPI, no tensors.
 
 With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
 
@@ -31,7 +31,7 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends: point-to-point messages, and bytes in all. With shared memory, what it reads instead."""
+    """Messages and bytes that one rank sends. With shared memory, those that it reads."""
 
     messages: int = 0
     bytes_sent: int = 0
@@ -133,7 +133,10 @@ def ulysses(problem: Attention, rank: int) -> Both:
 
 
 def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
-    """Return what a rank sends in `hybrid_attention`. `groups` lists the ranks that exchange heads, for each rank of the ring."""
+    """Return what a rank sends in `hybrid_attention`.
+
+    `groups` lists the ranks that exchange heads, for each rank of the ring.
+    """
     mine = groups[ring_rank]
     inside = replace(
         problem,
@@ -154,7 +157,10 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
 
 
 def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int) -> Both:
-    """Return what `rank` sends in a column-parallel layer and the row-parallel one after it, without bias, with all gradients."""
+    """Return what `rank` sends in a column-parallel and a row-parallel layer.
+
+    They have no bias; all gradients are wanted.
+    """
     mine = sharding.local_len(rank)
     token = batch * hidden * itemsize
     gather, scatter = (sharding.size - 1) * mine * token, (sharding.seq_len - mine) * token

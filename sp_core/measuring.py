@@ -1,4 +1,6 @@
-"""Measure the constants of `sp_core.tuning` on several ranks: `mpiexec -n 2 python -m sp_core doctor --measure`.
+"""Measure the constants of `sp_core.tuning` on several ranks.
+
+The command is `mpiexec -n 2 python -m sp_core doctor --measure`.
 
 All ways to do one thing take turns, so that what disturbs the machine disturbs them alike; a sample
 is the time of the slowest rank from a barrier on, and a constant the median of its samples.
@@ -70,7 +72,8 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
     """
     if world.size < 2:
         raise ValueError(
-            "constants were to be measured on 1 rank; 2 are needed: mpiexec -n 2 python -m sp_core doctor --measure."
+            "constants were to be measured on 1 rank; "
+            "2 are needed: mpiexec -n 2 python -m sp_core doctor --measure."
         )
     with Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh:
         group = mesh["all"]
@@ -83,7 +86,7 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
 def primitives(
     world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES
 ) -> Tuning:
-    """Measure messages, sums, copies and the preparation of a call, for `share` seconds at each size."""
+    """Measure messages, sums, copies and preparation, for `share` seconds at each size."""
     links = {
         kind: _exchanges(world, group, pair, share, sizes)
         for kind in LINKS
@@ -108,7 +111,10 @@ def collectives(
     sizes: Sequence[int] = SIZES,
     least: int = LEAST_ROUNDS,
 ) -> Samples:
-    """Measure every algorithm of every collective, for `share` seconds at each size, but at least `least` rounds."""
+    """Measure every algorithm of every collective.
+
+    Each size takes `share` seconds, but at least `least` rounds.
+    """
     found: Samples = {
         op: {name: {} for name in usable(group.nodes, op, window=group.window is not None)}
         for op in OPS
@@ -127,7 +133,7 @@ def collectives(
 
 
 def fitted(bare: Tuning, samples: Samples) -> Tuning:
-    """Compute constants from the times of messages and sums, and from samples of whole collectives."""
+    """Compute constants from the times of messages and sums, and of whole collectives."""
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
         (op, name, *point)
@@ -177,7 +183,10 @@ def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
 def interleaved(
     world: Intracomm, calls: dict[str, Call], seconds: float, least: int = LEAST_ROUNDS
 ) -> dict[str, list[float]]:
-    """Time all calls in rounds. In each round every call has its turn, and another one is first. All ranks get the same samples."""
+    """Time all calls in rounds.
+
+    In each round every call has its turn, and another one is first. All ranks get the same samples.
+    """
     repeats, spent = {}, 0.0
     for name, call in calls.items():
         sample(world, call)  # the first run touches its memory
@@ -297,14 +306,22 @@ def told() -> tuple[bool, str]:
         reason = "none" if not path.exists() else str(error)
         return (
             False,
-            f"{reason}; auto takes the MPI library's algorithms. To measure: python -m sp_core doctor --measure",
+            f"{reason}; auto takes the MPI library's algorithms. "
+            "To measure: python -m sp_core doctor --measure",
         )
-    speeds = f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, 1/gamma {1e-9 / tuning.gamma:.1f} GB/s"
+    speeds = (
+        f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, "
+        f"1/gamma {1e-9 / tuning.gamma:.1f} GB/s"
+    )
     median, worst = tuning.error
-    text = f"{speeds} ({', '.join(tuning.links)}), measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}"
+    text = (
+        f"{speeds} ({', '.join(tuning.links)}), "
+        f"measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}"
+    )
     return (
         True,
-        f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} (95th percentile)",
+        f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} "
+        "(95th percentile)",
     )
 
 

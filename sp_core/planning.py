@@ -1,4 +1,6 @@
-"""Project which scheme and mesh suit a problem: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
+"""Project which scheme and mesh suit a problem.
+
+An example: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
 
 One layer of causal attention, forward and backward, evenly split, zigzag. Ranks fill nodes one
 after the other; the axis of Ulysses is the fast one. With own = B (S/P) D e bytes for one head of
@@ -99,7 +101,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Projection:
-    """A scheme on a mesh: seconds of forward and backward, seconds of them spent waiting, and what a rank sends."""
+    """A scheme on a mesh.
+
+    It has the seconds of forward and backward, those spent waiting, and what a rank sends.
+    """
 
     scheme: str
     ring: int
@@ -137,18 +142,24 @@ def _check(problem: Problem) -> None:
         < 1
     ):
         raise ValueError(
-            "a size below 1 was given; --seq, --ranks, --ranks-per-node, --kv-heads, --head-dim and --batch are at least 1."
+            "a size below 1 was given; --seq, --ranks, --ranks-per-node, --kv-heads, --head-dim "
+            "and --batch are at least 1."
         )
     if problem.seq_len % (2 * problem.ranks) or problem.num_heads % problem.num_kv_heads:
         raise ValueError(
-            f"--seq {problem.seq_len} on --ranks {problem.ranks}, and --heads {problem.num_heads} with --kv-heads "
-            f"{problem.num_kv_heads} were given; the projection is for even splits. Pass a length that twice the number of ranks "
+            f"--seq {problem.seq_len} on --ranks {problem.ranks}, and --heads "
+            f"{problem.num_heads} with --kv-heads "
+            f"{problem.num_kv_heads} were given; the projection is for even splits. "
+            "Pass a length that twice the number of ranks "
             "divides, and heads that the key/value heads divide."
         )
 
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
-    """Project a ring of `ring` ranks around groups of `ulysses` ranks that exchange heads. Either may be 1."""
+    """Project a ring of `ring` ranks around groups of `ulysses` ranks that exchange heads.
+
+    Either may be 1.
+    """
     heads, kv_heads = (
         [len(part) for part in parts]
         for parts in split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
@@ -213,7 +224,10 @@ def _returned(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
 
 
 def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
-    """Return the seconds of a forward's all-to-alls: inside the node, and to other nodes over the link that its ranks share."""
+    """Return the seconds of a forward's all-to-alls.
+
+    Those to other nodes go over the link that the ranks of a node share.
+    """
     if ulysses == 1:
         return 0.0
     inside = min(problem.per_node, ulysses)
@@ -260,17 +274,11 @@ def add_arguments(commands: Any) -> None:
         default="bfloat16",
         help="default: %(default)s",
     )
-    made.add_argument(
-        "--link",
-        required=True,
-        metavar="RATE,LATENCY",
-        help="of a node, such as 25gbit,10us or 400MB,1ms",
-    )
-    made.add_argument(
-        "--node-link",
-        metavar="RATE,LATENCY",
-        help="inside a node (default: what was measured on this machine)",
-    )
+    for name, required, text in (
+        ("--link", True, "of a node, such as 25gbit,10us or 400MB,1ms"),
+        ("--node-link", False, "inside a node (default: what was measured on this machine)"),
+    ):
+        made.add_argument(name, required=required, metavar="RATE,LATENCY", help=text)
     made.add_argument(
         "--flops",
         type=float,
@@ -292,13 +300,15 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
     if inside is None and options.ranks_per_node > 1:
         if tuning is None or "node" not in tuning.links:
             raise ValueError(
-                "nothing was measured on this machine: pass --node-link RATE,LATENCY, or run sp-core doctor --measure."
+                "nothing was measured on this machine: pass --node-link RATE,LATENCY, or run "
+                "sp-core doctor --measure."
             )
         inside = Link(tuning.alpha, tuning.beta)
     network = link_of(options.link)
     if options.show < 1 or (options.flops is not None and not 0 < options.flops < math.inf):
         raise ValueError(
-            f"--show {options.show} and --flops {options.flops} were given; pass at least 1, and a number above 0."
+            f"--show {options.show} and --flops {options.flops} were given; "
+            "pass at least 1, and a number above 0."
         )
     itemsize = getattr(torch, options.dtype).itemsize
     flops = options.flops or timed_flops(options.head_dim)
@@ -331,7 +341,7 @@ def link_of(text: str) -> Link:
 
 
 def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
-    """Measure operations per second of causal attention on this processor, with the threads that torch uses."""
+    """Measure the operations per second of causal attention, with the threads that torch uses."""
     q, k, v = (torch.randn(1, seq_len, heads, head_dim) for _ in range(3))
     seconds = []
     for _ in range(4):
@@ -342,21 +352,29 @@ def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
 
 
 def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None) -> Iterator[str]:
-    yield f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}{'waiting':>9}{'MB sent':>11}{'messages':>11}"
+    head = f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}"
+    yield f"{head}{'waiting':>9}{'MB sent':>11}{'messages':>11}"
     for one in found:
         total = one.forward + one.backward
         mesh = f"{one.ring} x {one.ulysses}"
         yield (
-            f"{one.scheme:<14}{mesh:>15} {one.seconds * 1e3:>11.2f}{max(one.exposed, 0.0) / one.seconds:>9.0%}"
+            f"{one.scheme:<14}{mesh:>15} "
+            f"{one.seconds * 1e3:>11.2f}{max(one.exposed, 0.0) / one.seconds:>9.0%}"
             f" {total.bytes_sent / 1e6:>10.1f} {total.messages:>10}"
         )
     speed = f"{problem.flops / 1e9:.1f} Gflop/s per rank"
-    yield f"One layer, forward and backward; {speed}, {problem.ranks} ranks, {problem.per_node} to a node."
+    machine = f"{problem.ranks} ranks, {problem.per_node} to a node"
+    yield f"One layer, forward and backward; {speed}, {machine}."
     if tuning is None:
-        yield "How far the model is off is not known here: measure this machine with sp-core doctor --measure."
+        yield (
+            "How far the model is off is not known here: "
+            "measure this machine with sp-core doctor --measure."
+        )
     else:
         median, worst = tuning.error
         yield (
-            f"The model was off by {median:.0%} (median) and {worst:.0%} (95th percentile) for collectives of {len(tuning.nodes)} "
-            "ranks on this machine. Beyond those it is an extrapolation: congestion, stragglers and other jobs are not in it."
+            f"The model was off by {median:.0%} (median) and {worst:.0%} (95th percentile) for "
+            f"collectives of {len(tuning.nodes)} "
+            "ranks on this machine. Beyond those it is an extrapolation: congestion, stragglers "
+            "and other jobs are not in it."
         )

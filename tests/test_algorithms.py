@@ -1,4 +1,4 @@
-"""Algorithms carried out: right for every collective, bit by bit what their schedule says, and counted as it is costed."""
+"""Run every algorithm: it gives the bits of its schedule, and is counted as it is costed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cases_by_algorithm(draw: st.DrawFn) -> Case:
 def test_an_algorithm_equals_the_definition(
     comm: Any, transport: str, case: Case, late: int
 ) -> None:
-    """Any dtype, uneven and empty pieces, views, ranks that come late, scratch with anything in it; twice, on the same scratch."""
+    """Draw any dtype, uneven and empty pieces, views, late ranks and used scratch. Call twice."""
     transport = "host" if refuses(case.algorithm, transport) else transport
     features({}, called(case.op, case.algorithm, transport, comm.size, case.dtype))
     with sp.Mesh(comm, sp=comm.size) as mesh:
@@ -185,7 +185,7 @@ def in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @spmd(4)
 def test_another_order_of_the_ranks_would_give_other_bits(comm: Any, dtype: str) -> None:
-    """So that the law above can fail: these numbers tell every order from the one that is promised."""
+    """Make the law above fail: these numbers tell every order from the promised one."""
     inputs = Vectors("all_reduce", "pairwise", 5, 0, dtype, 3).inputs(comm.size)
     wanted = in_order(inputs)
     for first in range(1, comm.size):

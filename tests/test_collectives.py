@@ -1,4 +1,4 @@
-"""Every collective equals its definition and is counted, over every transport that needs no device."""
+"""Every collective equals its definition, over every transport that needs no device."""
 
 from __future__ import annotations
 

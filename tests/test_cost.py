@@ -1,4 +1,4 @@
-"""The ledger: what an execution hands to the transport is what the formula says, message by message and byte by byte."""
+"""The ledger equals the formulas, message by message and byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of counters: exact in both tiers, complete, and red at one message, one call or one tensor too many."""
+"""The table of counters is exact and complete, and red at one message, call or tensor more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, values and the sums of their gradients in shared memory: nothing is sent, nothing is read too early or written too soon."""
+"""Keys, values and sums of gradients in shared memory: nothing is sent, read or written early."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class NoMessages:
 
 
 def leave_alone(comm: sp.Communicator) -> None:
-    """Let ranks begin operations in shared memory without the kit's comparison, which would make them wait for each other."""
+    """Turn the kit's comparison of operations off: it makes ranks wait for each other."""
     assert comm.window is not None
     comm.window._announce = lambda what: None
 
 
 def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
-    """The results of attentions one after the other, each of other numbers, and then of their backwards."""
+    """Return the results of several attentions, and then of their backwards."""
     under_way = []
     for turn, changes in enumerate(
         ({}, {"mask": sp.Mask(causal=True)}, {"layout": "contiguous", "mask": sp.Mask(window=1)})
@@ -152,7 +152,7 @@ HOMES = ("the first", "the second", "the third", "a part of one", "plain memory"
 def test_keys_and_values_may_live_elsewhere_on_every_rank(
     comm: Any, name: str, homes: list[list[str]], alike: bool, training: bool
 ) -> None:
-    """In other allocations, or in none: the bits are those of plain memory, and the tensors are free as soon as they are there."""
+    """The bits are those of plain memory. The tensors are free once the results are there."""
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         shards = Shards(
             replace(PLAIN, needs_grad=(training,) * 3), comm.rank, comm.size, mesh.device

@@ -1,4 +1,4 @@
-"""Laws of chunking: the chunks of an operation move each element exactly once, and all ranks make as many of them."""
+"""The chunks of an operation move each element once, and all ranks make as many of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The projection of schemes and meshes: what it sends is what `cost` says, and its best answer follows the machine."""
+"""The projection sends what `cost` says, and its best answer follows the machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_ring_hides_its_messages_behind_attention_and_an_all_gather_does_not()
 
 @pytest.mark.parametrize("per_node", [1, 2, 4, 12])
 def test_an_exchange_pays_the_latency_of_every_message_where_it_goes(per_node: int) -> None:
-    """Three all-to-alls each way: q with k and v, and out; 1 s for a message in the node, 100 s for one to another."""
+    """Count three all-to-alls each way. A message takes 1 s in the node, 100 s to another."""
     links = {"node": Link(1.0, 0.0), "network": Link(100.0, 0.0)}
     found = project(replace(SMALL, ranks=12, num_kv_heads=12, per_node=per_node, **links))
     inside = min(per_node, 12)
@@ -75,7 +75,7 @@ def test_an_exchange_pays_the_latency_of_every_message_where_it_goes(per_node: i
 
 
 def test_the_best_mesh_follows_the_machine() -> None:
-    """Attention that takes longer than its messages hides a ring; where the network is what takes time, fewer bytes win."""
+    """Slow attention hides the messages of a ring. Over a slow network fewer bytes win."""
     large = replace(
         SMALL, seq_len=1 << 17, num_heads=32, num_kv_heads=32, head_dim=128, ranks=64, per_node=8
     )

@@ -1,4 +1,4 @@
-"""Life of algorithms on a communicator: how one is chosen, many under way at once, progress by polling, memory of a plan."""
+"""How an algorithm is chosen, many under way at once, progress by polling, memory of a plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Wrong = Any
 def test_many_are_under_way_on_several_communicators(
     comm: Any, problems: list[Any], order: int, split: bool, staged: bool
 ) -> None:
-    """Started one after the other; each rank polls as often as it likes, and waits in an order of its own."""
+    """Start one after the other. Each rank polls and waits in an order of its own."""
     problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
     half = 2 if split and comm.size % 2 == 0 else 1
     random = Random(order * 31 + comm.rank)
@@ -81,7 +81,7 @@ def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
 
 
 class Stream(threading.local):
-    """Which stream a rank is on, and which of them has waited for which: as much of a device as a run asks for."""
+    """The stream that a rank is on, and which stream has waited for which."""
 
     def __init__(self) -> None:
         self.name, self.waited = "first", []
@@ -131,7 +131,7 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
 def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
     comm: Any, op: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever constants say of ordinary tensors; if only one rank has it there, all do as with an ordinary one."""
+    """Constants do not matter. If only one rank has its tensor there, no rank reads in place."""
     with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
         group, shape = mesh["sp"], (length * comm.size,)
         shared, values = (
@@ -164,7 +164,7 @@ def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> N
 def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that sends nothing, or receives nothing: by other bytes it would take another algorithm."""
+    """This holds for a rank that sends or receives nothing, too."""
     seen: list[set[int]] = [set() for _ in range(3)]
     real = maps.Map.chosen
 
@@ -308,7 +308,7 @@ def test_a_mesh_with_a_wrong_default_is_refused_on_all_ranks(comm: Any) -> None:
 
 @spmd(1)
 def test_tags_never_run_out(comm: Any) -> None:
-    """MPI 4.1, section 9.1.2: every library offers 0 to 32767. 0 is that of messages which all ranks post in the same order."""
+    """MPI 4.1, section 9.1.2, offers 0 to 32767. Messages in one order on all ranks have tag 0."""
     with sp.Mesh(comm, sp=1) as mesh:
         tags = [mesh["sp"].next_tag() for _ in range(70_000)]
     assert min(tags) >= 1

@@ -1,4 +1,4 @@
-"""Laws of schedules, without MPI: each contribution is counted exactly once, nothing conflicts, nobody waits for ever."""
+"""Schedules count each contribution once, without conflicts, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def ceil_log2(size: int) -> int:
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_costs_are_those_of_the_papers(size: int) -> None:
-    """Even pieces of m elements of 4 bytes, n = P m in all: messages, bytes and steps of the rank that has most."""
+    """Compare messages, bytes and steps of the busiest rank, for even pieces of m elements."""
     m = 16  # 4 segments
     n, logs, floor = size * m * 4, ceil_log2(size), size.bit_length() - 1
     core = 1 << floor
@@ -198,7 +198,7 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 2, 2)])
 def test_between_nodes_a_hierarchy_sends_as_little_as_is_possible(nodes: tuple[int, ...]) -> None:
-    """Each node 2 (N - 1) / N of the vector, over as many ranks at once as it has or the largest of them."""
+    """Each node sends 2 (N - 1) / N of the vector, over all of its ranks at once."""
     size, number = len(nodes), len(set(nodes))
     count = 12 * number
     made = schedule("all_reduce", "hierarchical", (count // size,) * size, nodes=nodes)
@@ -264,11 +264,20 @@ LONG_RING = schedule("all_reduce", "segmented_ring", (8, 8, 8), segment=2)
 FAULTS: dict[str, tuple[str, Schedule]] = {
     "a sum counted twice": (
         "should be",
-        changed(RING, 1, 0, lambda s: replace(s, then=(*s.then, Combine(s.then[0].into, (s.then[0].into, s.then[0].parts[1]))))),
+        changed(
+            RING,
+            1,
+            0,
+            lambda s: replace(
+                s, then=(*s.then, Combine(s.then[0].into, (s.then[0].into, s.then[0].parts[1])))
+            ),
+        ),
     ),
     "an addend forgotten": (
         "should be",
-        changed(RING, 2, 1, lambda s: replace(s, then=(Combine(s.then[0].into, s.then[0].parts[:1]),))),
+        changed(
+            RING, 2, 1, lambda s: replace(s, then=(Combine(s.then[0].into, s.then[0].parts[:1]),))
+        ),
     ),
     "a piece off by one": (
         "should be",
@@ -282,10 +291,16 @@ FAULTS: dict[str, tuple[str, Schedule]] = {
         "not defined",
         changed(RING, 0, 0, lambda s: replace(s, sends=(Message(1, Region(Buffer.OUT, 0, 2)),))),
     ),
-    "nobody sends it": ("nobody can go on: rank 0 in step 3", changed(RING, 2, 3, lambda s: replace(s, sends=()))),
+    "nobody sends it": (
+        "nobody can go on: rank 0 in step 3",
+        changed(RING, 2, 3, lambda s: replace(s, sends=())),
+    ),
     "a rank that was folded gets nothing back": (
         "nobody can go on",
-        with_programs(schedule("all_reduce", "recursive_doubling", (1, 1, 1)), lambda p: replace(p, steps=p.steps[:2])),
+        with_programs(
+            schedule("all_reduce", "recursive_doubling", (1, 1, 1)),
+            lambda p: replace(p, steps=p.steps[:2]),
+        ),
     ),
     "a step too early": ("under way", with_programs(LONG_RING, lambda p: replace(p, depth=3))),
     "the next step too early": ("under way", with_programs(RING, lambda p: replace(p, depth=2))),
@@ -295,13 +310,25 @@ FAULTS: dict[str, tuple[str, Schedule]] = {
     ),
     "result over a part": (
         "lies across",
-        changed(RING, 0, 0, lambda s: replace(s, then=(Combine(later(s.then[0].into), s.then[0].parts),))),
+        changed(
+            RING,
+            0,
+            0,
+            lambda s: replace(s, then=(Combine(later(s.then[0].into), s.then[0].parts),)),
+        ),
     ),
     "result over a later part": (
         "no scratch to add in",
-        changed(RING, 0, 0, lambda s: replace(s, then=(Combine(s.then[0].into, (*s.then[0].parts[::-1], s.then[0].into)),))),
+        changed(
+            RING,
+            0,
+            0,
+            lambda s: replace(
+                s, then=(Combine(s.then[0].into, (*s.then[0].parts[::-1], s.then[0].into)),)
+            ),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))

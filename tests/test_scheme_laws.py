@@ -85,7 +85,7 @@ def whole(comm: Any, shards: Shards, x: Tensor, dim: int) -> Tensor:
 def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
     comm: Any, name: str, problem: AttentionProblem, again: str
 ) -> None:
-    """Also where the ranks read in shared memory what came in messages before; sums of collectives are made in rank order.
+    """This holds in shared memory, too. Sums of collectives are made in rank order.
 
     But what AllGather-KV reads there has other strides than what messages bring, over which a
     matrix product may round differently.
@@ -132,7 +132,7 @@ def test_no_token_sees_the_future(
 def test_meshes_do_not_disturb_each_other(
     comm: Any, name: str, one: AttentionProblem, two: AttentionProblem
 ) -> None:
-    """Forward A, forward B, backward A, backward B, where the mesh of B has the same ranks in the opposite order."""
+    """Run forward A and B, backward A and B. Mesh B has the ranks in the opposite order."""
     backwards = comm.Split(0, -comm.rank)
     with (
         sp.Mesh(comm, device=device(), sp=comm.size) as a,

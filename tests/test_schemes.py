@@ -1,4 +1,4 @@
-"""Every scheme against the dense reference, for any mask, layout, length, heads, dtype, memory and ranks."""
+"""Every scheme against the dense reference, for any mask, layout, heads, dtype and ranks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, int]:
 def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
     comm: Any, problem: AttentionProblem, grid: tuple[tuple[str, ...], int], way: Way
 ) -> None:
-    """Two axes of a mesh in either order, beside or around a third one, along which every group has a problem of its own."""
+    """Draw two axes in either order, beside a third one along which each group has a problem."""
     lengths = lengths_of(grid, comm.size)
     features({}, ["grid " + " x ".join(str(lengths[axis]) for axis in AXES), *taken("hybrid", way)])
     axes = tuple(axis for axis in grid[0] if axis != "copies")
@@ -127,7 +127,7 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
 def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(
     comm: Any, needs: tuple[bool, ...]
 ) -> None:
-    """Two queries and three keys over a grid of 2 x 2: one pair of ranks has as many queries as keys, the other has not."""
+    """One pair of ranks in a 2 x 2 grid has as many queries as keys, the other has not."""
     layouts, plain = ("contiguous", "contiguous"), (sp.Mask(), None, 1.0, "normal", "normal")
     problem = AttentionProblem(1, 2, 3, 1, 1, 1, "float64", *layouts, *plain, needs, "plain", 0)
     axes = ("ring", "ulysses")
@@ -163,7 +163,7 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
 
 @spmd()
 def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
-    """Contiguous and causal: rank r's keys go to the ranks behind it and no further; documents of one shard go nowhere."""
+    """Causal: rank r's keys go to the ranks behind it. Documents of one shard go nowhere."""
     size = comm.size
     problem = replace(
         PLAIN, seq_len=4 * size, kv_len=4 * size, layout="contiguous", kv_layout="contiguous"
@@ -186,7 +186,7 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @spmd(4)
 def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
-    """What is summed over blocks and ranks is summed in float32: the errors of four ranks are about those of one.
+    """Sums over blocks and ranks are made in float32: four ranks err about as one does.
 
     A kernel rounds each block's part of out once more, and of dk and dv each part instead of the
     whole, which is better.

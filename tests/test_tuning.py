@@ -1,4 +1,4 @@
-"""Constants and what "auto" makes of them: the model is that of the papers, ranks decide alike, unusable files say why."""
+"""The model is that of the papers, ranks decide alike, and unusable files say why."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_whatever_auto_takes_is_right(comm: Any, case: Case, seed: int, layout: 
 
 
 def small_ones_by(name: str) -> Tuning:
-    """Constants by which an algorithm is the quickest for a byte or two, and the library for more."""
+    """Make an algorithm the quickest for a byte or two, and the library for more."""
     rising = Curve(((1, 0.1), (2, 0.1), (4, 10.0)))
     return replace(
         PLAIN, times={"all_reduce": {"mpi": Curve(((1, 1.0), (1 << 40, 1.0))), name: rising}}
@@ -438,7 +438,7 @@ def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_slow_round_is_no_contestants_fault() -> None:
-    """Half of the rounds take ten times as long for both; one of them is missing from the quicker one's medians by chance."""
+    """Half of the rounds take ten times as long for both."""
     rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
     found = measuring.typical(rounds)
     assert found["slow"] / found["quick"] == pytest.approx(1.1)

@@ -1,4 +1,4 @@
-"""The collectives that programs call, on values that differ by rank; the backward of each is its transpose.
+"""Offer the collectives that programs call. The backward of each is its transpose.
 
 Each function compares its arguments over the ranks before it sends anything, unless the mesh was
 made with `check="off"`. The backward of a collective is a collective: it runs on a rank only if
@@ -190,7 +190,9 @@ def shift(
 
 
 def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
-    """Give every rank the root's tensor. The others pass a tensor of the same shape and dtype, whose values are not read.
+    """Give every rank the root's tensor.
+
+    The others pass a tensor of the same shape and dtype, whose values are not read.
 
     Communication:
         One broadcast forward; one reduction to the root backward.

@@ -1,4 +1,4 @@
-"""From the arguments of a collective to the map that carries it out: check, agree with the other ranks, fill in the sizes.
+"""Make the map of a collective from its arguments: check, agree with the ranks, fill in sizes.
 
 `name` is the public function that was called. Ranks agree on it, because two functions with one map
 may differ in their backward, and MPI does not match a blocking collective with a non-blocking one.
@@ -154,22 +154,28 @@ def _call(
         "any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape)
     )
     grad = x.requires_grad and torch.is_grad_enabled()
-    return f"{name}(tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown}) on {comm.name}"
+    call = f"tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown}"
+    return f"{name}({call}) on {comm.name}"
 
 
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
-    """Raise if the arguments are wrong. Return the length along the dim in which the ranks may differ, or 0."""
+    """Raise if the arguments are wrong.
+
+    Return the length along the dim in which the ranks may differ, or 0.
+    """
     arguments.check(**given)
     check_tensor(x, comm, dtypes=kind.dtypes)
     dims = [given[dim] for dim in kind.dims]
     for dim in dims:
         if not 0 <= dim < x.dim():
             raise ShapeError(
-                f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. Pass a dim that it has."
+                f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. "
+                "Pass a dim that it has."
             )
     if len(dims) == 2 and dims[0] == dims[1]:
         raise ShapeError(
-            f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. Pass two different dims."
+            f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. "
+            "Pass two different dims."
         )
     _check_algorithm(
         kind.map.name, given["algorithm"], comm, deterministic=given.get("deterministic", False)
@@ -181,7 +187,8 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
         _check_sum(x, given["op"], in_place=kind.map is maps.InPlace)
     if not 0 <= given.get("root", 0) < comm.size:
         raise ShapeError(
-            f"root={given['root']} was given for {comm.size} ranks. Pass a rank of {comm.name}, 0..{comm.size - 1}."
+            f"root={given['root']} was given for {comm.size} ranks. "
+            f"Pass a rank of {comm.name}, 0..{comm.size - 1}."
         )
     if not kind.joined:
         return 0
@@ -229,11 +236,13 @@ def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, determinist
     if algorithm == "window" and comm.window is None:
         raise ValueError(
             f"algorithm='window' was given; {comm.name} has no shared memory: {comm.no_window}. "
-            "Pass another algorithm, or make the mesh with transport='window' ('ipc' on CUDA) over ranks of one machine."
+            "Pass another algorithm, or make the mesh with transport='window' ('ipc' on CUDA) "
+            "over ranks of one machine."
         )
     if deterministic and algorithm not in ("auto", *IN_RANK_ORDER):
         raise ValueError(
-            f"algorithm={algorithm!r} was given with deterministic=True, which only {IN_RANK_ORDER} can do: these add in the order "
+            f"algorithm={algorithm!r} was given with deterministic=True, which only "
+            f"{IN_RANK_ORDER} can do: these add in the order "
             "of the ranks. Pass one of them, or leave one out."
         )
 
@@ -241,7 +250,7 @@ def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, determinist
 def _check_sizes(
     name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None
 ) -> None:
-    """Raise if sizes do not describe this rank's tensor, of length `own` on this rank or `total` over all."""
+    """Raise if sizes do not describe a tensor of length `own` on this rank or `total` over all."""
     if sizes is None:
         return
     if len(sizes) != comm.size or min(sizes) < 0:
@@ -250,7 +259,8 @@ def _check_sizes(
         )
     if own is not None and sizes[comm.rank] != own:
         raise ShapeError(
-            f"{name}={tuple(sizes)} says that rank {comm.rank} has {sizes[comm.rank]}; its tensor has {own}."
+            f"{name}={tuple(sizes)} says that rank {comm.rank} has {sizes[comm.rank]}; "
+            f"its tensor has {own}."
         )
     if total is not None and sum(sizes) != total:
         raise ShapeError(

@@ -81,7 +81,9 @@ def apply(x: Tensor, mapping: Map) -> Tensor:
 
 
 class Pending:
-    """A collective under way. Do other work, call `comm.poll()` now and then, and `wait()` for the result.
+    """A collective under way.
+
+    Do other work, call `comm.poll()` now and then, and `wait()` for the result.
 
     It keeps alive what it reads of the input, which must not be changed before `wait` has returned.
     """
@@ -98,7 +100,10 @@ class Pending:
         return self._started.prepared.out.detach()
 
     def wait(self) -> Tensor:
-        """Return the result, a differentiable function of the input. A second call returns the same tensor."""
+        """Return the result, a differentiable function of the input.
+
+        A second call returns the same tensor.
+        """
         if self._started is not None:
             self._started.wait()
             self._started = None

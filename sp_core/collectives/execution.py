@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -19,14 +19,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from sp_core.collectives.combining import Work, combination
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
-    HALF,
     OWN,
-    REDUCTIONS,
     SEGMENT_BYTES,
     SLOTS,
-    WIDE_BLOCK,
     Buffer,
     Cost,
     Message,
@@ -41,8 +39,6 @@ from sp_core.schedules import (
 )
 from sp_core.scratch import Scratch
 from sp_core.transport import Bound, Done, Handle, wait
-
-Work = Callable[[], object]
 
 
 def bind(
@@ -76,7 +72,10 @@ def bind(
 
 
 class Ready(ABC):
-    """A collective on memory, ready to run any number of times, one after the other. The arguments are those of `bind`."""
+    """A collective on memory, ready to run any number of times, one after the other.
+
+    The arguments are those of `bind`.
+    """
 
     def __init__(
         self,
@@ -133,7 +132,10 @@ class Ready(ABC):
     def _work(
         self, program: Program, copying: Callable[[Tensor, Tensor], Work]
     ) -> list[tuple[Work, ...]]:
-        """Take scratch memory for sums in float32, and for TMP unless it is shared. Return the calls of each step."""
+        """Take scratch memory for sums in float32, and for TMP unless it is shared.
+
+        Return the calls of each step.
+        """
         length = wide_length(program, self.dtype)
         nbytes = 8 * length + (0 if program.shared else program.scratch * self.dtype.itemsize)
         if self._block.numel() < nbytes:
@@ -276,7 +278,7 @@ class Running:
         return self._posted == len(self._bound.steps) and self._have_left(self._posted)
 
     def _post(self) -> None:
-        """Post steps until `depth` are under way, or the next one writes to memory that is still being sent."""
+        """Post steps until `depth` are under way, or the next writes to memory still being sent."""
         bound = self._bound
         while (
             len(self._under_way) < bound.depth
@@ -289,7 +291,10 @@ class Running:
             self._under_way.append((handle, step.work))
 
     def _begin(self, step: BoundStep) -> Handle:
-        """Post the messages of a step. Its sends get a handle of their own if later steps need not wait for them."""
+        """Post the messages of a step.
+
+        Its sends get a handle of their own if later steps need not wait for them.
+        """
         transport = self._bound.comm.transport
         if not step.sends or step.rewritten == self._posted:
             return transport.post(step.sends, step.recvs, self._tag)
@@ -369,7 +374,7 @@ class BoundWindow(Ready):
 
 
 class Once:
-    """The only run of a collective; its scratch goes back to the communicator when it is complete."""
+    """The only run of a collective. Its scratch is given back when it is complete."""
 
     def __init__(self, bound: Ready) -> None:
         self._bound: Ready | None = bound
@@ -406,41 +411,3 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         one.data_ptr() < other.data_ptr() + other.nbytes
         and other.data_ptr() < one.data_ptr() + one.nbytes
     )
-
-
-def combination(
-    into: Tensor,
-    parts: list[Tensor],
-    wide: tuple[Tensor, Tensor],
-    reduction: str,
-    copying: Callable[[Tensor, Tensor], Work],
-) -> Iterator[Work]:
-    """Yield the calls that write the sum (or max, min) of some vectors into another one. Half types are added in `wide`."""
-    together = REDUCTIONS[reduction]
-    if len(parts) == 1:
-        if not _same(into, parts[0]):
-            yield copying(into, parts[0])
-    elif len(parts) > 2 and into.dtype in HALF:
-        yield partial(_add_wide, into, parts, wide, together)
-    else:
-        total = parts[0] if any(_same(into, part) for part in parts[2:]) else into
-        for place, part in enumerate(parts[1:]):
-            left = total if place else parts[0]
-            yield partial(together, left, part, out=into if place == len(parts) - 2 else total)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.numel() > 0
-
-
-def _add_wide(
-    into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]
-) -> None:
-    """Add half types in float32 and round once, block by block, in existing memory."""
-    for start in range(0, into.numel(), WIDE_BLOCK):
-        first, *rest = (part[start : start + WIDE_BLOCK] for part in parts)
-        total, addend = (room[: first.numel()] for room in wide)
-        total.copy_(first)
-        for part in rest:
-            together(total, addend.copy_(part), out=total)
-        into[start : start + WIDE_BLOCK].copy_(total)

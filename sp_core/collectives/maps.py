@@ -1,4 +1,4 @@
-"""Every collective as a linear map from the shards of all ranks to the results of all ranks, with its transpose.
+"""Every collective as a linear map from all shards to all results, with its transpose.
 
     AllGather  <-> ReduceScatter        AllToAll <-> AllToAll with split and concat swapped
     Broadcast <-> Reduce AllReduce  <-> AllReduce            Shift    <-> Shift the other way
@@ -21,7 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_core.collectives.execution import Ready, Work, bind
+from sp_core.collectives.combining import Work
+from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
 from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
 from sp_core.transport import Handle
@@ -192,7 +193,7 @@ class AllGather(_AlongDim):
 
 @dataclass(frozen=True)
 class ReduceScatter(_AlongDim):
-    """`(sum(sizes), *)` on every rank to the sum of everybody's rows of rank r, `(sizes[r], *)`, along `dim`."""
+    """`(sum(sizes), *)` on every rank to the sum of rank r's rows, `(sizes[r], *)`, along `dim`."""
 
     name = "reduce_scatter"
 
@@ -203,7 +204,10 @@ class ReduceScatter(_AlongDim):
 
 @dataclass(frozen=True)
 class Shift(_AlongDim):
-    """Rank r's tensor goes to rank `(r + offset) % size`. Rank r holds `sizes[r]` along `dim` before."""
+    """Rank r's tensor goes to rank `(r + offset) % size`.
+
+    Rank r holds `sizes[r]` along `dim` before.
+    """
 
     name = "shift"
 
@@ -237,7 +241,7 @@ class AllReduce(Map):
         )
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """Send marks for NaN beside the numbers, because MPI libraries differ in how they compare it."""
+        """Send marks for NaN beside the numbers. MPI libraries differ in how they compare it."""
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
@@ -255,7 +259,7 @@ class AllReduce(Map):
 
 @dataclass(frozen=True)
 class InPlace(AllReduce):
-    """An all-reduce whose result takes the place of its input; through other memory where it cannot be made there."""
+    """An all-reduce in place of its input. Other memory is used where that is impossible."""
 
     def prepare(self, x: Tensor) -> Prepared:
         if x.is_contiguous() and self.chosen(x.nbytes) != "mpi":
@@ -318,7 +322,10 @@ class AllToAll(Map):
 
 @dataclass(frozen=True)
 class Broadcast(Map):
-    """The root's tensor on every rank. The others pass a tensor of the same shape, whose values are not read."""
+    """The root's tensor on every rank.
+
+    The others pass a tensor of the same shape, whose values are not read.
+    """
 
     name = "broadcast"
     root: int

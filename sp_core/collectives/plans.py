@@ -1,4 +1,4 @@
-"""Collectives for the hot path: prepared once for one tensor and run many times, and the sum in place."""
+"""Prepare a collective once for one tensor, and run it many times; sum in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from sp_core.scratch import Scratch
 from sp_core.transport import Handle
 
 RESIDENT_BYTES = 1 << 14
-"""From this many bytes on, other ranks read a vector in shared memory in place. A smaller one travels faster as a message."""
+"""From this many bytes on, other ranks read a vector in shared memory in place.
+
+A smaller one travels faster as a message.
+"""
 
 
 class Plan:

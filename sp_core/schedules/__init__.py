@@ -1,4 +1,4 @@
-"""Collectives as plain data: who sends what to whom in which step. Computed, costed and proven without MPI."""
+"""Describe collectives as plain data, which is computed, costed and proven without MPI."""
 
 from sp_core.schedules.program import (
     HALF,

@@ -1,4 +1,4 @@
-"""Algorithms of ceil(log2 P) steps: recursive doubling and halving, Bruck's all-gather, binomial trees.
+"""Algorithms of ceil(log2 P) steps: recursive doubling and halving, Bruck, binomial trees.
 
 Recursive doubling. In step m every rank exchanges all it has with the rank at distance 2^m. Groups
 of ranks whose parts each of four ranks has after each step:

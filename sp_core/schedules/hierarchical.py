@@ -47,7 +47,7 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is: the ranks of each node, the number of its own node, and the lanes of the vector."""
+    """The ranks of each node, the number of this rank's node, and the lanes of the vector."""
 
     rank: int
     groups: tuple[Group, ...]
@@ -139,7 +139,7 @@ def _passed_on(
     coming: dict[int, Region],
     then: tuple[Combine, ...] = (),
 ) -> Step:
-    """Send a region of each lane to its carrier in the next node, and receive one from the node before."""
+    """Send a region of each lane to the next node, and receive one from the node before."""
     sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
     return Step(
         sends,

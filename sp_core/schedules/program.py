@@ -108,7 +108,10 @@ class Operation(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of the whole vector, the same on every rank; an all-to-all counts as if all pieces were the longest."""
+        """Elements of the whole vector, alike on all ranks.
+
+        An all-to-all counts the longest piece for each.
+        """
         match self.op:
             case Op.ALL_GATHER:
                 return sum(self.recv)
@@ -139,7 +142,10 @@ class Operation(NamedTuple):
         return needed * self.itemsize
 
     def chunks(self, length: int) -> Iterator[tuple[int, Operation]]:
-        """Cut into operations of at most `length` elements of each piece, with the offset of each in its pieces."""
+        """Cut into operations of at most `length` elements a piece.
+
+        Yield the offset of each too.
+        """
         for offset in range(0, max(self.longest, 1), length):
             send, recv = (
                 tuple(min(max(n - offset, 0), length) for n in sizes)
@@ -190,7 +196,7 @@ _PIECES: dict[
         sum(counts),
     ),
 }
-"""By collective, what a rank sends and receives and the longest piece, from the arguments of `operation`."""
+"""By collective, what a rank sends, what it receives and the longest piece, for `operation`."""
 
 
 class Buffer(StrEnum):
@@ -203,7 +209,10 @@ class Buffer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `start` to `stop - 1` of a buffer of this rank, or of another one with which it shares memory."""
+    """Elements `start` to `stop - 1` of a buffer.
+
+    It is this rank's, or another's with which it shares memory.
+    """
 
     buffer: Buffer
     start: int
@@ -224,7 +233,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """`into` becomes ((p0 + p1) + p2) + ... of `parts`, which are all read before it is written; a copy where there is one part.
+    """`into` becomes ((p0 + p1) + p2) + ... of `parts`.
+
+    All are read before it is written; one part is copied.
 
     Parts of a half type are added in float32 and rounded once. Instead of the sum it may be the
     maximum or minimum.
@@ -263,7 +274,10 @@ class Program:
 
     @cached_property
     def figures(self) -> tuple[int, int, int, int, int]:
-        """Messages or reads, elements in these, the longest message, steps with messages, the longest sum of three or more."""
+        """Messages or reads, their elements, the longest one, steps with messages, longest sum.
+
+        Only sums of three or more parts count in the last figure.
+        """
         sends = [message.region for step in self.steps for message in step.sends]
         received = [message.region for step in self.steps for message in step.receives]
         combined = [combine for step in self.steps for combine in step.then]
@@ -278,7 +292,10 @@ class Program:
 
     @cached_property
     def rewritten(self) -> tuple[int, ...]:
-        """For each step, the first step before which its sends must have completed, if OUT is other memory than IN."""
+        """For each step, the first one before which its sends must have completed.
+
+        OUT is other memory than IN.
+        """
         return _rewritten(self.steps, in_place=False)
 
     @cached_property
@@ -316,12 +333,15 @@ def cost(program: Program, dtype: torch.dtype) -> Cost:
 
 
 def wide_length(program: Program, dtype: torch.dtype) -> int:
-    """Return the length of each of the two float32 buffers in which three or more parts of a half type are added."""
+    """Return the length of each float32 buffer.
+
+    Three or more parts of a half type are added in two of them.
+    """
     return min(program.figures[-1], WIDE_BLOCK) if dtype in HALF else 0
 
 
 def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
-    """For each step, find the first one, itself or later, before which its sends must have completed.
+    """For each step, find the first one from it on before which its sends must have completed.
 
     On a slow link a library calls a send complete only when the receiver has answered, so waiting
     for sends costs a round trip:
@@ -357,7 +377,7 @@ def overlap(one: Region, other: Region, in_place: bool) -> bool:
 
 
 def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
-    """Make a program without empty messages, empty combinations, and steps in which nothing happens."""
+    """Make a program without empty messages, empty combinations and empty steps."""
     kept = [
         Step(
             tuple(message for message in step.sends if len(message.region)),

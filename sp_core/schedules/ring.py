@@ -110,7 +110,7 @@ class Cut:
 
 
 def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
-    """Cut pieces of `counts` elements into segments of at most `segment`, or into one if it is None.
+    """Cut pieces of `counts` elements into segments of at most `segment` elements; None: one.
 
     The number of segments is the same for every piece, and even where it is not one, so that they
     go in pairs.

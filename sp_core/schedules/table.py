@@ -49,10 +49,13 @@ ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
 """The values that `algorithm=` takes, by collective."""
 
 SEGMENTS = 16
-"""The number of segments of a piece. Only the first one, a sixteenth of the time, overlaps with nothing."""
+"""The number of segments of a piece.
+
+Only the first one, a sixteenth of the time, overlaps with nothing.
+"""
 
 SEGMENT_BYTES = (1 << 18, 1 << 21)
-"""Bytes of the shortest segment (each costs a message) and of the longest (two of them are scratch)."""
+"""Bytes of the shortest segment and of the longest. Each costs a message; two are scratch."""
 
 IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms whose sums are bitwise those of a loop over the ranks."""
@@ -93,7 +96,7 @@ def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
 def segment_length(
     count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES
 ) -> int:
-    """Return the elements per segment of a vector of `count` elements that `size` ranks share out."""
+    """Return the elements per segment of a vector of `count` elements on `size` ranks."""
     shortest, longest = limits
     return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
 

@@ -1,4 +1,6 @@
-"""Collectives in memory that the ranks of a node share: nothing is sent, a rank reads what the others have put there.
+"""Collectives in memory that the ranks of a node share.
+
+Nothing is sent: a rank reads what the others have put there.
 
 Every rank has a scratch area that all can read, cut into `SLOTS` slots. A vector goes through it in
 chunks, each in a slot of its own, and the stages of consecutive chunks overlap. All ranks make the
@@ -56,11 +58,15 @@ from sp_core.segments import moved, split_ranges
 SLOTS = 4
 
 ONE_SHOT_BYTES = 1 << 15
-"""Bytes that a rank reads from others in an all-reduce in one shot at most; above that, adding up everything costs more than a
-second step. Measured on two cores."""
+"""Bytes that a rank reads from others in an all-reduce in one shot at most.
+
+Above that, adding up everything costs more than a second step. Measured on two cores."""
 
 IN_PLACE_BYTES = 1 << 20
-"""Bytes of a chunk of an in-place sum. Here fewer steps, in which ranks wait for each other, gain more than a cache."""
+"""Bytes of a chunk of an in-place sum.
+
+Here fewer steps, in which ranks wait for each other, gain more than a cache.
+"""
 
 Stage = tuple[Combine, ...]
 """What one chunk needs in one step."""
@@ -94,7 +100,10 @@ def _others(t: Operation) -> list[int]:
 
 
 def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
-    """Yield for each chunk the place of its slot, and its elements in every piece. Resident tensors have one step before."""
+    """Yield for each chunk the place of its slot, and its elements in every piece.
+
+    Resident tensors have one step before.
+    """
     for number, start in enumerate(range(0, max(t.longest, 1), length)):
         yield (t.first + number + t.resident) % SLOTS * t.slot, range(start, start + length)
 
@@ -118,7 +127,10 @@ def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> R
 
 
 def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writes: bool) -> Stages:
-    """Read one piece of each rank. `sources` says where it lies on that rank, and where it goes here."""
+    """Read one piece of each rank.
+
+    `sources` says where it lies on that rank, and where it goes here.
+    """
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
         mine = _cut(range(sum(t.send)), chunk)
         write = (copy(inp(mine), tmp(slot, len(mine))),) if writes else ()

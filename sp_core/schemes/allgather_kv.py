@@ -93,7 +93,10 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
 
 def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield k and v of all ranks for each group, (B, S, K, D). The next group is gathered meanwhile."""
+    """Yield k and v of all ranks for each group, (B, S, K, D).
+
+    The next group is gathered meanwhile.
+    """
     comm, sharding = problem.comm, problem.kv_sharding
     if comm.size == 1:
         yield sharding.sort_segments(k, 1), sharding.sort_segments(v, 1)

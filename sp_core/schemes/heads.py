@@ -74,14 +74,20 @@ def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
 
 
 def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """Concatenate heads of tensors (B, S, *, D) to (B, S, heads, D). A head may be taken more than once."""
+    """Concatenate heads of tensors (B, S, *, D) to (B, S, heads, D).
+
+    A head may be taken more than once.
+    """
     apply: Any = _SideBySide.apply
     joined: Tensor = apply(parts, *tensors)
     return joined
 
 
 class _SideBySide(torch.autograd.Function):
-    """Concatenates heads. The backward sums the gradients of a head taken more than once, in float32 or wider, in order."""
+    """Concatenate heads.
+
+    The backward sums the gradients of a head taken more than once, in float32 or wider, in order.
+    """
 
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], *tensors: Tensor) -> Tensor:

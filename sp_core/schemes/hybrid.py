@@ -22,7 +22,6 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
-from sp_core.schemes.heads import split_heads
 from sp_core.schemes.problem import agree
 from sp_core.schemes.ring import run_ring
 from sp_core.schemes.ulysses import Exchange
@@ -89,13 +88,7 @@ def hybrid_attention(
         resident=False,  # after the exchange
     )
     mine = groups[mesh[ring].rank]
-    exchange = Exchange(
-        mesh[ulysses],
-        tuple(problem.sharding.local_len(rank) for rank in mine),
-        tuple(problem.kv_sharding.local_len(rank) for rank in mine),
-        *split_heads(q.shape[2], k.shape[2], mesh[ulysses].size),
-        alike=problem.sharding.lengths == problem.kv_sharding.lengths,
-    )
+    exchange = Exchange.of(mesh[ulysses], problem, mine, q, k)
     out, lse = exchange.run(q, k, v, partial(run_ring, problem=inner), return_lse=return_lse)
     return (out, lse) if return_lse else out
 
@@ -134,7 +127,7 @@ def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator 
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
-    """Return, for each rank of the ring, the ranks of the product that exchange heads with each other."""
+    """Return, for each rank of the ring, the ranks that exchange heads with each other."""
     if ulysses_fastest:
         return [[ring * fast + rank for rank in range(fast)] for ring in range(slow)]
     return [[rank * fast + ring for rank in range(slow)] for ring in range(fast)]

@@ -1,4 +1,6 @@
-"""Read keys and values of other ranks in shared memory, and sum their gradients there. No message is sent.
+"""Read keys and values of other ranks in shared memory, and sum their gradients there.
+
+No message is sent.
 
     step 0     rank r writes k_r v_r once, and attends to them
     fence      all have written
@@ -37,7 +39,9 @@ def is_read(comm: Communicator, op: str) -> bool:
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield the blocks in the order of the ring, this rank's own first, and None for blocks that it does not see.
+    """Yield the blocks in the order of the ring, this rank's own first.
+
+    None marks a block that it does not see.
 
     A block may be read until the next one is asked for.
     """
@@ -59,7 +63,10 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 
 def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """Copy this rank's block into shared memory. Return the blocks of all ranks and a handle for when all are written."""
+    """Copy this rank's block into shared memory.
+
+    Return the blocks of all ranks and a handle for when all are written.
+    """
     comm, window = problem.comm, _window(problem)
     batch, _, heads, head_dim = k.shape
     shapes = [(2, batch, length, heads, head_dim) for length in problem.kv_sharding.lengths]
@@ -70,7 +77,10 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handl
 
 
 def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """Return the blocks of all ranks where their owners hold them, and a handle for when all ranks have arrived."""
+    """Return the blocks of all ranks where their owners hold them.
+
+    The handle is complete when all ranks have arrived.
+    """
     batch, _, heads, head_dim = k.shape
     window, lengths = _window(problem), problem.kv_sharding.lengths
 
@@ -85,7 +95,9 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Hand
 
 
 def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
-    """Return k and v of all ranks, (B, K, S, D) each, in the order of `sorted_positions`. All ranks write and read one tensor.
+    """Return k and v of all ranks, (B, K, S, D) each, in the order of `sorted_positions`.
+
+    All ranks write and read one tensor.
 
     They may be read until the next call.
     """
@@ -112,7 +124,9 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
 
 
 class SharedSums:
-    """Sums of gradients in shared memory. Call `add` in every step of the ring, then `arrived`, as for `TravellingSums`.
+    """Sums of gradients in shared memory.
+
+    Call `add` in every step of the ring, then `arrived`, as for `TravellingSums`.
 
     Args:
         problem: what is computed.
@@ -125,7 +139,10 @@ class SharedSums:
         self._adding: Handle = Done()
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step` to its sum, once the previous rank has added its own."""
+        """Add this rank's gradient of the block of `step` to its sum.
+
+        The previous rank has added its own before.
+        """
         comm = self._problem.comm
         if step == 0:
             self._begin(own)
@@ -139,7 +156,10 @@ class SharedSums:
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
     def _begin(self, own: Tensor | None) -> None:
-        """Write the first term of this rank's sum. No other rank has used the memory since the fence of its last use."""
+        """Write the first term of this rank's sum.
+
+        No other rank has used the memory since the fence of its last use.
+        """
         batch, _, heads, head_dim = self._like.shape
         shapes = [
             (2, batch, length, heads, head_dim) for length in self._problem.kv_sharding.lengths

@@ -1,4 +1,4 @@
-"""Check the arguments that all schemes share, and compare them over the ranks before the first message."""
+"""Check the arguments that all schemes share, and compare them over the ranks."""
 
 from __future__ import annotations
 
@@ -121,13 +121,17 @@ def _signature(
 
     q, k, v = (shown(x) for x in tensors)
     return (
-        f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: {problem.kv_sharding.fingerprint}, "
+        f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: "
+        f"{problem.kv_sharding.fingerprint}, "
         f"{problem.mask}, {softmax_scale=}, {return_lse=}) on {problem.comm.name}"
     )
 
 
 def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
-    """Identify the shared-memory allocations that hold k and v. Return 0 if either tensor lies elsewhere."""
+    """Identify the shared-memory allocations that hold k and v.
+
+    Return 0 if either tensor lies elsewhere.
+    """
     if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
         return 0
     numbers = [comm.window.number(x.view(-1)) for x in (k, v)]
@@ -145,11 +149,14 @@ def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
     for name, x, sharding in (("q", q, problem.sharding), ("k and v", k, problem.kv_sharding)):
         if sharding.size != comm.size:
             raise ShapeError(
-                f"the sharding of {name} is for {sharding.size} ranks, {comm.name} has {comm.size}. Make it with size={comm.size}."
+                f"the sharding of {name} is for {sharding.size} ranks, {comm.name} has "
+                f"{comm.size}. Make it with size={comm.size}."
             )
         if x.shape[1] != sharding.local_len(comm.rank):
             raise ShapeError(
-                f"{name} of rank {comm.rank} hold {x.shape[1]} tokens (dim 1), their sharding gives it "
-                f"{sharding.local_len(comm.rank)} of {sharding.seq_len}. Shard with sharding.shard(x, rank, dim=1)."
+                f"{name} of rank {comm.rank} hold {x.shape[1]} tokens (dim 1), their sharding "
+                "gives it "
+                f"{sharding.local_len(comm.rank)} of {sharding.seq_len}. "
+                "Shard with sharding.shard(x, rank, dim=1)."
             )
     problem.mask.check_lengths(problem.sharding.end, problem.kv_sharding.end)

@@ -26,7 +26,7 @@ FAR = 1 << 60
 
 @lru_cache(maxsize=64)
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
-    """Return how often each block is passed on: from its owner to the last rank that sees any of its keys."""
+    """Return how often each block is passed on, until the last rank that sees any of its keys."""
     least, greatest = _limits(mask)
     keys = _runs(kv_sharding.segments, _longest_step(mask))
     low, high, block = _visible(keys, least, greatest, mask.key_documents, mask.documents)
@@ -66,7 +66,7 @@ def _limits(mask: Mask) -> tuple[int, int]:
 
 
 def _longest_step(mask: Mask) -> int:
-    """Return the longest step of runs that see one interval in each document and skip few documents."""
+    """Return the longest step of runs that see an interval in each document and skip few."""
     least, greatest = _limits(mask)
     bounds = mask.documents or (0, FAR)
     return min(greatest - least + 1, max(bounds[-1] // max(len(bounds) - 1, 1), 1))
@@ -92,7 +92,10 @@ def _visible(
     documents: tuple[int, ...] | None,
     others: tuple[int, ...] | None,
 ) -> tuple[Ints, Ints, Ints]:
-    """Cut runs at their documents. Return for each piece the interval that it sees on the other side, and its rank."""
+    """Cut runs at their documents.
+
+    Return for each piece the interval that it sees on the other side, and its rank.
+    """
     first, last, step, rank = runs.T
     if documents is None or others is None:
         return first + least, last + greatest, rank
@@ -124,7 +127,10 @@ def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Int
 
 
 class _Owners:
-    """The ranks that own positions, as sorted runs. Of a pattern that repeats, two periods are kept."""
+    """The ranks that own positions, as sorted runs.
+
+    Of a pattern that repeats, two periods are kept.
+    """
 
     def __init__(self, sharding: Sharding) -> None:
         segments = {
@@ -144,7 +150,7 @@ class _Owners:
             self._first, self._last, _, self.owner = runs[runs[:, 0].argsort()].T
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return the ranges of `owner` that belong to the positions low..high; begin >= end for none."""
+        """Return the ranges of `owner` of the positions low..high; begin >= end for none."""
         low, high = np.maximum(low, self._begin), np.minimum(high, self._end)
         if self._period:
             place = (low - self._begin) % self._period
@@ -155,7 +161,7 @@ class _Owners:
 
 
 class _Wavelet:
-    """Answer questions about ranges of a list of numbers: how many are below a limit, which is the k-th.
+    """Answer about ranges of numbers how many are below a limit, and which is the k-th.
 
     Args:
         values: from 0 to limit - 1.

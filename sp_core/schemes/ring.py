@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go from rank to rank, and each rank attends to the block that it holds.
+"""Ring attention: keys and values travel, and each rank attends to the block that it holds.
 
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1
             out, lse = merge(out, lse, attend(q_r, k_j, v_j))

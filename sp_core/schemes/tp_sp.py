@@ -1,4 +1,4 @@
-"""Megatron's tensor parallelism with sequence parallelism: ranks split the weights, and between layers the tokens.
+"""Megatron's tensor and sequence parallelism: split weights, and between layers the tokens.
 
     x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel:
     a rank has some output features y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->
@@ -76,7 +76,9 @@ class Tokens:
 def gather_linears(
     x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """Gather the tokens x (B, S/P, E) once, and multiply by the weight (F/P, E) of each layer: (B, S, F/P) for each.
+    """Gather the tokens x (B, S/P, E) once, and multiply by the weight (F/P, E) of each layer.
+
+    Each result is (B, S, F/P).
 
     Communication:
         Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the
@@ -98,7 +100,9 @@ def gather_linears(
 def linear_scatter(
     y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]
 ) -> Tensor:
-    """Multiply, sum over the ranks, and keep this rank's tokens: y (B, S, F/P), weight (E, F/P) to (B, S/P, E).
+    """Multiply, sum over the ranks, and keep this rank's tokens.
+
+    Shapes: y (B, S, F/P), weight (E, F/P), result (B, S/P, E).
 
     Communication:
         Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank.
@@ -182,7 +186,10 @@ def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
 
 
 def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
-    """Return this rank's tokens (B, S/P, features) of the sum over ranks and products of y @ matrix. Chunks overlap."""
+    """Return this rank's tokens of the sum over ranks of products, (B, S/P, features).
+
+    Chunks overlap.
+    """
     first = products[0][0]
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)

@@ -1,4 +1,4 @@
-"""Ulysses: an all-to-all gives every rank the whole sequence for a part of the heads, a second one takes the results back.
+"""Ulysses: an all-to-all gives every rank all tokens of some heads, and back.
 
     q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)   inner attention   (B, S, H/P, D)
     --all-to-all-->  out  (B, S/P, H, D)
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -81,19 +82,15 @@ def ulysses_attention(
     )
 
     attend: Callable[..., Any] = inner or local_attention
-
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = attend(
-            *(q, k, v),
-            q_positions=positions,
-            kv_positions=kv_positions,
-            mask=problem.mask,
-            softmax_scale=problem.scale,
-            return_lse=True,
-        )
-        return result
-
-    exchange = Exchange.of(problem, q.shape[2], k.shape[2])
+    whole = partial(
+        attend,
+        q_positions=positions,
+        kv_positions=kv_positions,
+        mask=problem.mask,
+        softmax_scale=problem.scale,
+        return_lse=True,
+    )
+    exchange = Exchange.of(problem.comm, problem, range(problem.comm.size), q, k)
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
     return (out, lse) if return_lse else out
 
@@ -104,7 +101,7 @@ def _gathered_positions(sharding: Sharding) -> Tensor:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The two all-to-alls of Ulysses: which heads each rank computes, and how many tokens each rank has.
+    """The two all-to-alls of Ulysses: the heads and the number of tokens of each rank.
 
     Args:
         comm: the ranks.
@@ -125,16 +122,25 @@ class Exchange:
     alike: bool
 
     @classmethod
-    def of(cls, problem: Problem, num_heads: int, num_kv_heads: int) -> Exchange:
-        """Make the exchange of a problem over all its ranks."""
-        heads, kv_heads = split_heads(num_heads, num_kv_heads, problem.comm.size)
-        lengths, kv_lengths = problem.sharding.lengths, problem.kv_sharding.lengths
-        return cls(problem.comm, lengths, kv_lengths, heads, kv_heads, alike=lengths == kv_lengths)
+    def of(
+        cls, comm: Communicator, problem: Problem, ranks: Sequence[int], q: Tensor, k: Tensor
+    ) -> Exchange:
+        """Make the exchange between some ranks of a problem, those of `comm`."""
+        lengths, kv_lengths = (
+            tuple(sharding.local_len(rank) for rank in ranks)
+            for sharding in (problem.sharding, problem.kv_sharding)
+        )
+        shares = split_heads(q.shape[2], k.shape[2], comm.size)
+        alike = problem.sharding.lengths == problem.kv_sharding.lengths
+        return cls(comm, lengths, kv_lengths, *shares, alike=alike)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool
     ) -> tuple[Tensor, Tensor]:
-        """Exchange, attend, exchange back. Without `return_lse`, lse is not exchanged back and must not be used."""
+        """Exchange, attend, exchange back.
+
+        Without `return_lse`, lse is not exchanged back and must not be used.
+        """
         if self.comm.size == 1:
             return inner(q, k, v)
         out, lse = inner(*self._forward(q, k, v))
@@ -163,7 +169,10 @@ class Exchange:
     def _dealt(
         self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Exchange heads: (B, S/P, *, D) tensors to (B, S, heads of this rank, D). `parts` lists the heads that each rank gets."""
+        """Exchange heads: (B, S/P, *, D) tensors to (B, S, heads of this rank, D).
+
+        `parts` lists the heads that each rank gets.
+        """
         widths = tuple(sum(len(heads) for _, heads in dealt) for dealt in parts)
         x = side_by_side(tensors, [part for dealt in parts for part in dealt])
         return apply(x, AllToAll(self.comm, 2, 1, widths, lengths))

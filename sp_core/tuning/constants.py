@@ -33,7 +33,8 @@ class Curve:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or min(sizes) < 1:
             raise ValueError(
-                f"a curve through the sizes {sizes} was given; at least one is needed, in ascending order from 1."
+                f"a curve through the sizes {sizes} was given; "
+                "at least one is needed, in ascending order from 1."
             )
         if not all(0 < seconds < math.inf for _, seconds in self.points):
             raise ValueError(
@@ -95,7 +96,7 @@ class Tuning:
 
     @property
     def alpha(self) -> float:
-        """Seconds of the shortest exchange inside a node, or between nodes if that was measured alone."""
+        """Seconds of the shortest exchange in a node; between nodes if only that was timed."""
         return self._link.points[0][1]
 
     @property

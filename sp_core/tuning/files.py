@@ -24,7 +24,10 @@ class FileError(ValueError):
 
 
 def default_path(fingerprint: Mapping[str, str]) -> Path:
-    """Return the path of a machine's constants: in $SP_TUNING_DIR, else in sp_core's folder of the user's cache."""
+    """Return the path of a machine's constants.
+
+    It is in $SP_TUNING_DIR, else in the user's cache.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_core"
     folder = Path(os.environ.get(FOLDER) or cache)
     name = hashlib.blake2b(
@@ -61,7 +64,10 @@ def find(
 
 
 def latest(host: str) -> Tuning | None:
-    """Return the newest constants of a machine, with any MPI library. Return None if there are none."""
+    """Return the newest constants of a machine, with any MPI library.
+
+    Return None if there are none.
+    """
     folder, found = default_path({}).parent, []
     for path in sorted(folder.glob("tuning-*.json")):
         with contextlib.suppress(FileError):
@@ -90,7 +96,8 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
     version = found.get("schema_version") if isinstance(found, dict) else None
     if version != SCHEMA_VERSION:
         raise FileError(
-            f"{path} has version {version!r} of the format; this sp_core reads {SCHEMA_VERSION}. Measure again."
+            f"{path} has version {version!r} of the format; this sp_core reads {SCHEMA_VERSION}. "
+            "Measure again."
         )
     try:
         tuning = _tuning(found)

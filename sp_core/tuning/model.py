@@ -1,4 +1,4 @@
-"""Predict the seconds of a collective: add up the steps of its schedule, and correct the sum by measurements.
+"""Predict the seconds of a collective from its schedule, and correct them by measurements.
 
     step       the messages of a step travel at once: the slowest kind of link they use, with all
     their bytes sum, copy  the curve of each, once per addend
@@ -56,14 +56,17 @@ class Prediction:
 
 
 def even_operation(op: str, rank: int, nodes: Nodes, count: int) -> Operation:
-    """Make the operation over a vector of `count` elements that is cut evenly. The root is rank 0."""
+    """Make the operation over a vector of `count` elements that is cut evenly.
+
+    The root is rank 0.
+    """
     size = len(nodes)
     segment = segment_length(count, size, DTYPE.itemsize)
     return operation(op, rank, size, split_sizes(count, size), segment=segment, nodes=nodes)
 
 
 def witnesses(size: int) -> list[int]:
-    """Return the ranks that can be the slowest: the root, the first rank that forwards data, and the last rank."""
+    """Return the ranks that can be slowest: the root, the first that forwards data, the last."""
     return sorted({0, min(1, size - 1), size - 1})
 
 
@@ -136,7 +139,7 @@ def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float
 
 
 def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
-    """Return the seconds of a step's messages: both directions at once, all kinds of link at once."""
+    """Return the seconds of a step's messages, both ways and over all kinds of link at once."""
     slowest = 0.0
     for kind in ("node", "network"):
         sent, received = (

@@ -1,0 +1,53 @@
+"""Bind the sums and copies of a program to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK
+
+Work = Callable[[], object]
+
+
+def combination(
+    into: Tensor,
+    parts: list[Tensor],
+    wide: tuple[Tensor, Tensor],
+    reduction: str,
+    copying: Callable[[Tensor, Tensor], Work],
+) -> Iterator[Work]:
+    """Yield the calls that write the sum (or max, min) of some vectors into another one.
+
+    Half types are added in `wide`.
+    """
+    together = REDUCTIONS[reduction]
+    if len(parts) == 1:
+        if not _same(into, parts[0]):
+            yield copying(into, parts[0])
+    elif len(parts) > 2 and into.dtype in HALF:
+        yield partial(_add_wide, into, parts, wide, together)
+    else:
+        total = parts[0] if any(_same(into, part) for part in parts[2:]) else into
+        for place, part in enumerate(parts[1:]):
+            left = total if place else parts[0]
+            yield partial(together, left, part, out=into if place == len(parts) - 2 else total)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.numel() > 0
+
+
+def _add_wide(
+    into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]
+) -> None:
+    """Add half types in float32 and round once, block by block, in existing memory."""
+    for start in range(0, into.numel(), WIDE_BLOCK):
+        first, *rest = (part[start : start + WIDE_BLOCK] for part in parts)
+        total, addend = (room[: first.numel()] for room in wide)
+        total.copy_(first)
+        for part in rest:
+            together(total, addend.copy_(part), out=total)
+        into[start : start + WIDE_BLOCK].copy_(total)
