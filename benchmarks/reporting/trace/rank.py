@@ -94,8 +94,10 @@ class Log:
         self._prepare = comm.prepare
         comm.prepare = self._prepared  # type: ignore[method-assign]
 
-    def _prepared(self, operation: Operation, *buffers: Any) -> Callable[[], None]:
-        run = self._prepare(operation, *buffers)
+    def _prepared(
+        self, operation: Operation, send: torch.Tensor | None, recv: torch.Tensor | None
+    ) -> Callable[[], None]:
+        run = self._prepare(operation, send, recv)
         return functools.partial(self._span, "run", lambda _: run(), operation)
 
     def _span(self, method: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
