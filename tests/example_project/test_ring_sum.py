@@ -1,7 +1,4 @@
-"""What holds for any number of ranks and any array.
-
-Nothing here knows whether ranks are threads or processes.
-"""
+"""What holds for any number of ranks and any array, be ranks threads or processes."""
 
 from typing import Any
 
