@@ -254,22 +254,11 @@ def judge_plan(given: Values, text: str) -> None:
     ]
     assert "not known here" in known
     ranks, heads = given["--ranks"], given["--heads"]
-    sizes = {
-        name: (given[f"--{name}"] or default)
-        for name, default in (("batch", 1), ("head-dim", 128), ("kv-heads", heads))
-    }
+    defaults = {"batch": 1, "head-dim": 128, "kv-heads": heads}
+    sizes = {name: given[f"--{name}"] or default for name, default in defaults.items()}
     flops = 1e9 * float(re.findall(r"([\d.]+) Gflop/s", speed)[0])
-    alone = (
-        3.5
-        * 2
-        * sizes["batch"]
-        * given["--seq"] ** 2
-        * heads
-        * sizes["head-dim"]
-        / ranks
-        / max(flops, 1e3)
-        * 1e3
-    )
+    work = 3.5 * 2 * sizes["batch"] * given["--seq"] ** 2 * heads * sizes["head-dim"]
+    alone = 1e3 * work / ranks / max(flops, 1e3)
     rows = [
         re.match(r"(\w+) +(\d+) x (\d+) +([\d.]+) +(\d+)% +([\d.]+) +(\d+)$", line)
         for line in lines
@@ -277,23 +266,19 @@ def judge_plan(given: Values, text: str) -> None:
     found = [row.groups() for row in rows if row]
     assert len(found) == len(lines)
     meshes = [(ranks // u, u) for u in range(1, min(ranks, heads) + 1) if ranks % u == 0]
-    named = {("ring" if u == 1 else "ulysses" if r == 1 else "hybrid", r, u) for r, u in meshes} | {
-        ("allgather_kv", ranks, 1)
-    }
+    named = {("ring" if u == 1 else "ulysses" if r == 1 else "hybrid", r, u) for r, u in meshes}
+    named.add(("allgather_kv", ranks, 1))
     shown = [(name, int(r), int(u)) for name, r, u, *_ in found]
     assert len(set(shown)) == len(shown) == min(given["--show"] or 10, len(named))
     assert set(shown) <= named
-    times = [float(ms) for _, _, _, ms, *_ in found]
-    assert times == sorted(times)
+    assert found == sorted(found, key=lambda row: float(row[3]))
     for (name, r, u, ms, waiting, sent, messages), place in zip(found, shown, strict=True):
         assert float(ms) >= alone * 0.94 - 0.01  # the speed is shown with one decimal
         assert 0 <= int(waiting) <= 100
         if ranks <= 9:
             total = traffic(given, sizes, *place)
-            assert (float(sent), int(messages)) == (
-                round(total.bytes_sent / 1e6, 1),
-                total.messages,
-            ), (name, r, u)
+            assert float(sent) == round(total.bytes_sent / 1e6, 1), (name, r, u)
+            assert int(messages) == total.messages, (name, r, u)
 
 
 def traffic(given: Values, sizes: Values, scheme: str, ring: int, ulysses: int) -> cost.Traffic:

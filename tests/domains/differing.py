@@ -207,13 +207,12 @@ class Difference:
 
 def compared(subjects: Iterable[Subject]) -> list[Subject]:
     """Return the calls whose ranks compare their arguments."""
-    over_ranks = [
-        subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) > 1
-    ]
     return [
         subject
-        for subject in over_ranks
-        if not subject.alone and not subject.name.startswith(tuple(NOT_COMPARED))
+        for subject in subjects
+        if subject.ranks(subject.draw(subject.base, 1)) > 1
+        and not subject.alone
+        and not subject.name.startswith(tuple(NOT_COMPARED))
     ]
 
 
@@ -296,11 +295,7 @@ def fault(difference: Difference, answers: Sequence[str]) -> str:
 
 
 def known(subject: Subject, call: Call) -> list[Difference]:
-    """Return every difference of a call.
-
-    Raises:
-        AssertionError: an argument for which there is none.
-    """
+    """Return every difference of a call; every argument must have one."""
     found = list(differences(subject, call.arguments))
     missing = call.arguments.keys() - {difference.parameter for difference in found}
     assert not missing, f"{subject.name} has no other values for {missing}"
@@ -325,10 +320,8 @@ def faults(subject: Subject, drawn: Values, comm: Any) -> Iterator[str]:
     nothing is left of them.
     """
     with subject.prepare(comm, drawn) as call:
-        given, told = (
-            call.arguments,
-            [difference for difference in known(subject, call) if difference.is_told],
-        )
+        given = call.arguments
+        told = [difference for difference in known(subject, call) if difference.is_told]
         for difference in told:
             if not difference.is_valid:
                 call.arguments = dict(given)

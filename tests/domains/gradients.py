@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,9 +18,9 @@ from domains import situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.placements import HELD, indices
 from domains.situations import SITUATIONS
-from domains.tensors import same, whole
+from domains.tensors import near, same, whole
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.testing.tolerance import bound
 
 KINDS = {
     "one": ("float64",),
@@ -101,6 +102,12 @@ class Parameters:
         for parameter, grad in zip(self.list, gradients, strict=True):
             parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
 
+    def again(self, function: Any, gradients: list[Tensor | None], **named: Any) -> Any:
+        """Call a function that finds the gradients as the backward has left them."""
+        self.fill(gradients)
+        is_used_up = self.drawn["parameters"] == "generator"
+        return function(**named | ({"parameters": self.given()} if is_used_up else {}))
+
     def given(self) -> Any:
         """Return the parameters in what they are passed in."""
         return {"list": list, "tuple": tuple, "generator": iter}[self.drawn["parameters"]](
@@ -144,11 +151,6 @@ def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
             case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))
         ]
 
-        def function(**named: Any) -> None:
-            again = {"parameters": case.given()} if drawn["parameters"] == "generator" else {}
-            case.fill(gradients)
-            reduce_gradients(**named | again)
-
         def judge(result: None) -> None:
             assert result is None
             for number, (parameter, before) in enumerate(zip(case.list, gradients, strict=True)):
@@ -161,6 +163,7 @@ def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
                         case.reduced(number, data.size) if parameter.requires_grad else before,
                     )
 
+        function = partial(case.again, reduce_gradients, gradients)
         yield Call(function, {"parameters": case.given(), "data": data, "tensor": tensor}, judge)
 
 
@@ -174,10 +177,8 @@ def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
         case = Parameters(drawn, tensor, stages.rank)
         wholes = [case.whole(number, stage=stages.rank) for number in range(len(case.list))]
         parts = [case.part(number, whole, tensor.rank) for number, whole in enumerate(wholes)]
-        gradients = [
-            None if drawn["parameters.missing"] != "none" and number % 2 else x
-            for number, x in enumerate(parts)
-        ]
+        some = drawn["parameters.missing"] != "none"
+        gradients = [None if some and number % 2 else x for number, x in enumerate(parts)]
         every = (
             case.whole(number, stage=stage).double()
             for stage in range(stages.size)
@@ -191,36 +192,28 @@ def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
             "infinity": math.inf,
             "a whole number": 3,
         }[drawn["max_norm"]]
-        given = {
-            "max_norm": most,
-            "tensor": tensor,
-            "stages": stages if drawn["stages"] == "given" else None,
-        }
+        given = {"parameters": case.given(), "max_norm": most, "tensor": tensor}
+        given["stages"] = stages if drawn["stages"] == "given" else None
+        function = partial(case.again, clip_gradient_norm, gradients)
+        yield Call(function, given, partial(judge_clipped, case.list, gradients, norm, most))
 
-        def function(**named: Any) -> float:
-            again = {"parameters": case.given()} if drawn["parameters"] == "generator" else {}
-            case.fill(gradients)
-            return clip_gradient_norm(**named | again)
 
-        def judge(found: float) -> None:
-            assert math.isclose(found, norm, rel_tol=1e-14)
-            for parameter, before in zip(case.list, gradients, strict=True):
-                if before is None or norm <= most:
-                    assert (
-                        parameter.grad is None
-                        if before is None
-                        else torch.equal(parameter.grad, before)
-                    )
-                else:
-                    wanted = before.double() * (most / norm)
-                    check_close(
-                        "clipped",
-                        parameter.grad,
-                        wanted,
-                        bound(wanted.abs() + torch.finfo(before.dtype).tiny, before.dtype),
-                    )
-
-        yield Call(function, {"parameters": case.given(), **given}, judge)
+def judge_clipped(
+    parameters: list[nn.Parameter],
+    gradients: list[Tensor | None],
+    norm: float,
+    most: float,
+    found: float,
+) -> None:
+    """Compare the norm, and gradients with those before times min(1, most / norm)."""
+    assert math.isclose(found, norm, rel_tol=1e-14)
+    for parameter, before in zip(parameters, gradients, strict=True):
+        if before is None or norm <= most:
+            same(parameter.grad, before)
+        else:
+            wanted = before.double() * (most / norm)
+            allowed = bound(wanted.abs() + torch.finfo(before.dtype).tiny, before.dtype)
+            near("clipped", parameter.grad, wanted, allowed)
 
 
 OVER_RANKS: dict[str, Parts] = {

@@ -170,84 +170,61 @@ DROPOUT: dict[str, Parts] = {name: parts for name, parts in SHAPE.items() if nam
 def attended(drawn: Values) -> Call:
     """Call `local_attention`, on positions or on whole sequences."""
     chance, seed, dtype = Random(drawn["seed"]), drawn["seed"], drawn["q.dtype"]
-    mask = sp.Mask(**masks.given_to(drawn)) if drawn["mask"] == "given" else None
+    lengths = {"q_positions": drawn["(length)"], "kv_positions": drawn["(kv_length)"]}
     where = {
-        name: masks.positions(chance, drawn[length], drawn[name])
-        for name, length in (("q_positions", "(length)"), ("kv_positions", "(kv_length)"))
+        name: masks.positions(chance, length, drawn[name])
+        for name, length in lengths.items()
         if drawn[name] != "left out"
     }
-    if (
-        "q_positions" not in where
-        and "kv_positions" not in where
-        and drawn["(length)"] != drawn["(kv_length)"]
-    ):
-        mask = None if drawn["kv_documents"] is None else mask
-    places = {
-        "q_positions": where.get("q_positions", range(drawn["(length)"])),
-        "kv_positions": where.get("kv_positions", range(drawn["(kv_length)"])),
-    }
-    places = {name: [int(p) for p in found] for name, found in places.items()}
-    sizes = [
-        drawn["q.batch"],
-        len(places["q_positions"]),
-        drawn["k.heads"] * drawn["q.group"],
-        drawn["q.head_dim"],
-    ]
-    kv_sizes = [
-        drawn["q.batch"],
-        len(places["kv_positions"]),
-        drawn["k.heads"],
-        drawn["q.head_dim"],
-    ]
-    whole = [normal(seed + n, shape, dtype) for n, shape in enumerate((sizes, kv_sizes, kv_sizes))]
-    whole[0] = (whole[0] * drawn["q.magnitude"]).to(whole[0].dtype)
+    known = drawn["kv_documents"] is not None or where or len({*lengths.values()}) == 1
+    mask = sp.Mask(**masks.given_to(drawn)) if drawn["mask"] == "given" and known else None
+    places = {name: [int(p) for p in where.get(name, range(n))] for name, n in lengths.items()}
+    heads, dim = drawn["k.heads"], drawn["q.head_dim"]
+    queries, keys = (len(found) for found in places.values())
+    shape = (drawn["q.batch"], queries, heads * drawn["q.group"], dim)
+    shapes = [shape, *[(shape[0], keys, heads, dim)] * 2]
+    wholes = [normal(seed + n, sizes, dtype) for n, sizes in enumerate(shapes)]
+    wholes[0] = (wholes[0] * drawn["q.magnitude"]).to(wholes[0].dtype)
     if drawn["q.memory"] == "expanded":
-        whole = [x[:1].expand_as(x) for x in whole]
-    leaves = [placed(x, drawn["q.memory"]).requires_grad_() for x in whole]
-    named = dict(zip("qkv", leaves, strict=True))
-    scale = drawn["softmax_scale"]
-    asked = drawn["return_lse"] != "no"
-    grads = [in_memory(normal(seed + 5, sizes, dtype), drawn["q.upstream"])]
+        wholes = [x[:1].expand_as(x) for x in wholes]
+    named = {
+        name: placed(x, drawn["q.memory"]).requires_grad_()
+        for name, x in zip("qkv", wholes, strict=True)
+    }
+    grads = [in_memory(normal(seed + 5, shape, dtype), drawn["q.upstream"])]
     if drawn["return_lse"] == "with gradient":
-        grads.append(
-            normal(
-                seed + 6,
-                (sizes[0], sizes[2], sizes[1]),
-                str(accumulation_dtype(whole[0].dtype))[6:],
-            )
-        )
+        wide = str(accumulation_dtype(wholes[0].dtype)).removeprefix("torch.")
+        grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide))
+    given = {"mask": mask, "softmax_scale": drawn["softmax_scale"]}
+    given["return_lse"] = drawn["return_lse"] != "no"
+    plain = {} if mask is None else masks.plain(masks.given_to(drawn))
+    options = {**places, **plain, "softmax_scale": drawn["softmax_scale"]}
+    partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
+    judge = partial(judge_attended, wholes, list(named.values()), grads, options, partials)
+    return Call(sp.local_attention, {**named, **where, **given}, judge)
 
-    def judge(result: Any) -> None:
-        options = {
-            **places,
-            "softmax_scale": scale,
-            **({} if mask is None else masks.plain(masks.given_to(drawn))),
-        }
-        out, lse = result if asked else (result, None)
-        forward = reference.attention(*whole, **options)
-        lse_grad = grads[1] if len(grads) > 1 else None
-        backward = reference.attention_grads(*whole, grads[0], grad_lse=lse_grad, **options)
-        found = dict(
-            zip(
-                ("dq", "dk", "dv"),
-                torch.autograd.grad([out, lse][: len(grads)], leaves, grads),
-                strict=True,
-            )
-        )
-        found |= {"out": out} | ({"lse": lse} if asked else {})
-        partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
-        for name, actual in found.items():
-            source: Any = forward if name in ("out", "lse") else backward
-            allowed = bound(
-                getattr(source, f"{name}_scale"), whole[0].dtype, source.growth, partials
-            )
-            near(f"local attention {name}", actual, getattr(source, name), allowed)
 
-    return Call(
-        sp.local_attention,
-        named | where | {"mask": mask, "softmax_scale": scale, "return_lse": asked},
-        judge,
+def judge_attended(
+    wholes: list[Tensor],
+    leaves: list[Tensor],
+    grads: list[Tensor],
+    options: Values,
+    partials: int,
+    result: Any,
+) -> None:
+    """Compare results and gradients with the dense reference."""
+    results = dict(
+        zip(("out", "lse"), result if isinstance(result, tuple) else (result,), strict=False)
     )
+    forward = reference.attention(*wholes, **options)
+    lse_grad = grads[1] if len(grads) > 1 else None
+    backward = reference.attention_grads(*wholes, grads[0], grad_lse=lse_grad, **options)
+    made = torch.autograd.grad(list(results.values())[: len(grads)], leaves, grads)
+    for name, actual in (results | dict(zip(("dq", "dk", "dv"), made, strict=True))).items():
+        source: Any = forward if name in results else backward
+        scale = getattr(source, f"{name}_scale")
+        allowed = bound(scale, wholes[0].dtype, source.growth, partials)
+        near(f"local attention {name}", actual, getattr(source, name), allowed)
 
 
 LOCAL: dict[str, Parts] = (

@@ -234,12 +234,7 @@ def _judged(folder: Path, wanted: int, seed: int) -> int:
     return 1 if faults else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        The exit code.
-    """
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="PYTHONPATH=tests python -m oracle.explore", description=__doc__
     )
@@ -266,7 +261,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=0,
         help="a number for each call with one seed; the first one empties the folder",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(arguments)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that what was started is ended

@@ -122,7 +122,8 @@ class LinkTransport:
     def _refuse(self, operation: Operation) -> NoReturn:
         raise DeviceError(
             f"{operation.op} by the MPI library was asked for over {self._link!r}, "
-            "which carries messages only. Pass the algorithm of a schedule, to the call or to the mesh, such as algorithm='ring'."
+            "which carries messages only. Pass the algorithm of a schedule, to the call or "
+            "to the mesh, such as algorithm='ring'."
         )
 
 
