@@ -5,8 +5,9 @@ Plan blocks from positions and mask, run each, merge the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from sp_core.mask.blocks import band_mask
 LSE_COLUMNS = 8
 
 Triple = tuple[Tensor, Tensor, Tensor]
+Allowed = Callable[[Block], Tensor | None]
 Quintuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -68,16 +70,7 @@ def attend(
         blocks = tiled(blocks, rows, q)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
-    parts = (
-        block_attention(
-            *(q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]),
-            kind=block.kind,
-            allowed=allowed(block),
-            scale=scale,
-            backend=backend,
-        )
-        for block in blocks
-    )
+    parts = _forward_parts(blocks, allowed, q, k, v, scale=scale, backend=backend)
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
         out, lse = next(parts)
         return out.to(dtype), lse
@@ -142,18 +135,8 @@ def attend_backward(
         grad_out, q, k, v, out = _with_lse_columns(grad_out, q, k, v, out, grad_lse)
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
     allowed = _dense_masks(q_positions, kv_positions, mask)
-    parts = (
-        block_attention_backward(
-            *(x[:, :, block.queries] for x in (grad_out, q)),
-            *(x[:, :, block.keys] for x in (k, v)),
-            *(x[:, :, block.queries] for x in (out, lse)),
-            kind=block.kind,
-            allowed=allowed(block),
-            scale=scale,
-            backend=backend,
-        )
-        for block in blocks
-    )
+    tensors = (grad_out, q, k, v, out, lse)
+    parts = _backward_parts(blocks, allowed, *tensors, scale=scale, backend=backend)
     if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
         grads = [grad.to(dtype) for grad in next(parts)]
     else:
@@ -166,6 +149,34 @@ def attend_backward(
                 between()
     dq, dk, dv = (grad[..., :head_dim] for grad in grads)
     return dq, dk, dv
+
+
+def _forward_parts(
+    blocks: Iterable[Block], allowed: Allowed, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run each block when its result is asked for."""
+    for block in blocks:
+        tensors = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
+        yield block_attention(*tensors, kind=block.kind, allowed=allowed(block), **options)
+
+
+def _backward_parts(
+    blocks: Iterable[Block],
+    allowed: Allowed,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **options: Any,
+) -> Iterator[Triple]:
+    """Run the backward of each block when its result is asked for."""
+    for block in blocks:
+        i, j = block.queries, block.keys
+        tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i])
+        options |= {"kind": block.kind, "allowed": allowed(block)}
+        yield block_attention_backward(*tensors, lse[:, :, i], **options)
 
 
 def _blocks(
@@ -184,9 +195,7 @@ def _blocks(
     return plan_blocks(q_positions, kv_positions, mask)
 
 
-def _dense_masks(
-    q_positions: Positions, kv_positions: Positions, mask: Mask | None
-) -> Callable[[Block], Tensor | None]:
+def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Allowed:
     """Return a function that makes a block's dense mask on the CPU.
 
     Equal window tiles share one.

@@ -87,16 +87,11 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         check_ranks(config, grid.tensor.size)
-        self.config = config
-        self.grid = grid
-        self.dtype = dtype
-        self.tp_sp = tp_sp
+        self.config, self.grid, self.dtype, self.tp_sp = config, grid, dtype, tp_sp
         comm = grid.tensor
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
-        self.is_first, self.is_last = (
-            grid.stages.rank == 0,
-            grid.stages.rank == grid.stages.size - 1,
-        )
+        self.is_first = grid.stages.rank == 0
+        self.is_last = grid.stages.rank == grid.stages.size - 1
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(
                 config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first

@@ -272,23 +272,14 @@ class TransformerBlock(nn.Module):
             raise ValueError(f"norm={norm!r} was given; pass 'layer' or 'rms'.")
         make_norm = LayerNorm if norm == "layer" else RMSNorm
         self.mask, self.dropout, self.comm = mask, dropout, comm
-        self.norm1 = make_norm(hidden, comm=comm, device=device, dtype=dtype)
+        held: Any = {"comm": comm, "device": device, "dtype": dtype}
+        heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope}
+        self.norm1 = make_norm(hidden, **held)
         self.attention = SelfAttention(
-            hidden,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            comm=comm,
-            attention=attention,
-            rope=rope,
-            bias=bias,
-            device=device,
-            dtype=dtype,
+            hidden, num_heads, attention=attention, bias=bias, **heads, **held
         )
-        self.norm2 = make_norm(hidden, comm=comm, device=device, dtype=dtype)
-        self.feed_forward = FeedForward(
-            hidden, ffn_hidden, comm=comm, gated=gated, bias=bias, device=device, dtype=dtype
-        )
+        self.norm2 = make_norm(hidden, **held)
+        self.feed_forward = FeedForward(hidden, ffn_hidden, gated=gated, bias=bias, **held)
 
     def forward(
         self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None
