@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
 from sp_core import measuring
-from sp_core.collectives import execution
-from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, cost, program_of, usable
 from sp_core.testing import given, run_threads, spmd
@@ -368,63 +365,6 @@ def test_a_named_file_that_is_not_there_is_an_error_on_every_rank(comm: Any) -> 
         sp.Mesh(comm, tuning="/nonexistent/tuning.json", sp=2)
 
 
-@spmd(2, 3)
-def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
-    tuning = measuring.measure(comm, seconds=0.0, sizes=(64, 256))
-    assert set(tuning.times) == set(measuring.OPS)
-    for op, by_name in tuning.times.items():
-        assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == {*by_name} - {
-            "window"
-        }  # which is there where ranks share memory
-    assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
-
-
-def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:
-    assert measuring.SIZES == (
-        64,
-        256,
-        1024,
-        4096,
-        1 << 14,
-        1 << 16,
-        1 << 18,
-        1 << 20,
-        1 << 22,
-        1 << 24,
-        1 << 26,
-    )
-
-
-def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clock by which each call takes two seconds, and three more for each of its steps."""
-    steps: dict[int, list[int]] = {0: [], 1: []}
-
-    def bind(group: sp.Communicator, *arguments: Any) -> Ready:
-        bound = execution.bind(group, *arguments)
-        assert isinstance(bound, BoundProgram)
-        steps[group.rank].append(len(bound.steps))
-        return bound
-
-    def body(comm: Any) -> tuple[float, float]:
-        with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
-            return measuring._binding(comm, mesh["sp"])
-
-    monkeypatch.setattr(
-        measuring, "execution", SimpleNamespace(bind=bind, BoundProgram=BoundProgram, Ready=Ready)
-    )
-    monkeypatch.setattr(
-        measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1]
-    )
-    assert run_threads(2, body) == [pytest.approx((2.0, 3.0))] * 2
-    assert all(few < many for few, many in steps.values())
-
-
-@spmd(1)
-def test_there_is_nothing_to_measure_on_one_rank(comm: Any) -> None:
-    with pytest.raises(ValueError, match="mpiexec -n 2"):
-        measuring.measure(comm)
-
-
 def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
     save(timed({"all_reduce": {"mpi": 1.0, "ring": 0.1}}), path)
@@ -435,13 +375,6 @@ def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
             return sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm
 
     assert run_threads(2, body) == ["ring", "ring"]
-
-
-def test_a_slow_round_is_no_contestants_fault() -> None:
-    """Half of the rounds take ten times as long for both."""
-    rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
-    found = measuring.typical(rounds)
-    assert found["slow"] / found["quick"] == pytest.approx(1.1)
 
 
 def test_the_doctor_says_what_auto_decides_by(

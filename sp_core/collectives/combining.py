@@ -1,15 +1,36 @@
-"""Bind the sums and copies of a program to memory."""
+"""Bind the sums and copies of a program to memory, and say when sends must have completed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK
+from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Program
 
 Work = Callable[[], object]
+
+
+def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
+    """For each step, find the first one before which its sends must have completed.
+
+    If IN and OUT overlap in part, that is the step itself.
+    """
+    if send is None or recv is None or not _overlap(send, recv):
+        return program.rewritten
+    return (
+        program.rewritten_in_place
+        if send.data_ptr() == recv.data_ptr()
+        else range(len(program.steps))
+    )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.data_ptr() < other.data_ptr() + other.nbytes
+        and other.data_ptr() < one.data_ptr() + one.nbytes
+    )
 
 
 def combination(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sp_core.collectives.combining import Work, combination
+from sp_core.collectives.combining import Work, combination, rewritten
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
     OWN,
@@ -222,7 +222,7 @@ class BoundProgram(Ready):
         recvs = [self._messages(step.receives) for step in program.steps]
         self._sends, self._recvs = list(chain(*sends)), list(chain(*recvs))
         bound = (map(comm.transport.bind, messages) for messages in (sends, recvs))
-        self.steps = list(map(BoundStep, *bound, work, _rewritten(program, send, recv)))
+        self.steps = list(map(BoundStep, *bound, work, rewritten(program, send, recv)))
 
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]
@@ -390,24 +390,3 @@ class Once:
 
 
 _DONE = Done()
-
-
-def _rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
-    """For each step, find the first one before which its sends must have completed.
-
-    If IN and OUT overlap in part, that is the step itself.
-    """
-    if send is None or recv is None or not _overlap(send, recv):
-        return program.rewritten
-    return (
-        program.rewritten_in_place
-        if send.data_ptr() == recv.data_ptr()
-        else range(len(program.steps))
-    )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.data_ptr() < other.data_ptr() + other.nbytes
-        and other.data_ptr() < one.data_ptr() + one.nbytes
-    )

@@ -322,10 +322,7 @@ class AllToAll(Map):
 
 @dataclass(frozen=True)
 class Broadcast(Map):
-    """The root's tensor on every rank.
-
-    The others pass a tensor of the same shape, whose values are not read.
-    """
+    """The root's tensor on every rank. Those of the other ranks are not read."""
 
     name = "broadcast"
     root: int

@@ -1,0 +1,79 @@
+"""Measure the constants of a machine: every collective, its preparation, rounds that are slow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import sp_core as sp
+from sp_core import measuring
+from sp_core.collectives import execution
+from sp_core.collectives.execution import BoundProgram, Ready
+from sp_core.schedules import SCHEDULED
+from sp_core.testing import run_threads, spmd
+
+
+@spmd(2, 3)
+def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
+    tuning = measuring.measure(comm, seconds=0.0, sizes=(64, 256))
+    assert set(tuning.times) == set(measuring.OPS)
+    for op, by_name in tuning.times.items():
+        assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == {*by_name} - {
+            "window"
+        }  # which is there where ranks share memory
+    assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
+
+
+def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:
+    assert measuring.SIZES == (
+        64,
+        256,
+        1024,
+        4096,
+        1 << 14,
+        1 << 16,
+        1 << 18,
+        1 << 20,
+        1 << 22,
+        1 << 24,
+        1 << 26,
+    )
+
+
+def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clock by which each call takes two seconds, and three more for each of its steps."""
+    steps: dict[int, list[int]] = {0: [], 1: []}
+
+    def bind(group: sp.Communicator, *arguments: Any) -> Ready:
+        bound = execution.bind(group, *arguments)
+        assert isinstance(bound, BoundProgram)
+        steps[group.rank].append(len(bound.steps))
+        return bound
+
+    def body(comm: Any) -> tuple[float, float]:
+        with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
+            return measuring._binding(comm, mesh["sp"])
+
+    monkeypatch.setattr(
+        measuring, "execution", SimpleNamespace(bind=bind, BoundProgram=BoundProgram, Ready=Ready)
+    )
+    monkeypatch.setattr(
+        measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1]
+    )
+    assert run_threads(2, body) == [pytest.approx((2.0, 3.0))] * 2
+    assert all(few < many for few, many in steps.values())
+
+
+@spmd(1)
+def test_there_is_nothing_to_measure_on_one_rank(comm: Any) -> None:
+    with pytest.raises(ValueError, match="mpiexec -n 2"):
+        measuring.measure(comm)
+
+
+def test_a_slow_round_is_no_contestants_fault() -> None:
+    """Half of the rounds take ten times as long for both."""
+    rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
+    found = measuring.typical(rounds)
+    assert found["slow"] / found["quick"] == pytest.approx(1.1)
