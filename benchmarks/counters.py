@@ -7,7 +7,6 @@ change the table with it, by `--write`: a reviewer sees the numbers.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.case import CONTROL, Build, Watched, counts_of, meshes
+from benchmarks.launching import about, parse
 from benchmarks.records import Case
 from benchmarks.sample import peak_memory
 
@@ -38,6 +38,7 @@ MODEL = {
     "vocab": 48,
 }
 SECONDS = 120.0
+OPTIONS = {"--write": about(action="store_true", help="make the table say what was counted")}
 Entry = dict[str, Any]
 Table = dict[str, Entry]
 """By "case P=ranks"."""
@@ -71,7 +72,7 @@ def chosen(ranks: int) -> list[tuple[Case, Build]]:
 
 
 def count(cases: Sequence[tuple[Case, Build]], comm: Any) -> Table:
-    """What one step of each case sends and holds; the same on all ranks.
+    """Count what one step of each case sends and holds; the same on all ranks.
 
     Args:
         cases: for the ranks of `comm`.
@@ -84,7 +85,7 @@ def count(cases: Sequence[tuple[Case, Build]], comm: Any) -> Table:
 
 
 def count_on_threads(ranks: int) -> Table:
-    """`count` of all chosen cases, with ranks as threads of this process."""
+    """Count all chosen cases, with ranks as threads of this process."""
     from sp_core.testing import run_threads
 
     gc.collect()
@@ -97,7 +98,7 @@ def count_on_threads(ranks: int) -> Table:
 
 
 def differences(found: Table, table: Table) -> list[str]:
-    """Every number of either that the other does not have: "case P=p: what: table -> found"."""
+    """Return what differs, as "case P=p: what: table -> found"."""
     told = [f"{name}: no longer measured" for name in table if name not in found]
     for name, entry in found.items():
         if name not in table:
@@ -113,7 +114,7 @@ def differences(found: Table, table: Table) -> list[str]:
 
 
 def load() -> Table:
-    """The committed table."""
+    """Read the committed table."""
     table: Table = json.loads(TABLE.read_text())
     return table
 
@@ -129,18 +130,12 @@ def text(table: Table) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare or write the table; 0 if it is exact, 1 if something differs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="make the table say what was counted")
-    options = parser.parse_args(arguments)
+    options = parse("counters", __doc__, OPTIONS, arguments)
     found: Table = {}
     for ranks in SIZES:
         found |= count_on_threads(ranks)
     told = differences(found, load() if TABLE.exists() else {})
-    print(
-        "\n".join(
-            [*told, f"{len(found)} entries counted, {len(told)} differences from {TABLE.name}"]
-        )
-    )
+    print("\n".join([*told, f"{len(found)} entries, {len(told)} differences from {TABLE.name}"]))
     if options.write:
         TABLE.write_text(text(found))
         return 0
@@ -174,7 +169,7 @@ def _one_rank(case: Case, build: Build, comm: Any) -> Entry:
 
 
 def _entry(by_rank: list[Entry]) -> Entry:
-    """Each number once where all ranks have the same, else as a list by rank."""
+    """Return each number once where all ranks have the same, else as a list by rank."""
     together = {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
     return {
         name: values[0] if all(v == values[0] for v in values) else values
