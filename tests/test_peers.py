@@ -6,15 +6,13 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_scaling import mpi_environment
+from test_scaling import program as run_program
 
 from benchmarks import launching
 from benchmarks.contests.peers import __main__ as program
@@ -270,16 +268,7 @@ def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None
     """The real ones on two ranks. Where DeepSpeed is missing, its row has to say so."""
     out = tmp_path / "peers.json"
     options = ("--seq", "32", "--launches", "1", "--out", str(out))
-    answer = subprocess.run(
-        [sys.executable, "-m", "benchmarks.contests.peers", *options],
-        cwd=ROOT,
-        env=mpi_environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    run_program("benchmarks.contests.peers", *options)
     (launch,) = json.loads(out.read_text())["launches"]
     assert {"cpu_model", "cores", "torch"} <= set(launch["env"])
     heat = launch["seqs"]["32"]

@@ -51,6 +51,21 @@ def mpi_environment() -> dict[str, str]:
     }
 
 
+def program(module: str, *options: str) -> str:
+    """The output of a program that must come out well."""
+    answer = subprocess.run(
+        [sys.executable, "-m", module, *options],
+        cwd=ROOT,
+        env=mpi_environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
 def found(ranks: int, seconds: float, **changes: Any) -> dict[str, Any]:
     """The end of a launch that came out well."""
     shape = {"batch": 2, "seq": 100}
@@ -249,28 +264,9 @@ def test_a_launch_that_fails_says_how(
 @pytest.mark.starts_mpi
 def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
     """Two launches of the real thing: everything that a run leaves behind is there and in order."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.scaling",
-        *TINY_OPTIONS,
-        "--ranks",
-        "1,3",
-        "--causal",
-        "--layout",
-        "zigzag",
-    ]
-    answer = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=mpi_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.count("correct. max |ranks - single device|") == 2
+    options = (*TINY_OPTIONS, "--ranks", "1,3", "--causal", "--layout", "zigzag")
+    shown = program("benchmarks.scaling", *options, "--out", str(tmp_path))
+    assert shown.count("correct. max |ranks - single device|") == 2
     assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
     one, three = (
         json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 3)
@@ -289,7 +285,7 @@ def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
     assert second.comm
     assert second.comm["all_gather"].bytes_sent == second.work.bytes_formula
     assert second.transport.oversubscribed == (cores() < 3)
-    assert ("oversubscribed" in answer.stdout) == (cores() < 3)
+    assert ("oversubscribed" in shown) == (cores() < 3)
     assert second.memory
     assert second.memory.peak_bytes > 0
     assert three["check"]["passed"]
