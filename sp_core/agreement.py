@@ -1,4 +1,4 @@
-"""Compare what each rank is about to do before a collective, so that a mistake on one rank is an error on all ranks.
+"""Compare the calls of all ranks: a mistake on one rank is an error on all ranks.
 
 Each rank sends one record of 64 bytes: its state, a hash of what it is about to call, one number of
 its own (such as the length of its shard), and the beginning of the call. Only when the records do
@@ -39,7 +39,10 @@ ERRORS: tuple[type[Exception], ...] = (
 
 
 class State(IntEnum):
-    """What a rank is about to do: call, refuse the call, free the communicator, or leave it because of an error."""
+    """Say what a rank is about to do.
+
+    It calls, refuses the call, frees the communicator, or leaves it because of an error.
+    """
 
     CALLS = 0
     REFUSES = 1
@@ -85,7 +88,10 @@ def agree(
 
 
 class Question:
-    """A comparison over the ranks that has been started; arguments as in `agree`. A rank that leaves says so in its state."""
+    """A comparison over the ranks that has been started; arguments as in `agree`.
+
+    A rank that leaves says so in its state.
+    """
 
     def __init__(
         self,
@@ -124,7 +130,9 @@ class Question:
 
 
 class Questions:
-    """Comparisons on several communicators at once. Waiting on one of them does not hide the others.
+    """Comparisons on several communicators at once.
+
+    Waiting on one of them does not hide the others.
 
     Raises:
         As `agree`, in `test`.
@@ -161,13 +169,17 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
-    """Make the error if some ranks leave while others call. It is made from records alone, so it is the same on every rank."""
+    """Make the error if some ranks leave while others call.
+
+    It is made from records alone, so it is the same on every rank.
+    """
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     if (failed := np.flatnonzero(records[:, 0] == State.FAILS)).size:
         return PeerFailed(
-            f"rank {failed[0]} has left because of an error; see what it says. Nothing was sent.\n{lines}"
+            f"rank {failed[0]} has left because of an error; see what it says. Nothing was "
+            f"sent.\n{lines}"
         )
     return CollectiveMismatch(
         f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}"
@@ -175,7 +187,10 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
 
 
 def _kind(error: Exception | None) -> int:
-    """Return the index of an error in ERRORS. An unforeseen one becomes the last kind, a RankError, on other ranks."""
+    """Return the index of an error in ERRORS.
+
+    An unforeseen one becomes the last kind, a RankError, on other ranks.
+    """
     return next(
         (place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1
     )

@@ -121,14 +121,17 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
 
 
 def check_communicator(comm: Any, name: str = "comm") -> None:
-    """Refuse a value that is not a communicator of this package. No rank can be told, so only this rank raises.
+    """Refuse a value that is not a communicator of this package.
+
+    No rank can be told, so only this rank raises.
 
     Raises:
         TypeError: naming what was given, and how to get a communicator.
     """
     if not hasattr(comm, "agree_on"):
         raise TypeError(
-            f"{name}={_shown(comm)} was given; a Communicator is needed. Pass one of a mesh, such as mesh['ring']."
+            f"{name}={_shown(comm)} was given; a Communicator is needed. Pass one of a mesh, such "
+            f"as mesh['ring']."
         )
 
 

@@ -1,4 +1,4 @@
-"""A group of ranks, the device of their tensors, the transport between them, and counters of what was sent."""
+"""Let a group of ranks communicate: device, transport, comparisons, counters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class NotCopied:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} cannot be pickled, since it ends with this run. Save state_dict() of a layer, and make it again."
+            f"{self!r} cannot be pickled, since it ends with this run. Save state_dict() of a "
+            f"layer, and make it again."
         )
 
 
@@ -93,7 +94,10 @@ class Communicator(NotCopied):
         self._freed = False
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
-        """Make transport and window over `comm`, which only this object uses. The communicators in `owned` are freed in the end."""
+        """Make transport and window over `comm`, which only this object uses.
+
+        The communicators in `owned` are freed in the end.
+        """
         self._comm, self._owned, self.scratch = comm, owned, Scratch(self.device)
         try:
             self.transport = make_transport(self._asked, comm, self.device, self.poll)
@@ -107,7 +111,10 @@ class Communicator(NotCopied):
 
     @property
     def is_made(self) -> bool:
-        """Whether the ranks have made it together. A product of axes in another order is made in its first use."""
+        """Whether the ranks have made it together.
+
+        A product of axes in another order is made in its first use.
+        """
         return "transport" in vars(self)
 
     def __repr__(self) -> str:
@@ -117,7 +124,10 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Prepare a collective over fixed buffers. Return a function that runs it, any number of times."""
+        """Prepare a collective over fixed buffers.
+
+        Return a function that runs it, any number of times.
+        """
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:
@@ -143,7 +153,10 @@ class Communicator(NotCopied):
         return self.track(self.transport.exchange(sends, recvs))
 
     def counter(self) -> MpiCounter:
-        """Make a counter that gives each number to one rank. Every rank calls this, and frees it in the end."""
+        """Make a counter that gives each number to one rank.
+
+        Every rank calls this, and frees it in the end.
+        """
         self.agree_on(lambda: f"counter() on {self.name}")
         return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
 
@@ -154,12 +167,18 @@ class Communicator(NotCopied):
         return handle
 
     def next_tag(self) -> int:
-        """Return the tag of the next collective. All ranks start collectives in one order, so their tags are equal."""
+        """Return the tag of the next collective.
+
+        All ranks start collectives in one order, so their tags are equal.
+        """
         self._tags = self._tags % (MAX_TAG - 1) + 1
         return self._tags
 
     def wait(self, handle: Handle, name: str) -> None:
-        """Wait for a handle of the operation `name`. Everything else that this rank has started makes progress meanwhile."""
+        """Wait for a handle of the operation `name`.
+
+        Everything else that this rank has started makes progress meanwhile.
+        """
         start = time.perf_counter()
         if not handle.test():
             self.ensure_open()  # once it is closed nothing makes progress
@@ -175,12 +194,18 @@ class Communicator(NotCopied):
         self._progress.poll()
 
     def advance(self) -> bool:
-        """Let everything started on this communicator make progress. Return False once nothing is left."""
+        """Let everything started on this communicator make progress.
+
+        Return False once nothing is left.
+        """
         self._pending = [handle for handle in self._pending if not handle.test()]
         return bool(self._pending)
 
     def fence(self) -> None:
-        """Wait for all ranks. The ranks compare their calls, unless there is a window and `check="off"`."""
+        """Wait for all ranks.
+
+        The ranks compare their calls, unless there is a window and `check="off"`.
+        """
         self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
             self.counters["control"].add()
@@ -202,7 +227,9 @@ class Communicator(NotCopied):
         *,
         always: bool = True,
     ) -> tuple[int, ...]:
-        """Run a local check on every rank and compare the calls. An error that one rank finds is raised on all ranks.
+        """Run a local check on every rank and compare the calls.
+
+        An error that one rank finds is raised on all ranks.
 
         Args:
             call: gives the operation and the arguments that must be the same on every rank. It may
@@ -218,7 +245,7 @@ class Communicator(NotCopied):
         try:
             value = (check() if check else None) or 0
             text = call()
-        except Exception as found:  # noqa: BLE001  # whatever it is, the other ranks must not wait for this one
+        except Exception as found:  # noqa: BLE001  # the other ranks must not wait for this one
             error = found
         if always or self.check == "agree":
             return self._agree(text, value, error)
@@ -227,7 +254,7 @@ class Communicator(NotCopied):
         return ()
 
     def numbered(self) -> Callable[[str], object]:
-        """Give a number to an object that the ranks make in one order and use later, such as a plan or a backward.
+        """Give a number to an object that the ranks make in one order and use later.
 
         Returns:
             A function to call with what is about to be done, such as "the backward of all_reduce".
@@ -246,7 +273,8 @@ class Communicator(NotCopied):
         """Raise `RankError` if this communicator has been freed."""
         if self._freed:
             raise RankError(
-                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its `with` block."
+                f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its "
+                f"`with` block."
             )
 
     def ask_to_free(self) -> list[agreement.Question]:
@@ -280,7 +308,10 @@ class Communicator(NotCopied):
             comm.Free()
 
     def abandon(self) -> None:
-        """Stop using this communicator because of an error. Tell ranks that compare calls on it, and wait for none."""
+        """Stop using this communicator because of an error.
+
+        Tell ranks that compare calls on it, and wait for none.
+        """
         if self.is_made:
             self.decline(f"an error made it leave {self.name}")
         self._leave(together=False)
@@ -334,7 +365,10 @@ class Reordered(Communicator):
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """Make the communicator in the first call. Do so before a check of the call can fail on some ranks."""
+        """Make the communicator in the first call.
+
+        Do so before a check of the call can fail on some ranks.
+        """
         super().ensure_open()
         if not self.is_made:
             self.__getattr__("transport")

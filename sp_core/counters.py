@@ -42,7 +42,10 @@ class Count:
 
 
 class Counters(dict[str, Count]):
-    """What a communicator has sent, by operation. `control` counts the comparisons between ranks."""
+    """What a communicator has sent, by operation.
+
+    `control` counts the comparisons between ranks.
+    """
 
     def __missing__(self, operation: str) -> Count:
         """Return the count of an operation that was not called: a new one, at zero."""

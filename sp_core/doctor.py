@@ -1,4 +1,6 @@
-"""Examine what this machine offers to sp_core: MPI, devices, transports. What is broken gets a remedy.
+"""Examine what this machine offers to sp_core: MPI, devices, transports.
+
+What is broken gets a remedy.
 
 Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
 """
@@ -120,7 +122,10 @@ def _rank() -> int:
 
 @functools.cache
 def _mpi_problem() -> Finding | None:
-    """Return why MPI cannot be used, or None. A child process tries it, because a library that cannot start may end its process."""
+    """Return why MPI cannot be used, or None.
+
+    A child process tries it, because a library that cannot start may end its process.
+    """
     if in_job():
         return None
     code, output = bounded([sys.executable, "-c", "from mpi4py import MPI"])
@@ -157,7 +162,8 @@ def _mpi() -> Iterator[Finding]:
     yield Finding(
         "MPI",
         "ok",
-        f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), {library or 'library not found'}",
+        f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), "
+        f"{library or 'library not found'}",
     )
     yield _threads(MPI.Query_thread())
     yield _cuda_aware(library)
@@ -218,13 +224,16 @@ def _threads(level: int) -> Finding:
         MPI.THREAD_MULTIPLE: "multiple",
     }
     if level < MPI.THREAD_SERIALIZED and torch.cuda.is_available():
-        remedy = "backward on CUDA calls MPI from a thread of its own: unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
+        remedy = (
+            "backward on CUDA calls MPI from a thread of its own: "
+            "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
+        )
         return Finding("threads", "broken", names[level], remedy)
     return Finding("threads", "ok", names[level])
 
 
 def _cuda_aware(library: str | None) -> Finding:
-    """Find whether the library takes GPU memory: what it says, and what it does if there is a GPU."""
+    """Find whether the library takes GPU memory: what it says, and what it does."""
     try:
         says = (
             {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
@@ -247,7 +256,10 @@ def _cuda_aware(library: str | None) -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Find how large /dev/shm is. Ranks of one machine exchange messages through it, and containers keep it small."""
+    """Find how large /dev/shm is.
+
+    Ranks of one machine exchange messages through it, and containers keep it small.
+    """
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("/dev/shm", "note", "absent")
@@ -265,13 +277,19 @@ def _gpus(device: str | None) -> Finding:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Finding("GPUs", "ok", f"{len(names)}: {', '.join(names)}")
     if device == "cuda":
-        remedy = "install a torch with CUDA on a machine with a GPU and its driver, or leave --device cuda out"
+        remedy = (
+            "install a torch with CUDA on a machine with a GPU and its driver, "
+            "or leave --device cuda out"
+        )
         return Finding("GPUs", "broken", f"none that torch {torch.__version__} sees", remedy)
     return Finding("GPUs", "note", "none")
 
 
 def _mpiexec(*, measure: bool) -> Finding:
-    """Find whether an mpiexec starts two ranks of mpi4py's MPI. With `measure` these two measure the constants."""
+    """Find whether an mpiexec starts two ranks of mpi4py's MPI.
+
+    With `measure` these two measure the constants.
+    """
     if in_job():
         return Finding(
             "mpiexec", "note", "not tried: this process was itself started by one, or by srun"
@@ -327,7 +345,10 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
     ):  # not for this machine, and it says why
         return Finding(subject, "note", f"{kind}: not here: {problems[0].partition(': ')[2]}")
     if problems:
-        remedy = f"it is not usable here: pass another transport of {NAMES[kind]}, or another device; please report what you see"
+        remedy = (
+            f"it is not usable here: pass another transport of {NAMES[kind]}, "
+            "or another device; please report what you see"
+        )
         return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
     if fallback:
         return Finding(
@@ -339,7 +360,10 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
 
 
 def _gather(world: Intracomm, kind: str, name: str) -> str:
-    """Gather a few numbers. Return why shared memory is not used although it was asked for, or nothing."""
+    """Gather a few numbers.
+
+    Return why shared memory is not used although it was asked for, or nothing.
+    """
     device = (
         torch.device(kind, world.rank % torch.cuda.device_count())
         if kind == "cuda"

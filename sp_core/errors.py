@@ -1,4 +1,4 @@
-"""The exceptions of the library: few, and each one a subclass of the builtin that a caller would catch."""
+"""Define the exceptions: each is a subclass of the builtin that a caller would catch."""
 
 
 class ShapeError(ValueError):
@@ -10,19 +10,19 @@ class DtypeError(TypeError):
 
 
 class DeviceError(ValueError):
-    """A tensor that lives on another device than its communicator, or a device that is not there."""
+    """Report a tensor on another device than its communicator, or a device that is not there."""
 
 
 class CheckpointError(ValueError):
-    """A model folder that cannot be used: something is missing, broken, or of a kind that is not supported."""
+    """Report a model folder with something missing, broken, or not supported."""
 
 
 class RankError(RuntimeError):
-    """Something that concerns the ranks: a communicator that cannot be used, or an error on another rank."""
+    """Report a communicator that cannot be used, or an error on another rank."""
 
 
 class CollectiveMismatch(RankError):
-    """The ranks of a communicator called different operations, or one operation with arguments that do not agree."""
+    """Report ranks that called different operations, or one with different arguments."""
 
 
 class PeerFailed(RankError):

@@ -17,14 +17,17 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use, by its affinity and its container's quota."""
+    """Return how many cores this process may use, by its affinity and its container's quota."""
     if not hasattr(os, "sched_getaffinity"):
         return node_cores()
     return _within_quota(len(os.sched_getaffinity(0)))
 
 
 def node_cores() -> int:
-    """Return the number of cores of the machine within its container's quota. Binding of this process does not change it."""
+    """Return the number of cores of the machine within its container's quota.
+
+    Binding of this process does not change it.
+    """
     return _within_quota(os.cpu_count() or 1)
 
 
@@ -46,13 +49,16 @@ def loaded_library(name: str) -> str | None:
 
 
 def node_number() -> int:
-    """Return a number below 2^48 that identifies the node, made of its host name and its boot id."""
+    """Identify the node by a number below 2^48, made of its host name and its boot id."""
     name = f"{node_name()} {_text(_BOOT)}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
 
 
 def busy_share(seconds: float = 0.3) -> float:
-    """Return the share of all processor time that is in use, measured for a moment. Return 0 if the system does not tell."""
+    """Return the share of all processor time that is in use, measured for a moment.
+
+    Return 0 if the system does not tell.
+    """
     before = _processor_times()
     time.sleep(seconds)
     total, idle = (
@@ -68,7 +74,7 @@ def _processor_times() -> tuple[int, int]:
 
 
 def _within_quota(cores: int) -> int:
-    """Return the smaller of a number of cores and the container's quota of processor time in whole cores, 1 or more."""
+    """Return at most the container's quota of processor time in whole cores, 1 or more."""
     quota, _, period = _text(_QUOTA).strip().partition(" ")
     if not (quota.isdecimal() and period.isdecimal()):  # "max", or no container
         return cores

@@ -98,8 +98,10 @@ class Mesh(NotCopied):
             self._transport = _transport(transport, self.device)
             nodes = read_nodes(nodes, self.size)
             constants = _constants(tuning, self.rank)
-            call = f"Mesh(axes={self.axes}, device={self.device.type}, transport={self._transport!r}, {check=}"
-            call += f", algorithm={self._algorithm!r}, nodes={nodes})"
+            call = (
+                f"Mesh(axes={self.axes}, device={self.device.type}, "
+                f"transport={self._transport!r}, {check=}, algorithm={self._algorithm!r}, {nodes=})"
+            )
         except (TypeError, ValueError) as found:
             error = found
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
@@ -115,7 +117,9 @@ class Mesh(NotCopied):
             raise
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        """Return the communicator along one axis, or along several, of which the last one varies fastest.
+        """Return the communicator along one axis, or along several.
+
+        Of several the last one varies fastest.
 
         No axis means this rank alone. Nothing is sent. Products in the order of the mesh are there
         from the beginning. One in another order is made in its first use, which is a call of all
@@ -131,7 +135,8 @@ class Mesh(NotCopied):
         unknown = [name for name in names if name not in self.axes]
         if unknown or len(set(names)) != len(names):
             raise ShapeError(
-                f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis once."
+                f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name each axis "
+                f"once."
             )
         if names not in self._made:
             self._made[names] = self._later(names)
@@ -155,7 +160,10 @@ class Mesh(NotCopied):
         self._comm.Free()
 
     def _abandon(self) -> None:
-        """Stop using every communicator. The other ranks may be anywhere: waiting for them would hide the error."""
+        """Stop using every communicator.
+
+        The other ranks may be anywhere: waiting for them would hide the error.
+        """
         for communicator in self._made.values():
             communicator.abandon()
         self._freed = True
@@ -175,7 +183,10 @@ class Mesh(NotCopied):
             self._abandon()
 
     def _add(self, names: tuple[str, ...]) -> None:
-        """Make a communicator. If its transport is refused on some ranks of the mesh, refuse it on all ranks."""
+        """Make a communicator.
+
+        If its transport is refused on some ranks of the mesh, refuse it on all ranks.
+        """
         error = None
         groups = self._groups(names)
         color, key = map(int, np.argwhere(groups == self.rank)[0])
@@ -199,7 +210,7 @@ class Mesh(NotCopied):
         )
 
     def _later(self, names: tuple[str, ...]) -> Communicator:
-        """Make a communicator without the other ranks: of this rank alone, or of the ranks of another one."""
+        """Make a communicator of this rank alone, or of the ranks of another one."""
         if not names:
             own = observer_of(self._comm).alone()  # a checked communicator makes its own
             if own is None:
@@ -217,7 +228,7 @@ class Mesh(NotCopied):
         return tuple(axis for axis in self.axes if axis in names)
 
     def _groups(self, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
-        """Return the ranks of all groups along some axes: one row for each group, in the order of its members."""
+        """Return the ranks of all groups along some axes, one row for each group."""
         others = [axis for axis in self.axes if axis not in names]
         places = [list(self.axes).index(axis) for axis in (*others, *names)]
         count = math.prod(self.axes[axis] for axis in names)
@@ -241,7 +252,8 @@ class Mesh(NotCopied):
         if min(self.axes.values(), default=0) < 1 or ranks != self.size:
             sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items())
             raise ShapeError(
-                f"the mesh {sizes or 'of no axes'} has {ranks} ranks, the communicator has {self.size}. "
+                f"the mesh {sizes or 'of no axes'} has {ranks} ranks, the communicator has "
+                f"{self.size}. "
                 "Choose sizes >= 1 whose product is the number of ranks."
             )
         if self._check not in ("agree", "off"):
@@ -273,13 +285,14 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
     texts = list(map(str, nodes)) if hasattr(nodes, "__iter__") else [repr(nodes)]
     if size not in (None, len(texts)) or not all(re.fullmatch(r"\s*-?\d+\s*", x) for x in texts):
         raise ValueError(
-            f"nodes {texts} were given for {size or 'some'} ranks. Pass nodes=, or SP_NODES, with one whole number per rank."
+            f"nodes {texts} were given for {size or 'some'} ranks. Pass nodes=, or SP_NODES, with "
+            f"one whole number per rank."
         )
     return list(map(int, texts))
 
 
 def _transport(transport: str | HostWrapper, device: torch.device) -> str | HostWrapper:
-    """Replace "auto" by the transport that SP_TRANSPORT names, unless that is for another kind of device."""
+    """Replace "auto" by what SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
     kinds = [kind for kind, names in NAMES.items() if named in names]
     if transport == "auto" and (device.type in kinds or not kinds):
@@ -300,18 +313,23 @@ def _device(device: torch.device | str | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise DeviceError(
-            "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or install torch with CUDA."
+            "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or "
+            "install torch with CUDA."
         )
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= count:
         raise DeviceError(
-            f"device {str(found)!r} was asked for; there are {count} CUDA devices, cuda:0 to cuda:{count - 1}."
+            f"device {str(found)!r} was asked for; there are {count} CUDA devices, cuda:0 to "
+            f"cuda:{count - 1}."
         )
     return torch.device("cuda", index)
 
 
 def fingerprint() -> dict[str, str]:
-    """Describe this machine and its MPI library. Constants that were measured with another one are not used."""
+    """Describe this machine and its MPI library.
+
+    Constants that were measured with another one are not used.
+    """
     mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
     return {

@@ -1,4 +1,7 @@
-"""Tell the observer of a communicator what no call of MPI shows. Without an observer nothing happens."""
+"""Tell the observer of a communicator what no call of MPI shows.
+
+Without an observer nothing happens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Observer:
         *,
         later: bool = False,
     ) -> None:
-        """Hear which messages this rank will post; every rank of the communicator announces its own.
+        """Hear which messages this rank will post; every rank announces its own.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
@@ -30,7 +33,7 @@ class Observer:
         """
 
     def announce_call(self, what: str) -> None:
-        """Hear that this rank is about to do something that is no call of MPI, the same on every rank."""
+        """Hear that this rank begins something that is no call of MPI, the same on every rank."""
 
     def watch(self, what: str) -> None:
         """Hear that this rank still waits for something that is no call of MPI."""
@@ -39,7 +42,10 @@ class Observer:
         """Return a communicator of this rank alone, or None for a duplicate of MPI.COMM_SELF."""
 
     def make_counter(self) -> Any:
-        """Return a counter of these ranks, or None for one in a window of MPI. Every rank calls this."""
+        """Return a counter of these ranks, or None for one in a window of MPI.
+
+        Every rank calls this.
+        """
 
 
 _NOBODY = Observer()

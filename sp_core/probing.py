@@ -19,7 +19,11 @@ def in_job() -> bool:
 def bounded(
     command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """Run a command. Return its exit code, or None after a time limit, and its output. Everything that it started is ended."""
+    """Run a command.
+
+    Return its exit code, or None after a time limit, and its output. Everything that it started is
+    ended.
+    """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,

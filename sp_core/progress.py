@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 
 
 class Progress:
-    """The communicators of one rank on which something has been started. They are weakly referenced.
+    """The communicators of one rank on which something has been started.
+
+    They are weakly referenced.
 
     Attributes:
         kept: comparisons whose answers nobody waits for any more, until MPI has done with their
@@ -26,7 +28,7 @@ class Progress:
         self.kept: list[Any] = []
 
     def add(self, source: Any) -> None:
-        """Call the `advance` of a communicator in every poll from now on, until it returns False."""
+        """Call a communicator's `advance` in every poll from now on, until it is False."""
         self._busy[source] = None
 
     def keep(self, questions: Sequence[Any]) -> None:
@@ -39,7 +41,10 @@ class Progress:
         return not self._busy
 
     def poll(self) -> None:
-        """Let everything started make progress. Call it between pieces of a long computation; it is cheap."""
+        """Let everything started make progress.
+
+        Call it between pieces of a long computation; it is cheap.
+        """
         for source in list(self._busy):
             if not source.advance():
                 self._busy.pop(source, None)

@@ -1,4 +1,6 @@
-"""Scratch memory that calls reuse. Allocating memory in every call costs more than the copies into it.
+"""Scratch memory that calls reuse.
+
+Allocating memory in every call costs more than the copies into it.
 
 Source: fresh pages are written at about a tenth of the speed of used ones, because the kernel
 clears each of them first.
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 KEPT = 4
-"""The number of blocks kept for later calls. So many collectives can run at once without new memory."""
+"""The number of blocks kept for later calls. So many collectives can run at once without new
+memory."""
 
 
 class Scratch:
@@ -25,7 +28,10 @@ class Scratch:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a block of at least `nbytes` bytes, uint8, with any content. Give it back after use."""
+        """Return a block of at least `nbytes` bytes, uint8, with any content.
+
+        Give it back after use.
+        """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         fitting = [block for block in self._free if block.numel() >= nbytes]

@@ -50,7 +50,9 @@ def shared_empty(
 
 
 def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
-    """Return the tensor that another rank got from the same call of `shared_empty` as x, in place. Nothing is sent.
+    """Return the tensor that another rank got from the same call of `shared_empty` as x, in place.
+
+    Nothing is sent.
 
     Args:
         x: what `shared_empty` gave to this rank; not a part of it.
@@ -69,15 +71,19 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     tensors = [] if comm.window is None else comm.window.tensors(x)
     if not 0 <= rank < len(tensors):
         raise RankError(
-            f"the tensor of rank {rank} that belongs to one of shape {tuple(x.shape)} was asked for; {comm.name} has "
-            f"{len(tensors)} that do ({comm.no_window or 'and shared memory'}). Pass what shared_empty gave, and the communicator "
+            f"the tensor of rank {rank} that belongs to one of shape {tuple(x.shape)} was asked "
+            f"for; {comm.name} has "
+            f"{len(tensors)} that do ({comm.no_window or 'and shared memory'}). Pass what "
+            f"shared_empty gave, and the communicator "
             "of that call."
         )
     return x if rank == comm.rank else tensors[rank]
 
 
 def fence(*, comm: Communicator) -> None:
-    """Wait for all ranks. After it every rank sees what any rank wrote into shared memory before it.
+    """Wait for all ranks.
+
+    After it every rank sees what any rank wrote into shared memory before it.
 
     Args:
         comm: the ranks. Every rank calls this.
@@ -96,5 +102,6 @@ def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
         raise ShapeError(f"shape {tuple(shape)} was given; pass lengths >= 0.")
     if dtype.is_complex:
         raise DtypeError(
-            f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of them."
+            f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of "
+            f"them."
         )

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime behind shared device memory, made to a runtime whose device is the host."""
+"""The calls of the CUDA runtime for shared memory, made to a runtime on the host."""
 
 from __future__ import annotations
 

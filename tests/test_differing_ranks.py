@@ -1,4 +1,4 @@
-"""Ranks that say different things: every call and argument gives its documented result, or one error on all ranks."""
+"""Calls and arguments that differ by rank give their result, or one error on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sp_core.testing import run_threads, spmd
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 SAMPLE = 3
-"""How many differences of a call are tried with `check="off"` in a run; `nox -s domains` and `explore` try all."""
+"""How many differences of a call are tried with `check="off"` in a run; `nox -s domains` and
+`explore` try all."""
 
 COMPARED = compared(SUBJECTS)
 UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
@@ -40,7 +41,10 @@ def check_arguments(comm: Any, subject: Subject) -> None:
 
 
 def check_calls(comm: Any, subject: Subject) -> None:
-    """Let one rank call once more than the others, then once less. Ranks along other axes may have other errors."""
+    """Let one rank call once more than the others, then once less.
+
+    Ranks along other axes may have other errors.
+    """
     for is_extra in (True, False):
         told = comm.allgather(
             alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra)

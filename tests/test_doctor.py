@@ -162,7 +162,7 @@ def test_a_gpu_that_must_be_there_and_is_not() -> None:
 
 
 class TwoRanks:
-    """The part of a communicator that `_try` uses, with another rank that says what it is told to."""
+    """The part of a communicator that `_try` uses, with an answer of another rank."""
 
     size = 2
 

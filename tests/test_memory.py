@@ -1,4 +1,4 @@
-"""What is kept for the backward, and what a ring holds while it runs, grows with the tokens of a rank and not with the sequence."""
+"""Memory for the backward and of a ring grows with a rank's tokens, not with the sequence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def saved_elements(block: sp.TransformerBlock, x: Tensor, sharding: sp.Sharding)
 @pytest.mark.parametrize("tokens", [4, 12])
 @spmd(1, 2, 4)
 def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: int) -> None:
-    """Per token: inputs of both norms and their results, q, k, v and out, the two sides of GELU, lse, mean and deviation twice."""
+    """Per token: both norms' inputs and results, q, k, v, out, GELU, lse, mean, deviation."""
     sharding = sp.Sharding.contiguous(tokens * comm.size, comm.size)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         block = sp.TransformerBlock(
@@ -61,7 +61,7 @@ def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: in
 
 @spmd(3, 4, 6, 8)
 def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> None:
-    """Forward and backward, in units of one rank's tokens of one of q, k, v: never more than 25, for any number of ranks."""
+    """At most 25 units, each one rank's tokens of q, k or v, for any number of ranks."""
     tokens, size = 64, comm.size
     problem = AttentionProblem(
         *(

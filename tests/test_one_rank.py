@@ -1,4 +1,4 @@
-"""A call that is wrong, or another one, on one rank only: all ranks get the same error, and can go on."""
+"""A call that is wrong on one rank only is the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gr
 from sp_core.testing import spmd
 
 Call = Callable[[sp.Mesh, bool], object]
-"""A call over a mesh with the axes "ring" and "ulysses"; the flag says whether this rank is the one that differs."""
+"""A call over a mesh with the axes "ring" and "ulysses"; the flag says whether this rank is the one
+that differs."""
 
 
 def attention(mesh: sp.Mesh, scheme: Any = sp.hybrid_attention, **changes: Any) -> object:
@@ -162,7 +163,7 @@ def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: 
 def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
     comm: Any, wrong: Any
 ) -> None:
-    """On one rank, whose error its partners hear of; then on all, after which the mesh still works."""
+    """First on one rank, then on all, after which the mesh still works."""
     lengths = {"tp": 1, "ring": 2, "ulysses": 2}
     with pytest.raises((sp.ShapeError, sp.PeerFailed)) as caught, sp.Mesh(comm, **lengths) as mesh:
         hybrid(axes=wrong)(mesh, comm.rank == 0)

@@ -1,4 +1,4 @@
-"""Ranks that wait or go backward in different orders get the right result, or all of them get the same error."""
+"""Ranks that wait or go backward in different orders get their result, or one error."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) ->
 def test_ranks_wait_on_two_communicators_in_different_orders(
     comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one mesh, then of two; for calls and for runs of plans. The tensor fills several segments and slots."""
+    """Of one mesh, then of two; for calls and for runs of plans.
+
+    The tensor fills several segments and slots.
+    """
     monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
     options: Any = {"transport": "window", "nodes": [rank // 2 for rank in range(comm.size)]}
     with (

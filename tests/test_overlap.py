@@ -1,4 +1,4 @@
-"""The next piece is under way while the present one is computed: shown by the order of events, on every rank."""
+"""The next piece is under way while the present one is computed, on every rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLAIN = AttentionProblem(
 
 
 class Log:
-    """Events of every rank, which are threads here: ("start", n), ("wait", n) for the n-th transfer, and ("compute", 0)."""
+    """Events of every rank: ("start", n), ("wait", n) of the n-th transfer, ("compute", 0)."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, list[tuple[str, int]]] = defaultdict(list)
@@ -118,7 +118,7 @@ class Listening:
 
 
 def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: int) -> None:
-    """Transfer `first + i`, which brings piece i + 1, is started before piece i is computed, and waited for only afterwards."""
+    """The transfer of piece i + 1 starts before piece i is computed, and is waited for after it."""
     computed = [place for place, (event, _) in enumerate(log) if event == "compute"]
     assert len(computed) == pieces * per_piece
     for piece in range(pieces - 1):

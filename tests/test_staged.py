@@ -1,4 +1,4 @@
-"""The staged path against a device on which everything happens as late as it can: nothing is read, reused or freed too early."""
+"""The staged path against a device that does everything as late as it can."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pipelined(
 def test_results_are_right_however_late_the_device_is(
     comm: Any, case: Case, chunk_bytes: int, polls: int
 ) -> None:
-    """The input is computed late, copies run late, and the results are looked at when the device gets to them."""
+    """The input is computed late, copies run late, and the results are read after them."""
     case = replace(case, dim=0, view="plain")
     streams = DelayedStreams(polls=polls, lazy=True)
     with sp.Mesh(comm, sp=comm.size) as mesh:

@@ -1,4 +1,4 @@
-"""What torch.distributed, an MPI that reads device memory, and device memory of a node are asked to do; where they are not here."""
+"""Transports that need hardware, against stand-ins: torch.distributed, device-aware MPI, IPC."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
 
 @spmd()
 def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
-    """In the order of the ranks where the pieces are added here, within a rounding of it where the group adds."""
+    """Bitwise where the pieces are added here, within a rounding where the group adds."""
     inputs = [
         torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
         for rank in range(comm.size)
@@ -228,7 +228,7 @@ def test_a_gpu_gets_the_transport_that_is_named(name: str, monkeypatch: pytest.M
 
 @given(max_examples=16, case=cases())
 def test_mpi_reads_what_the_device_has_computed_last(comm: Any, case: Case) -> None:
-    """Addresses instead of tensors; what was computed before the call is seen, also in the second run of a plan."""
+    """MPI gets addresses, and sees what was computed before the call."""
     streams = DelayedStreams()
     with sp.Mesh(comm, sp=comm.size) as mesh:
         mesh["sp"].transport = DeviceTransport(mesh["sp"]._comm, streams.begin)
@@ -292,7 +292,7 @@ def test_a_child_finds_out(program: str, reason: str) -> None:
 
 @spmd()
 def test_what_the_child_does(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a CPU, which every library can read, comes as it was sent; what does not is noticed."""
+    """Memory of a CPU comes as it was sent; a difference is noticed."""
     if session.tier() == "mpi":
         monkeypatch.setattr(sys, "argv", ["probe", "cpu"])
         exec(cuda_aware.PROBE, {})

@@ -1,4 +1,4 @@
-"""Shared memory of a node: programs that no order of the ranks breaks, tensors read in place, memory that leaves nothing behind."""
+"""Collectives in shared memory, tensors read in place, and machines without shared memory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_read_in_the_step_that_writes_it_is_found() -> None:
 
 
 def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the law above can fail: with a slot less a rank overwrites what another still reads."""
+    """The law above can fail: with a slot less a rank overwrites what another still reads."""
     long = [Problem("all_reduce", 5, 0, False, False, 10)] * 3
     inputs = [inputs_of(problem, 3, 8, torch.float32, turn) for turn, problem in enumerate(long)]
 
@@ -137,7 +137,7 @@ def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_read_and_used_is_what_the_program_says(
     comm: Any, problem: Problem, dtype: torch.dtype, slot_bytes: int, on_device: bool, seed: int
 ) -> None:
-    """Bits, messages, bytes and scratch, three times in a row; read in place where the input lives in shared memory."""
+    """Bits, messages, bytes and scratch, three times in a row; some inputs are read in place."""
     size, rank = comm.size, comm.rank
     with sp.Mesh(comm, sp=size) as mesh:
         group = mesh["sp"]
@@ -237,7 +237,7 @@ def test_many_are_under_way_and_waited_for_in_any_order(
 
 
 def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
-    """A start does not wait; a rank that then waits in vain is woken, and the error is that of the rank that left."""
+    """A start does not wait. A rank that then waits gets the error of the rank that left."""
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
@@ -260,7 +260,7 @@ def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
 
 
 class Without:
-    """The module `os` of a system that lacks a call on one rank or on all: it is not there, or it fails."""
+    """The module `os` of a system that lacks a call, on one rank or on all."""
 
     def __init__(self, name: str, rank: int | None = None) -> None:
         self._lacking, self._rank = name, rank
@@ -290,7 +290,10 @@ WITHOUT: dict[str, Any] = {
 def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank finds out; all take the same way. To ask for the window is then an error on all ranks, before a message."""
+    """One rank finds out; all take the same way.
+
+    To ask for the window is then an error on all ranks, before a message.
+    """
     monkeypatch.setattr(shared, *WITHOUT[reason])
 
     def body(comm: Any) -> None:

@@ -1,4 +1,7 @@
-"""How the bytes of one tensor reach another rank: the only code that touches an MPI buffer or copies between device and host."""
+"""Move the bytes of tensors between ranks.
+
+Only this package touches an MPI buffer or copies between device and host.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,13 @@ NAMES = {
 """Transports by kind of device, the one that "auto" takes first."""
 
 MESSAGES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
-"""Those that carry messages and are always there; the others leave messages to these, but for "device"."""
+"""Those that carry messages and are always there; the others leave messages to these, but for
+"device"."""
 
 
 MAY_BE_REFUSED = ("device", "distributed")
-"""Those that may not be there although their kind of device is; all others are, or do without what they lack."""
+"""Those that may not be there although their kind of device is; all others are, or do without what
+they lack."""
 
 
 def make_transport(
@@ -99,7 +104,8 @@ def choose(name: str | HostWrapper, device: torch.device) -> str | HostWrapper:
     if name in offered or (isinstance(name, HostWrapper) and device.type == "cpu"):
         return name
     raise DeviceError(
-        f"transport {name!r} was asked for on device {str(device)!r}; kinds of device and their transports are {NAMES}. "
+        f"transport {name!r} was asked for on device {str(device)!r}; kinds of device and their "
+        f"transports are {NAMES}. "
         "Pass one of these, or transport='auto'."
     )
 
@@ -125,7 +131,10 @@ def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
 
 
 def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:
-    """Make the memory that the ranks share, if the transport has one. Return it, or None and the reason, on every rank alike."""
+    """Make the memory that the ranks share, if the transport has one.
+
+    Return it, or None and the reason, on every rank alike.
+    """
     try:
         if transport == "window":
             return Window(comm), ""

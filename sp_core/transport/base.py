@@ -1,4 +1,7 @@
-"""What a transport is: it moves flat, contiguous vectors between ranks. Only transports touch an MPI buffer or copy to a host."""
+"""What a transport is: it moves flat, contiguous vectors between ranks.
+
+Only transports touch an MPI buffer or copy to a host.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,21 @@ Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: (rank of the other side, flat contiguous tensor)."""
 
 Bound = Sequence[tuple[int, Any]]
-"""Messages in a transport's own form, made once for memory that is sent or received into many times."""
+"""Messages in a transport's own form, made once for memory that is sent or received into many
+times."""
 
 
 class Handle(Protocol):
-    """A transfer under way. Whoever holds it keeps the buffers alive until `test` has answered True."""
+    """A transfer under way.
+
+    Whoever holds it keeps the buffers alive until `test` has answered True.
+    """
 
     def test(self) -> bool:
-        """Make progress; True once the transfer is complete and the result may be read on the current stream."""
+        """Make progress. Return whether the transfer is complete.
+
+        Then the result may be read on the current stream.
+        """
         ...
 
 
@@ -39,7 +49,10 @@ class Transport(Protocol):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare a collective on fixed memory. Each call of the returned function runs it; all ranks call it."""
+        """Prepare a collective on fixed memory.
+
+        Each call of the returned function runs it; all ranks call it.
+        """
         ...
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
@@ -47,11 +60,17 @@ class Transport(Protocol):
         ...
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages. All ranks call this, with empty lists where they have none."""
+        """Begin point-to-point messages.
+
+        All ranks call this, with empty lists where they have none.
+        """
         ...
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages this rank will post, in this order for each peer. All ranks call this, before any of them posts."""
+        """Say which messages this rank will post, in this order for each peer.
+
+        All ranks call this, before any of them posts.
+        """
         ...
 
     def bind(self, messages: Messages) -> Bound:
@@ -59,7 +78,10 @@ class Transport(Protocol):
         return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages, whenever this rank is ready for them. They meet messages of the same tag only."""
+        """Begin announced messages, whenever this rank is ready for them.
+
+        They meet messages of the same tag only.
+        """
         ...
 
     def close(self, *, together: bool) -> None:
@@ -69,7 +91,9 @@ class Transport(Protocol):
 
 @runtime_checkable
 class HostWrapper(Protocol):
-    """Makes a transport out of the one of host tensors, such as a model of slow links; a mesh takes it as `transport`.
+    """Make a transport out of the one of host tensors, such as a model of slow links.
+
+    A mesh takes it as `transport`.
 
     Its `repr` is the same on all ranks, which agree on it.
     """
@@ -116,7 +140,9 @@ class Transfer:
 
 
 SPIN_SECONDS = 2e-5
-"""About the time of one small message inside a node. A longer wait must not keep a core from the rank waited for: four ranks on two
+"""About the time of one small message inside a node.
+
+A longer wait must not keep a core from the rank waited for: four ranks on two
 cores take a third longer over a link of a millisecond where they spin ten times as long."""
 YIELD_SECONDS = 2e-4
 PAUSE_SECONDS = 5e-5

@@ -1,4 +1,4 @@
-"""A number in the memory of one rank from which all ranks draw by one-sided access, so that nobody has to answer."""
+"""Give numbers to ranks by one-sided access to one rank's memory: nobody has to answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ HOME = 0
 
 
 class MpiCounter:
-    """Give 0, 1, 2, ... to whichever rank asks next: the library's own atomic addition in a window of eight bytes.
+    """Give 0, 1, 2, ... to whichever rank asks next.
+
+    The MPI library adds atomically in a window of eight bytes.
 
     Args:
         comm: an mpi4py communicator; all its ranks make this together.

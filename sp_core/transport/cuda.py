@@ -1,4 +1,4 @@
-"""Memory of a CUDA device that other processes map: the few calls of the CUDA runtime that torch does not offer.
+"""Share memory of a CUDA device by the few calls of the CUDA runtime that torch does not offer.
 
 torch's own allocator hands out parts of large blocks, which may grow in place; a handle leads to a
 block as it was. So the memory of a window comes from the runtime itself, once.
@@ -140,7 +140,10 @@ class CudaMemory(CudaStream):
         return tensor_at(address, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of a handle. Memory of this process is used as it is: a process cannot open its own handles."""
+        """Map the memory of a handle.
+
+        Memory of this process is used as it is: a process cannot open its own handles.
+        """
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
         pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(offer.handle)
@@ -167,7 +170,10 @@ _REGISTERED: dict[int, Tensor] = {}
 
 
 class PinnedMemory(CudaStream):
-    """Host memory of the node that the device reads and writes in place, registered once: inside a node nothing else is copied."""
+    """Share host memory that the device reads and writes in place.
+
+    It is registered once; inside a node nothing else is copied.
+    """
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
         """Make new host memory."""
@@ -203,7 +209,10 @@ def _pointer(x: Tensor) -> ctypes.c_void_p:
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
-    """View the bytes at an address as a tensor on a device that can reach them. Their maker frees them."""
+    """View the bytes at an address as a tensor on a device that can reach them.
+
+    Their maker frees them.
+    """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
@@ -220,7 +229,10 @@ def _runtime() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call the runtime. An error is cleared in the runtime, or torch's next call would report it."""
+    """Call the runtime.
+
+    An error is cleared in the runtime, or torch's next call would report it.
+    """
     library = _runtime()
     code = int(getattr(library, name)(*arguments))
     if code:

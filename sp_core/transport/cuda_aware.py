@@ -41,7 +41,8 @@ OF_A_JOB = (
     "HYDI",
     "MPI_LOCAL",
 )
-"""Variables of a rank that mpiexec has started begin so; with them the child would look for its place in that job."""
+"""Variables of a rank that mpiexec has started begin so; with them the child would look for its
+place in that job."""
 
 PROBE = """
 import sys, torch
@@ -60,7 +61,7 @@ if not (torch.equal(x, y) and torch.equal(x, z)):
 
 
 class DeviceTransport(HostTransport):
-    """Hands addresses of device memory to the MPI library, after the current stream has been waited for.
+    """Hand addresses of device memory to the MPI library, after a wait for the current stream.
 
     Collectives that are started are carried out at once: libraries that read device memory do so in
     blocking collectives only.
@@ -89,7 +90,10 @@ class DeviceTransport(HostTransport):
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
-    """Return an array that points to the memory of a flat tensor on any device; only MPI may look into it."""
+    """Return an array that points to the memory of a flat tensor on any device.
+
+    Only MPI may look into it.
+    """
     if x is None:
         return as_numpy(None)
     kind = as_numpy(torch.empty(0, dtype=x.dtype)).dtype
@@ -101,7 +105,9 @@ def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
 
 @functools.lru_cache(maxsize=4)
 def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_SECONDS) -> str:
-    """Why the MPI library does not take memory of a device; empty where it does. A child process tries it.
+    """Why the MPI library does not take memory of a device; empty where it does.
+
+    A child process tries it.
 
     Args:
         device: "cuda"; "cpu" must always do.
@@ -124,7 +130,7 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
 
 
 def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without variables of an MPI job, in which a child finds this package."""
+    """Remove the variables of an MPI job, and let a child find this package."""
     kept = {name: value for name, value in environment.items() if not name.startswith(OF_A_JOB)}
     here = str(Path(__file__).resolve().parents[2])
     return {
@@ -144,6 +150,8 @@ def refuse_host_only(comm: Intracomm, reason: Callable[[], str]) -> None:
     rank = next((rank for rank, text in enumerate(reasons) if text), None)
     if rank is not None:
         raise DeviceError(
-            f"transport 'device' needs an MPI library that reads device memory; that of rank {rank} does not: {reasons[rank]}. "
-            "Pass transport='pipelined' (or 'auto'), or install an MPI that is built for the device."
+            f"transport 'device' needs an MPI library that reads device memory; that of rank "
+            f"{rank} does not: {reasons[rank]}. "
+            "Pass transport='pipelined' (or 'auto'), or install an MPI that is built for the "
+            "device."
         )

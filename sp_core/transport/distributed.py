@@ -169,7 +169,9 @@ class DistributedTransport(OverHost):
 
 
 def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
-    """Return whether a transfer of the group is complete. Then the current stream waits for it, on CUDA.
+    """Return whether a transfer of the group is complete.
+
+    Then the current stream waits for it, on CUDA.
 
     Raises:
         PeerFailed: it has failed.
@@ -247,8 +249,10 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
     if problems:
         rank, text = next(iter(problems.items()))
         raise DeviceError(
-            f"transport 'distributed' needs a process group of torch.distributed over {comm.size} ranks on {device.type}; "
-            f"rank {rank} has none: {text}. Pass another transport, or see to it that the ranks reach each other over TCP."
+            f"transport 'distributed' needs a process group of torch.distributed over {comm.size} "
+            f"ranks on {device.type}; "
+            f"rank {rank} has none: {text}. Pass another transport, or see to it that the ranks "
+            f"reach each other over TCP."
         )
     return group
 
@@ -259,8 +263,10 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
     if count > 1:
         ranks = ", ".join(str(rank) for rank, other in enumerate(gpus) if other == gpu)
         raise DeviceError(
-            f"transport 'distributed' uses NCCL, which needs a GPU for each rank; {len(gpus)} ranks have {len(set(gpus))} "
-            f"(ranks {ranks}: {gpu}). Start fewer ranks, or pass transport='ipc' or 'pipelined', which let ranks share one."
+            f"transport 'distributed' uses NCCL, which needs a GPU for each rank; {len(gpus)} "
+            f"ranks have {len(set(gpus))} "
+            f"(ranks {ranks}: {gpu}). Start fewer ranks, or pass transport='ipc' or 'pipelined', "
+            f"which let ranks share one."
         )
 
 

@@ -1,4 +1,6 @@
-"""Tensors in host memory, moved by the MPI library. Nothing is copied on the way to MPI: it reads and writes tensor memory.
+"""Tensors in host memory, moved by the MPI library.
+
+Nothing is copied on the way to MPI: it reads and writes tensor memory.
 
 MPI never sees a torch tensor. mpi4py would take one, and send a transposed tensor in storage order
 or sum bfloat16 as bytes; so MPI gets NumPy views of flat memory, and types that MPI cannot sum are
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 MAX_COUNT = 2**30
-"""Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int as well."""
+"""Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int
+as well."""
 
 # of messages that all ranks post in the same order: the communicator is the transport's own, and
 # MPI keeps their order
@@ -45,7 +48,10 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_numpy(x: Tensor | None) -> Array:
-    """View a flat tensor as an array; types that MPI or NumPy lacks become integers of the same width."""
+    """View a flat tensor as an array.
+
+    Types that MPI or NumPy lacks become integers of the same width.
+    """
     if x is None:
         return _EMPTY
     x = x.detach()
@@ -73,7 +79,10 @@ class HostTransport(Transport):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare the library's call with its arguments, or its calls where the vectors are too long for one."""
+        """Prepare the library's call with its arguments.
+
+        Vectors too long for one call are moved in chunks.
+        """
         if not self._fits(operation):
             return partial(self._run_in_chunks, operation, send, recv)
         return self._whole(operation, send, recv)
@@ -88,7 +97,7 @@ class HostTransport(Transport):
         return Transfer([call().Test], call, partial(in_turn, *after))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages; empty ones and those above the limit of one call included."""
+        """Begin point-to-point messages, of any length."""
         self._say(sends, recvs, later=False)
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
@@ -122,7 +131,10 @@ class HostTransport(Transport):
         self._observer.announce_exchange(sent, received, later=later)
 
     def _fits(self, operation: Operation) -> bool:
-        """Return whether one call will do. The answer is the same on all ranks, because `longest` is."""
+        """Return whether one call will do.
+
+        The answer is the same on all ranks, because `longest` is.
+        """
         return self._comm.size * operation.longest <= self._max_count
 
     def _run_in_chunks(
@@ -149,7 +161,10 @@ class HostTransport(Transport):
     def _steps(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool
     ) -> tuple[Calls, Callable[[], Any], Calls]:
-        """Return what comes before MPI's call, the call, and what comes after it. `Iallgatherv` is the non-blocking `Allgatherv`."""
+        """Return what comes before MPI's call, the call, and what comes after it.
+
+        `Iallgatherv` is the non-blocking `Allgatherv`.
+        """
         before: Calls = ()
         after: Calls = ()
         if operation.reduces:
@@ -168,7 +183,7 @@ class HostTransport(Transport):
 
 
 class OverHost(Transport):
-    """What transports that bring tensors to the host and let it move them have in common: messages bound when they are posted."""
+    """Let the transport of host tensors move what this one has brought to the host."""
 
     _host: Transport
 
@@ -188,7 +203,10 @@ class OverHost(Transport):
 def widened(
     send: Tensor | None, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
 ) -> tuple[Tensor | None, Tensor | None, Calls, Calls]:
-    """Return buffers of a type that can be summed, and the copies before and after: a half type is rounded once, at the end."""
+    """Return buffers of a type that can be summed, and the copies before and after.
+
+    A half type is rounded once, at the end.
+    """
     given = send if send is not None else recv
     if given is None or given.dtype not in wider:
         return send, recv, [], []
@@ -207,7 +225,7 @@ def in_turn(*calls: Callable[[], object]) -> None:
 
 
 def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Return the part of each piece of a vector that begins at an offset and has one of the lengths."""
+    """Return the part of each piece of a vector that begins at an offset, by length."""
     whole = flat.split(list(sizes))
     return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
 
@@ -223,4 +241,5 @@ _METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...
     Op.BROADCAST: ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
     Op.REDUCE: ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
-"""By collective, the communicator's method and its arguments. A shift is messages, no collective of the library."""
+"""By collective, the communicator's method and its arguments. A shift is messages, no collective of
+the library."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 ORDERED = ("x86_64", "amd64", "i686", "i386")
-"""Processors on which others see the writes of one core in their order. Elsewhere a flag might be seen before the data."""
+"""Processors on which others see the writes of one core in their order. Elsewhere a flag might be
+seen before the data."""
 ALIGNMENT = 128
 """Tensors of a room begin so many bytes apart, because cores fetch cache lines in pairs."""
 NONCE_BYTES = 8
@@ -59,10 +60,16 @@ class Offer(NamedTuple):
 
 
 class Memory(Protocol):
-    """What a window needs of the host or of a device. `allocate` and `open` raise OSError where that cannot be done."""
+    """What a window needs of the host or of a device.
+
+    `allocate` and `open` raise OSError where that cannot be done.
+    """
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Make memory of this rank, uint8 `(nbytes,)`, zero. Return it, and how the others find it."""
+        """Make memory of this rank, uint8 `(nbytes,)`, zero.
+
+        Return it, and how the others find it.
+        """
         ...
 
     def open(self, offer: Offer) -> Tensor:
@@ -94,7 +101,10 @@ class HostMemory:
     """Host memory. It goes with the last tensor in it, in any process."""
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Make new memory. Its owner takes the pages now: later it would be a signal that ends the process."""
+        """Make new memory.
+
+        Its owner takes the pages now: later it would be a signal that ends the process.
+        """
         file = os.memfd_create("sp_core")
         try:
             os.posix_fallocate(file, 0, nbytes)
@@ -182,7 +192,7 @@ def share(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
 def give_back(
     comm: Intracomm, memory: Memory, mine: Tensor | None, parts: Sequence[Tensor]
 ) -> None:
-    """Close what belongs to others, wait for them to do the same, and free the own part; every rank calls this."""
+    """Close what belongs to others, wait for them, and free the own part; every rank calls this."""
     for part in parts:
         if part is not mine:
             memory.close(part)
@@ -200,8 +210,10 @@ def demand(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
     try:
         return share(comm, memory, nbytes)
     except NotShared as reason:
-        text = f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some, or make the mesh with transport='host'."
-        raise RankError(text) from None
+        raise RankError(
+            f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some, or make "
+            "the mesh with transport='host'."
+        ) from None
 
 
 def this_machine() -> tuple[int, str]:
@@ -215,16 +227,23 @@ def this_machine() -> tuple[int, str]:
 def _excluded(told: Sequence[tuple[Any, str, Any, Any]]) -> str:
     """Return why these ranks cannot share memory, if they cannot."""
     if (places := len({place for place, *_ in told})) > 1:
-        return f"its {len(told)} ranks are on {places} machines, or in containers that do not see each other"
+        return (
+            f"its {len(told)} ranks are on {places} machines, "
+            "or in containers that do not see each other"
+        )
     if platform.machine().lower() not in ORDERED:
-        return f"a processor of type {platform.machine()} may show writes to other cores in another order"
+        kind = platform.machine()
+        return f"a processor of type {kind} may show writes to other cores in another order"
     return next((problem for _, problem, *_ in told if problem), "")
 
 
 def _opened(
     memory: Memory, told: Sequence[tuple[Any, Any, Offer, int]], mine: Tensor | None, own: int
 ) -> tuple[list[Tensor], str]:
-    """Map the parts of all ranks. Return those up to the first that cannot be used, and the reason."""
+    """Map the parts of all ranks.
+
+    Return those up to the first that cannot be used, and the reason.
+    """
     parts: list[Tensor] = []
     for rank, (_, _, offer, nonce) in enumerate(told):
         try:
@@ -237,7 +256,8 @@ def _opened(
         if int(found.view(torch.int64)) != nonce:
             return (
                 parts,
-                f"rank {own} finds something else in the memory of rank {rank} than was written there",
+                f"rank {own} finds something else in the memory of rank {rank} than was written "
+                f"there",
             )
     return parts, ""
 
@@ -249,7 +269,7 @@ def _copy(memory: Memory, into: Tensor, part: Tensor) -> None:
 
 
 class Rooms:
-    """Memory that all ranks of a node see, kept from one use to the next: some rooms that take turns.
+    """Keep memory that all ranks of a node see, as rooms that take turns.
 
     In a use of a room every rank writes its part in a step of the window; when all have made it,
     each reads what it needs where it is. With two rooms nobody waits until the others have read:
@@ -271,7 +291,9 @@ class Rooms:
         self._uses = 0
 
     def enter(self, specs: Sequence[Spec]) -> list[Tensor]:
-        """Tensors in the next room, the same memory on every rank, with anything in them; every rank calls this.
+        """Return tensors in the next room, with anything in them; every rank calls this.
+
+        They are the same memory on every rank.
 
         Args:
             specs: the same on every rank.

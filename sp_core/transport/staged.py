@@ -1,4 +1,4 @@
-"""Device tensors over an MPI that cannot read device memory: device -> host -> MPI -> host -> device.
+"""Move device tensors over an MPI that cannot read device memory: through the host.
 
 `StagedTransport` is the plain form: copy everything down, communicate, copy everything up, one
 after the other, through fresh pageable memory. It is what most programs do, and it is here to be
@@ -29,7 +29,8 @@ from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, wait
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
 CHUNK_BYTES = 1 << 20
-"""Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25 to 400 Gbit/s."""
+"""Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25
+to 400 Gbit/s."""
 
 
 class Streams(Protocol):
@@ -65,7 +66,7 @@ class Streams(Protocol):
 
 
 class StagedTransport(OverHost):
-    """The plain staged path: whole vectors, synchronous copies, new pageable host memory in every call."""
+    """Copy whole vectors synchronously, through new pageable host memory in every call."""
 
     name = "staged"
 
@@ -128,7 +129,7 @@ class _Slot:
 
 
 class PipelinedTransport(OverHost):
-    """The staged path in chunks through two sets of page-locked buffers, with copies and communication at the same time.
+    """Move chunks through two sets of page-locked buffers, copying and communicating at once.
 
     Point-to-point messages go through page-locked memory whole, without chunks.
 
@@ -172,7 +173,10 @@ class PipelinedTransport(OverHost):
         )
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective. Those under way advance one after the other, because MPI wants the same order on all ranks."""
+        """Begin a collective.
+
+        Those under way advance one after the other, because MPI wants the same order on all ranks.
+        """
         handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
         handle.test()
         return handle
@@ -184,7 +188,10 @@ class PipelinedTransport(OverHost):
         return handle
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages, beside all others: their tag keeps them apart, and ranks may be ready for them at any time."""
+        """Begin announced messages, beside all others.
+
+        Their tag keeps them apart, and ranks may be ready for them at any time.
+        """
         alone: deque[_Steps] = deque()
         handle = _Steps(
             self._messages(sends, recvs, partial(self.on_host, tag)), alone, self._streams
@@ -289,7 +296,7 @@ class _Steps:
                 next(head._steps)
             except StopIteration:
                 self._queue.popleft()
-            except BaseException as error:  # noqa: BLE001  # it is raised again from every transfer that it broke
+            except BaseException as error:  # noqa: BLE001  # raised by each transfer that it broke
                 for broken in self._queue:  # those behind a failed transfer cannot keep their order
                     broken._error = error
                 self._queue.clear()

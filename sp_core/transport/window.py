@@ -1,4 +1,6 @@
-"""Shared memory of the ranks of one node: slots for what travels, flags that say how far each rank is, tensors that live in it.
+"""Carry out collectives in memory that the ranks of one node share.
+
+It holds slots for what travels, a flag of how far each rank is, and tensors of the caller.
 
 A rank's flag is the number of steps that it has made. Operations are lists of steps, carried out in
 the order in which they were started, which is the same on all ranks; a step begins when every rank
@@ -41,7 +43,8 @@ SLOT_BYTES = 1 << 19
 FLAG_BYTES = 128
 """Flags are so far apart, because cores fetch cache lines in pairs."""
 DEVICE_SLOT_BYTES = 1 << 23
-"""A chunk: large, because each costs a look at the flags of the others, and little beside the memory of a GPU."""
+"""A chunk: large, because each costs a look at the flags of the others, and little beside the
+memory of a GPU."""
 PINNED_SLOT_BYTES = 1 << 21
 """Smaller, so that one rank reads a chunk while another writes the next."""
 
@@ -49,7 +52,10 @@ Steps = Sequence[Sequence[Work]]
 
 
 class Allocation(NamedTuple):
-    """Tensors that one call of `allocate` has made. The storage of this rank's own tensor holds it, and so keeps the others."""
+    """Tensors that one call of `allocate` has made.
+
+    The storage of this rank's own tensor holds it, and so keeps the others.
+    """
 
     window: object
     number: int
@@ -99,7 +105,9 @@ class Window:
         self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     def start(self, steps: Steps, what: str) -> WindowRun:
-        """Begin an operation, on a device after what has been computed so far; every rank calls this, for as many steps.
+        """Begin an operation; every rank calls this, for as many steps.
+
+        On a device it begins after what has been computed so far.
 
         Args:
             steps: what is done in each.
@@ -117,7 +125,7 @@ class Window:
         wait(self.start(steps, what), poll)
 
     def advance(self) -> None:
-        """Make the steps that can be made now, on a device launch them, and say which ones are complete."""
+        """Launch the steps that can be made now, and set the flag to those that are complete."""
         while True:
             while self._under_way and self._under_way[0].test():
                 self._under_way.popleft()
@@ -145,21 +153,30 @@ class Window:
         return own
 
     def peers(self, x: Tensor) -> list[Tensor]:
-        """For a flat tensor in shared memory, return the memory of every rank from the same place on."""
+        """Return the memory of every rank from the place of a flat tensor on."""
         return [tensor.view(-1)[x.storage_offset() :] for tensor in self._all_of(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks that were allocated together with x; none if it was not allocated here."""
+        """Return the tensors of all ranks that were allocated together with x.
+
+        There are none if x was not allocated here.
+        """
         found = self._allocation(x)
         is_whole = found and x.shape == found.shape and x.is_contiguous() and self.place(x) >= 0
         return self._all_of(x) if is_whole and x.storage_offset() == 0 else []
 
     def number(self, x: Tensor) -> int:
-        """Return the index of the allocation that starts at a flat tensor, or -1. Ranks number their allocations alike."""
+        """Return the index of the allocation that starts at a flat tensor, or -1.
+
+        Ranks number their allocations alike.
+        """
         return -1 if x.storage_offset() else self.place(x) >> 40
 
     def place(self, x: Tensor | None) -> int:
-        """Return a number for the place of a flat tensor in shared memory, or -1. It is the same for corresponding places."""
+        """Return a number for the place of a flat tensor in shared memory, or -1.
+
+        It is the same for corresponding places.
+        """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:
             return -1
@@ -221,7 +238,10 @@ class WindowRun(NamedTuple):
     what: str
 
     def test(self) -> bool:
-        """Make the steps that can be made now, also of operations before it; True once all of its own are made."""
+        """Make the steps that can be made now, also of operations before it.
+
+        Return True once all of its own are made.
+        """
         if self.window.made < self.end:
             self.window.advance()
             if self.window.made < self.end:
