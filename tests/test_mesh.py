@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
 from sp_core.counters import Count, Counters
@@ -159,6 +160,20 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
     if pending is not None:
         with pytest.raises(sp.RankError, match="has been freed"):
             pending.wait()
+
+
+@given(layout=st.integers(0, 12), names=st.permutations(["a", "b", "c"]))
+def test_every_communicator_knows_the_node_of_each_of_its_ranks(
+    comm: Any, layout: int, names: list[str]
+) -> None:
+    lengths = dict(zip("abc", SHAPES[comm.size], strict=True))
+    nodes = nodes_of(comm.size, layout)
+    with sp.Mesh(comm, nodes=nodes, **lengths) as mesh:
+        for axes in (tuple(names[:1]), tuple(names[1:]), tuple(names)):
+            group = mesh[axes]
+            members = sp.all_gather(torch.tensor([nodes[comm.rank]]), comm=group).tolist()
+            order = list(dict.fromkeys(members))
+            assert group.nodes == tuple(order.index(node) for node in members)
 
 
 @spmd(2)
