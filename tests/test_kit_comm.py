@@ -83,6 +83,27 @@ def test_collectives_do_what_mpi_says(
         np.testing.assert_array_equal(into, expected)
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+@spmd()
+def test_a_collective_in_place_reads_what_was_there(comm: Any, blocking: bool) -> None:
+    """Also if the input is read long after the call began."""
+    from mpi4py import MPI
+
+    def finish(request: Any) -> None:
+        if request is not None:
+            request.Wait()
+
+    total = np.arange(3.0) + comm.rank
+    shares = np.where(np.arange(comm.size) == comm.rank, 1.0 + comm.rank, -1.0)
+    exchanged = 10.0 * comm.rank + np.arange(comm.size)
+    finish((comm.Allreduce if blocking else comm.Iallreduce)(MPI.IN_PLACE, total))
+    finish((comm.Allgather if blocking else comm.Iallgather)(MPI.IN_PLACE, shares))
+    finish((comm.Alltoall if blocking else comm.Ialltoall)(MPI.IN_PLACE, exchanged))
+    assert total.tolist() == [comm.size * n + sum(range(comm.size)) for n in range(3)]
+    assert shares.tolist() == [1.0 + rank for rank in range(comm.size)]
+    assert exchanged.tolist() == [10.0 * rank + comm.rank for rank in range(comm.size)]
+
+
 @spmd()
 def test_objects(comm: Any) -> None:
     p, rank = comm.size, comm.rank

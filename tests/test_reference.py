@@ -242,6 +242,16 @@ def test_sensitivity_of_a_cancelling_sum_is_that_of_its_terms() -> None:
     assert 5e5 < float(scale) < 2e7
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_result_may_underflow_and_nothing_else_may_come_from_nothing(dtype: torch.dtype) -> None:
+    """A number below the smallest one of the dtype is rounded to 0 or to that one."""
+    smallest = 2 * unit_roundoff(dtype) * torch.finfo(dtype).smallest_normal
+    scale = torch.tensor([smallest / 2, 0.0], dtype=torch.float64)
+    allowed = bound(scale, dtype)
+    assert smallest < allowed[0] < 50 * smallest
+    assert allowed[1] == 0
+
+
 def test_the_bound_counts_what_it_says() -> None:
     scale = torch.tensor([2.0])
     u = unit_roundoff(torch.float32)

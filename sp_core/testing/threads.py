@@ -13,6 +13,7 @@ import itertools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,12 @@ class ThreadComm(LockstepComm):
 
     def _started(self, op: str, flow: Flow) -> _Request:
         slots = self._slot("member", "collective")
+        given = [part.view for _, part in flow.gives if part.view is not None]
         for _, part in flow.takes:
-            spoil(part.view)
+            if part.view is not None and not any(
+                map(partial(np.may_share_memory, part.view), given)
+            ):
+                spoil(part.view)  # with MPI.IN_PLACE the input is there, and is read later
 
         def release() -> bool:
             slots[self.rank] = contribution(flow)
