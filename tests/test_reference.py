@@ -246,8 +246,7 @@ def test_sensitivity_of_a_cancelling_sum_is_that_of_its_terms() -> None:
 def test_a_result_may_underflow_and_nothing_else_may_come_from_nothing(dtype: torch.dtype) -> None:
     """A number below the smallest one of the dtype is rounded to 0 or to that one."""
     smallest = 2 * unit_roundoff(dtype) * torch.finfo(dtype).smallest_normal
-    scale = torch.tensor([smallest / 2, 0.0], dtype=torch.float64)
-    allowed = bound(scale, dtype)
+    allowed = bound(torch.tensor([smallest, 0.0], dtype=torch.float64), dtype)
     assert smallest < allowed[0] < 50 * smallest
     assert allowed[1] == 0
 

@@ -97,7 +97,7 @@ class Pending:
     def _start(self, x: Tensor) -> Tensor:
         self._started = self._mapping.start(x.detach())
         # the same memory, but not the tensor: writing into a view of it would change the graph
-        return self._started.prepared.out.detach()
+        return self._started.out.detach()
 
     def wait(self) -> Tensor:
         """Return the result, a differentiable function of the input.

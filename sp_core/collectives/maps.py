@@ -59,16 +59,18 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way."""
+    """A collective under way. Only its handle keeps the input, until the transfer is complete."""
 
     mapping: Map
     handle: Handle
-    prepared: Prepared
+    out: Tensor
+    finish: Work
 
     def wait(self) -> Tensor:
         """Return the result when the transfer is complete."""
         self.mapping.comm.wait(self.handle, self.mapping.name)
-        return self.prepared.result()
+        self.finish()
+        return self.out
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Map(ABC):
     def start(self, x: Tensor) -> Started:
         """Begin it. The buffers live as long as the handle."""
         prepared = self.prepare(x)
-        return Started(self, self._bind(prepared).start(once=True), prepared)
+        handle = self._bind(prepared).start(once=True)
+        return Started(self, handle, prepared.out, prepared.finish)
 
     def _bind(self, prepared: Prepared) -> Ready:
         moves, scratch = prepared.operation, self.comm.scratch

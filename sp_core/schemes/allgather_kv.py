@@ -87,9 +87,9 @@ def allgather_kv_attention(
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
     """Yield all keys and values for each group of heads."""
     positions = problem.kv_sharding.sorted_positions
-    blocks = zip(groups, _gathered(k, v, problem, groups), strict=True)
-    for number, ((heads, _), held) in enumerate(blocks):
-        yield Visit(number, positions, [(heads, slice(None))], held)
+    blocks = _gathered(k, v, problem, groups)
+    for number, (heads, _) in enumerate(groups):  # `zip` would keep the block before
+        yield Visit(number, positions, [(heads, slice(None))], next(blocks))
 
 
 def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Block]:

@@ -52,7 +52,7 @@ def bound(
     u = unit_roundoff(dtype)
     accumulated = min(u, unit_roundoff(torch.float32)) * growth
     scale = scale.double().abs()
-    underflow = torch.where(scale > 0, torch.finfo(dtype).smallest_normal * 2 * u, 0.0)
+    underflow = (scale > 0).double() * (torch.finfo(dtype).smallest_normal * 2 * u)
     allowed = (C * (u + accumulated) + extra_roundings * u) * scale + C * underflow
     return (
         allowed
