@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import launching, records
-from benchmarks.cases.setting import BlockSetting as Setting
-from benchmarks.cases.setting import Setting as Run
-from benchmarks.cases.setting import Verdict
+from benchmarks.cases.setting import BlockSetting as Setting, Setting as Run, Verdict
 from benchmarks.files import write_json
 from benchmarks.launching import (
     ROOT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ from matplotlib.axes import Axes
 
 import sp_core as sp
 
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "pictures"
+RESULTS = (
+    "benchmarks/results/bench-cpu.png",
+    "benchmarks/results/train.png",
+    "tests/conformance/REPORT.png",
+)
 P, S = 4, 32
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 LAYOUTS = {
@@ -88,15 +96,23 @@ def _bare(axes: Axes, title: str) -> None:
 
 
 def _save(figure: Any, name: str) -> None:
-    folder = Path(__file__).parent / "pictures"
-    folder.mkdir(exist_ok=True)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    FOLDER.mkdir(exist_ok=True)
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
 
 
 def on_pre_build(**_: Any) -> None:
-    """Draw all pictures before mkdocs reads the folder."""
+    """Draw all pictures, and copy those of committed results, before mkdocs reads the folder."""
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "sp_core"  # the same file in every build
     for draw in (draw_layouts, draw_balance, draw_ring, draw_transports):
         draw()
+    for path in RESULTS:
+        shutil.copy(ROOT / path, FOLDER)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show the copies of pictures that lie outside the folder of the documentation."""
+    for path in RESULTS:
+        markdown = markdown.replace(f"](../{path})", f"](pictures/{Path(path).name})")
+    return markdown

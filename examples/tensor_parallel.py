@@ -23,7 +23,7 @@ def main(world: MPI.Intracomm) -> Tensor:
     with sp.Mesh(world, tp=world.size) as mesh:
         comm = mesh["tp"]
         sharding = sp.Sharding.contiguous(seq_len=101, size=comm.size)
-        # With a sharding, tokens are split outside the pair: all-gather before, reduce-scatter after.
+        # With a sharding, tokens are split outside the pair: all-gather, then reduce-scatter.
         first = sp.ColumnParallelLinear.from_linear(up, comm=comm, sharding=sharding)
         second = sp.RowParallelLinear.from_linear(down, comm=comm, sharding=sharding)
         mine = sharding.shard(x, comm.rank, dim=1)

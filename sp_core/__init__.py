@@ -1,4 +1,4 @@
-"""Sequence-parallel and tensor-parallel Transformers over MPI. Importing this package does not start MPI.
+"""Run Transformers in sequence and tensor parallel over MPI. Importing this does not start MPI.
 
 Tokens are owned (`Sharding`), bytes move (`Mesh`, `all_gather`, ...), attention is computed
 (`allgather_kv_attention`, `local_attention`), layers are built of these (`TransformerBlock`);

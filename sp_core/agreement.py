@@ -8,7 +8,8 @@ not agree do the texts follow; a rank that leaves sends none.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -208,3 +209,44 @@ def _differences(calls: Sequence[str]) -> str:
     return "\n".join(
         ["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines]
     )
+
+
+AgreeOn = Callable[..., tuple[int, ...]]
+
+
+@contextmanager
+def agreeing_in_turn() -> Iterator[AgreeOn]:
+    """Agree on communicators that are axes of one grid, one after the other.
+
+    What one rank finds wrong reaches its ranks along the first axis, and with each of them all
+    ranks along the next.
+
+    Yields:
+        A function to call in place of `Communicator.agree_on`: with a communicator, the call and a
+        check or none. It returns nothing after an error.
+
+    Raises:
+        In the end, what was found last.
+    """
+    found: Exception | None = None
+
+    def agree_on(
+        comm: Any, call: Callable[[], str], check: Callable[[], int | None] | None = None
+    ) -> tuple[int, ...]:
+        nonlocal found
+
+        def checked() -> int | None:
+            if found is not None:
+                raise found
+            return check() if check else None
+
+        try:
+            told: tuple[int, ...] = comm.agree_on(call, checked)
+            return told
+        except ERRORS as error:
+            found = error
+        return ()
+
+    yield agree_on
+    if found is not None:
+        raise found

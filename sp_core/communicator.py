@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
@@ -376,43 +376,3 @@ class Reordered(Communicator):
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         told = super()._agree(call, value, error)
         return tuple(told[place] for place in self._order)
-
-
-AgreeOn = Callable[..., tuple[int, ...]]
-
-
-@contextmanager
-def agreeing_in_turn() -> Iterator[AgreeOn]:
-    """Agree on communicators that are axes of one grid, one after the other.
-
-    What one rank finds wrong reaches its ranks along the first axis, and with each of them all
-    ranks along the next.
-
-    Yields:
-        A function to call in place of `agree_on`: with a communicator, the call and a check or
-        none. It returns nothing after an error.
-
-    Raises:
-        In the end, what was found last.
-    """
-    found: Exception | None = None
-
-    def agree_on(
-        comm: Communicator, call: Callable[[], str], check: Callable[[], int | None] | None = None
-    ) -> tuple[int, ...]:
-        nonlocal found
-
-        def checked() -> int | None:
-            if found is not None:
-                raise found
-            return check() if check else None
-
-        try:
-            return comm.agree_on(call, checked)
-        except agreement.ERRORS as error:
-            found = error
-        return ()
-
-    yield agree_on
-    if found is not None:
-        raise found

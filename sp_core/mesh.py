@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -86,10 +86,9 @@ class Mesh(NotCopied):
     ) -> None:
         arguments.check(comm=comm)  # without it no rank can be asked: an error of this rank
         self.axes, self.rank, self.size = dict(axes), int(comm.rank), int(comm.size)
-        self._check: Check = check
         self._algorithm = os.environ.get("SP_ALGORITHM", "auto") if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
-        self._freed = False
+        self._check, self._freed = check, False
         constants = error = None
         call = ""  # the other ranks do not compare the call of a rank that refuses it
         try:
@@ -98,10 +97,8 @@ class Mesh(NotCopied):
             self._transport = _transport(transport, self.device)
             nodes = read_nodes(nodes, self.size)
             constants = _constants(tuning, self.rank)
-            call = (
-                f"Mesh(axes={self.axes}, device={self.device.type}, "
-                f"transport={self._transport!r}, {check=}, algorithm={self._algorithm!r}, {nodes=})"
-            )
+            call = f"Mesh(axes={self.axes}, device={self.device.type}, {check=}, {nodes=}, "
+            call += f"transport={self._transport!r}, algorithm={self._algorithm!r})"
         except (TypeError, ValueError) as found:
             error = found
         told = agreement.agree(comm, call, 2 * node_number() + (constants is not None), error)
@@ -109,9 +106,9 @@ class Mesh(NotCopied):
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
         self._comm = comm.Dup()
         try:
-            for number in range(1, len(self.axes) + 1):
-                for names in combinations(self.axes, number):
-                    self._add(names)
+            numbers = range(1, len(self.axes) + 1)
+            for names in chain.from_iterable(combinations(self.axes, number) for number in numbers):
+                self._add(names)
         except DeviceError:  # on every rank: a transport that is not here
             self.free()
             raise

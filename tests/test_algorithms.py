@@ -14,8 +14,7 @@ from oracle.collective_cases import DTYPES, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
 from oracle.ways import CALLS, CARRIERS, called, refuses
-from oracle.window_cases import OPS as WINDOW_OPS
-from oracle.window_cases import use_window
+from oracle.window_cases import OPS as WINDOW_OPS, use_window
 
 import sp_core as sp
 from sp_core.collectives import execution

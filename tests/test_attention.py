@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import reference
 from torch import Tensor
 
@@ -134,13 +133,8 @@ def check_problem(
     expected = reference.attention(q, k, v, **options)
     grads = reference.attention_grads(q, k, v, do, grad_lse=dlse if use_lse else None, **options)
     mask = Mask(**problem.mask)
-    call: dict[str, Any] = {
-        **where,
-        "mask": mask,
-        "scale": problem.scale,
-        "backend": backend,
-        "between": between,
-    }
+    call: dict[str, Any] = {**where, "mask": mask, "scale": problem.scale}
+    call |= {"backend": backend, "between": between}
     inside = [t.transpose(1, 2) for t in (q, k, v)]
     out, lse = attend(*inside, **call)
     back = attend_backward(

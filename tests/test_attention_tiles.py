@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_attention import Problem, check_problem, problems
 
 from sp_core.attention import attend, attend_backward, tiles

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.testing import global_map
+from sp_core.schemes import SCHEMES
+from sp_core.testing import global_map, spmd
 
 
 def _gather(x: Tensor, comm: sp.Communicator) -> Tensor:
@@ -61,3 +62,15 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: 
     # In one random direction: two ranks have shown each element.
     one_direction = size > 2
     assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=one_direction)
+
+
+@spmd()
+def test_a_second_derivative_is_refused(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for scheme in SCHEMES.values():
+            x = torch.ones(1, 2, 1, 4, requires_grad=True)
+            sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+            out = scheme(x, x, x, comm=mesh["sp"], sharding=sharding)
+            (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiable once"):
+                torch.autograd.grad(grad.sum(), x)

@@ -14,9 +14,7 @@ import torch
 from rich.console import Console
 
 import sp_core as sp
-from benchmarks.contests.collectives import __main__ as program
-from benchmarks.contests.collectives import contestants as timed
-from benchmarks.contests.collectives import regret
+from benchmarks.contests.collectives import __main__ as program, contestants as timed, regret
 from benchmarks.contests.collectives.__main__ import KIB, MIB, ROWS, Row, heat_of, heats, judged
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
 from sp_core.testing import run_threads

@@ -10,8 +10,7 @@ import pytest
 from kit.comparison import CASES, LAYER, RING, ULYSSES, Machine, compared, pair_of_sides, rows_of
 
 from benchmarks import records
-from benchmarks.compare import __main__ as command
-from benchmarks.compare import recompute
+from benchmarks.compare import __main__ as command, recompute
 from benchmarks.compare.pairs import coin
 from benchmarks.compare.result import CODES, RECORDS, RESULT, cells, load, summary
 

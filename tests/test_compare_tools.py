@@ -14,9 +14,7 @@ from kit.comparison import CASES, Machine, pair_of_sides
 from kit.git import commit, git
 
 from benchmarks.cases.setting import Setting
-from benchmarks.compare import __main__ as command
-from benchmarks.compare import running as launches
-from benchmarks.compare import sides as sides_module
+from benchmarks.compare import __main__ as command, running as launches, sides as sides_module
 from benchmarks.compare.result import Told
 from benchmarks.compare.sides import Side, commits, needs, sides
 from benchmarks.launching import Launch, UsageError

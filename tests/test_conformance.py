@@ -15,9 +15,7 @@ from conformance import attention, flash_standin
 from conformance.adapters import ours
 from conformance.attention import CAPABILITIES, Needs, posed, problems, told
 from conformance.trial import Trial, judged
-from hypothesis import given as drawn
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given as drawn, settings, strategies as st
 from oracle import reference
 from torch import Tensor
 

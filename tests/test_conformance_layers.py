@@ -12,9 +12,7 @@ from conformance import layers, pair
 from conformance.adapters import our_layers
 from conformance.layers import CAPABILITIES, Layers, posed, problems, smallest, told
 from conformance.trial import Trial, judged
-from hypothesis import given as drawn
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given as drawn, settings, strategies as st
 from torch import Tensor
 
 Made = type[our_layers.Pair]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import __main__ as program
-from conformance import launching, layers, report
+from conformance import __main__ as program, launching, layers, report
 from conformance.attention import Posed, told
 from conformance.libraries import LIBRARIES, OURS, named
 from conformance.planted import FAULTS

@@ -1,4 +1,4 @@
-"""The documentation: every public name has its place, and every program in it is one that the tests run."""
+"""The documentation: every public name has its place, and the tests run every program in it."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from oracle import explore
 from oracle.attention_features import attention_features, points, universe
 from oracle.capabilities import BASE

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sp_core.launch import command as command_module
-from sp_core.launch import watch as watch_module
+from sp_core.launch import command as command_module, watch as watch_module
 from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.launch.deaths import Deaths, mpi_file
 from sp_core.launch.watch import hold_life

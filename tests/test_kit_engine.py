@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, example, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, example, settings, strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from kit.failing import SEARCH, failure_of, leads
 

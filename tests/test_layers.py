@@ -205,3 +205,12 @@ def pairs(
     layer: torch.nn.Module, other: torch.nn.Module
 ) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     return list(zip(layer.parameters(), other.parameters(), strict=True))
+
+
+@spmd(1)
+def test_a_layer_that_cannot_be(comm: Any) -> None:
+    with sp.Mesh(comm, sp=1) as mesh:
+        with pytest.raises(sp.ShapeError, match="num_heads=5"):
+            sp.SelfAttention(16, 5, comm=mesh["sp"])
+        with pytest.raises(ValueError, match="batch"):
+            sp.TransformerBlock(16, 4, norm="batch", comm=mesh["sp"])

@@ -119,15 +119,10 @@ def test_a_gradient_is_the_sum_over_those_who_have_a_part(
 
     Partial slices on two tensor ranks, complete ones beside them, two data ranks.
     """
-    whole = (
-        torch.randint(
-            -4, 5, (4, *placement.shape), generator=torch.Generator().manual_seed(seed)
-        ).double()
-        * UNITS[dtypes[0]]
-    )
-    norm = (
-        torch.randint(-4, 5, (2, 3), generator=torch.Generator().manual_seed(seed + 1)).double()
-        * UNITS[dtypes[1]]
+    random = torch.Generator().manual_seed(seed)
+    whole, norm = (
+        torch.randint(-4, 5, shape, generator=random).double() * UNITS[dtype]
+        for shape, dtype in (((4, *placement.shape), dtypes[0]), ((2, 3), dtypes[1]))
     )
     with sp.Mesh(comm, dp=2, tp=2) as mesh:
         data, tensor = mesh["dp"], mesh["tp"]

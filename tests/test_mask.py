@@ -13,13 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from sp_core.errors import ShapeError
-from sp_core.mask import Block, Mask, plan_blocks
-from sp_core.mask import blocks as plans
+from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
 from sp_core.mask.runs import runs
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]

@@ -199,3 +199,17 @@ def test_an_operation_that_was_never_called_has_counted_nothing() -> None:
     assert Counters()["all_reduce"] == Count(
         calls=0, messages=0, bytes_sent=0, seconds=0.0, scratch=0
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+@spmd(2)
+def test_a_device_that_is_not_there_on_one_rank(comm: Any) -> None:
+    with pytest.raises(sp.DeviceError, match=r"rank 1.*CUDA"):
+        sp.Mesh(comm, device="cuda" if comm.rank else "cpu", sp=comm.size)
+
+
+@spmd(2, 3)
+def test_meshes_that_differ(comm: Any) -> None:
+    axes = {"a": comm.size, "b": 1} if comm.rank else {"a": 1, "b": comm.size}
+    with pytest.raises(sp.CollectiveMismatch, match="axes"):
+        sp.Mesh(comm, **axes)

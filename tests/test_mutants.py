@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mutants import __main__ as command
-from mutants import catalogue, trial
+from mutants import __main__ as command, catalogue, trial
 from mutants.catalogue import Exclusion, Mutant
 from mutants.trial import Ending, Outcome, Stale, judged
 from studies.commands import ROOT

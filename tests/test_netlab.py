@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import sp_core as sp
 from benchmarks import launching
-from benchmarks.contests.netlab import __main__ as program
-from benchmarks.contests.netlab import hosts
+from benchmarks.contests.netlab import __main__ as program, hosts
 from benchmarks.contests.netlab.__main__ import SETTINGS, Hosted, netlab, rows
 from benchmarks.contests.netlab.hosts import Plan
 from benchmarks.contests.netlab.measure import check_all

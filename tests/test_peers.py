@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from test_scaling import program as run_program
 
 from benchmarks import launching
-from benchmarks.contests.peers import __main__ as program
-from benchmarks.contests.peers import contestants as problem
+from benchmarks.contests.peers import __main__ as program, contestants as problem
 from benchmarks.contests.peers.__main__ import BALANCED, DUO, LAUNCHES, PEERS, SOLO, peers
 from benchmarks.contests.peers.contestants import NAMES
 from benchmarks.statistics import Requirement, exact_interval

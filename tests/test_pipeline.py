@@ -15,8 +15,7 @@ from oracle.strategies import LAYOUTS
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.llama import Decoder, Grid, Llama
-from sp_core.llama import model as llama_model
+from sp_core.llama import Decoder, Grid, Llama, model as llama_model
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels
 from sp_core.testing import spmd

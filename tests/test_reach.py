@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from oracle.strategies import EVERY_LAYOUT, masks
 
 from sp_core import Mask, Sharding
@@ -82,7 +81,7 @@ def test_a_wavelet_matrix_answers_as_sorting_does(
 def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(
     layout: str, documents: int | None
 ) -> None:
-    """A million tokens on 1024 ranks: pairs of ranks, or of documents and ranks, would take minutes."""
+    """A million tokens on 1024 ranks: pairs of ranks, or of documents, would take minutes."""
     length = 1 << 20
     bounds = documents and tuple(range(0, length, length // documents))
     mask = Mask(causal=True, documents=(*bounds, length) if bounds else None)

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from kit import records as made
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -25,8 +24,7 @@ from rich.console import Console
 from benchmarks.compare.result import ORDER
 from benchmarks.files import ForeignError
 from benchmarks.records import Record, append, reason
-from benchmarks.reporting import comparison, derive, plots, tables, terminal
-from benchmarks.reporting import tables as text
+from benchmarks.reporting import comparison, derive, plots, tables, tables as text, terminal
 from benchmarks.reporting.__main__ import main, numbered
 from benchmarks.reporting.page import Page, Section, code, html, markdown
 from benchmarks.reporting.style import styled

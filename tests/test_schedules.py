@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle.proof import Schedule, ScheduleError, replay, verify
 from oracle.schedule_cases import NAMES, nodes_of, pieces, schedule
 
@@ -180,18 +179,14 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
     }
     assert set(expected) == set(NAMES)
     for (op, algorithm), (messages, sent, steps) in expected.items():
-        costs = [
-            cost(program, torch.float32)
-            for program in schedule(op, algorithm, (m,) * size, segment=4).programs
-        ]
+        programs = schedule(op, algorithm, (m,) * size, segment=4).programs
+        costs = [cost(program, torch.float32) for program in programs]
         assert max(c.messages for c in costs) == messages, (op, algorithm)
         assert sent in (-1, max(c.bytes_sent for c in costs)), (op, algorithm)
         assert max(c.steps for c in costs) == steps, (op, algorithm)
     if not folds:
-        costs = [
-            cost(program, torch.float32)
-            for program in schedule("all_reduce", "rabenseifner", (m,) * size).programs
-        ]
+        programs = schedule("all_reduce", "rabenseifner", (m,) * size).programs
+        costs = [cost(program, torch.float32) for program in programs]
         assert {c.bytes_sent for c in costs} == {2 * gathered}
         assert {c.scratch for c in costs} == {n // 2}
 

@@ -10,8 +10,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 import sp_core as sp
 from sp_core.scheduling import (

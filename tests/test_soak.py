@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soak import __main__ as command
-from soak import runs as runs_module
+from soak import __main__ as command, runs as runs_module
 from soak.laws import FILES, LEFT_OUT
 from soak.runs import Run, carried_out, load, read_junit
 from studies.commands import ROOT

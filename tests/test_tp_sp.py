@@ -86,6 +86,19 @@ def pairs(draw: st.DrawFn) -> Pair:
     )
 
 
+def check_parameters(parallel: Any, linear: nn.Linear, dim: int, rank: int) -> None:
+    """Compare gradients with slices of the ordinary layer's, and joined weights with its own."""
+    for name, expected in linear.named_parameters():
+        actual = getattr(parallel, name)
+        assert (actual.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            split = name == "weight" or dim == 0
+            parts = expected.grad.split(list(parallel.sizes), dim) if split else ()
+            assert torch.equal(actual.grad.cpu(), parts[rank] if split else expected.grad)
+    pairs = zip(parallel.to_linear().parameters(), linear.parameters(), strict=True)
+    assert all(torch.equal(joined.cpu(), whole) for joined, whole in pairs)
+
+
 @pytest.mark.explore
 @given(pair=pairs(), way=ways())
 def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(
@@ -125,23 +138,8 @@ def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(
         )
         assert torch.equal(out.detach().cpu(), own(whole))
         assert torch.equal(mine.grad.cpu(), own(x.grad))
-        for parallel, linear, dim in ((column, up, 0), (row, down, 1)):
-            for name, expected in linear.named_parameters():
-                actual = getattr(parallel, name)
-                assert (actual.grad is None) == (expected.grad is None)
-                if expected.grad is not None:
-                    split = name == "weight" or dim == 0
-                    part = (
-                        expected.grad.split(list(parallel.sizes), dim)[rank]
-                        if split
-                        else expected.grad
-                    )
-                    assert torch.equal(actual.grad.cpu(), part)
-            again = parallel.to_linear()
-            assert all(
-                torch.equal(a.cpu(), b)
-                for a, b in zip(again.parameters(), linear.parameters(), strict=True)
-            )
+        check_parameters(column, up, 0, rank)
+        check_parameters(row, down, 1, rank)
 
 
 @spmd(2, 3)

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given as plain_given
-from hypothesis import strategies as st
+from hypothesis import given as plain_given, strategies as st
 from oracle import window_cases
 from oracle.proof import Schedule, ScheduleError, replay, verify
 from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 
 import sp_core as sp
 from sp_core.collectives.execution import BoundWindow
-from sp_core.schedules import SLOTS, WIDE_BLOCK, Step, cost, program_of
-from sp_core.schedules import window as programs
+from sp_core.schedules import SLOTS, WIDE_BLOCK, Step, cost, program_of, window as programs
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure

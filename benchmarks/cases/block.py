@@ -18,11 +18,9 @@ from benchmarks import corpus
 from benchmarks.cases import bench_layers, single
 from benchmarks.cases.bench_layers import Named
 from benchmarks.cases.bench_schemes import communicators, sharding_of
-from benchmarks.cases.case import Phases, Work, dtype_of, problem
-from benchmarks.cases.case import measure as measure_case
+from benchmarks.cases.case import Phases, Work, dtype_of, measure as measure_case, problem
 from benchmarks.cases.setting import BlockSetting, Verdict
-from benchmarks.machine import device as device_of
-from benchmarks.machine import facts
+from benchmarks.machine import device as device_of, facts
 from benchmarks.records import AXIS, Case, fingerprint
 from benchmarks.sample import Counts, Sampler, makespans, meet_asleep
 from benchmarks.worker import Intracomm, Rank

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks import records
-from benchmarks.cases.case import Build, problem
-from benchmarks.cases.case import measure as measure_case
+from benchmarks.cases.case import Build, measure as measure_case, problem
 from benchmarks.cases.setting import LAYERS, Setting
 from benchmarks.cases.suite import of_module
 from benchmarks.launching import NO_MEMORY, Record

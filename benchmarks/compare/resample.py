@@ -20,8 +20,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.compare.pairs import SIDES, grouped
-from benchmarks.compare.result import RECORDS, RESULT, Key
-from benchmarks.compare.result import load as load_result
+from benchmarks.compare.result import RECORDS, RESULT, Key, load as load_result
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     JUDGED,

@@ -21,8 +21,7 @@ from torch import Tensor
 import sp_core as sp
 from benchmarks.contests.contest import Contest, Entry
 from benchmarks.launching import Launch, Record, about, main, numbers_of_ranks
-from benchmarks.machine import device as device_of
-from benchmarks.machine import facts
+from benchmarks.machine import device as device_of, facts
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import make
 from benchmarks.reporting.terminal import Console

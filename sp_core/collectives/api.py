@@ -77,7 +77,8 @@ def reduce_scatter(
         part backward (an all-gather).
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     return call(
         "reduce_scatter",
@@ -114,8 +115,9 @@ def all_reduce(
         bytes.
 
     Raises:
-        As `all_gather`; ValueError for another `op`, and for `deterministic` with an algorithm that
-        is not.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
+        ValueError: another `op`, or `deterministic` with an algorithm that is not.
     """
     return call("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
@@ -146,7 +148,8 @@ def all_to_all(
         One all-to-all of x forward, without the part that stays; its reverse backward.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     return call(
         "all_to_all",
@@ -184,7 +187,8 @@ def shift(
         One message of the bytes of x each way.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     return call("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -198,7 +202,8 @@ def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = 
         One broadcast forward; one reduction to the root backward.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     return call("broadcast", x, comm, root=root, algorithm=algorithm)
 
@@ -210,7 +215,8 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
         One reduction forward; one broadcast backward.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     return call("reduce", x, comm, root=root, algorithm=algorithm)
 

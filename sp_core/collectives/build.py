@@ -209,6 +209,11 @@ def check_tensor(
             f"{name} must be a tensor, {type(x).__name__} was given. "
             "Pass torch.as_tensor(...) of it."
         )
+    if type(x).__name__ == "DTensor":
+        raise DtypeError(
+            f"{name} is a DTensor, which may hold other tokens than the sharding says. "
+            "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
+        )
     want = comm.device
     if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
         raise DeviceError(

@@ -138,7 +138,8 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
         None forward; one all-reduce of the gradient backward.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator f.
     """
@@ -160,7 +161,8 @@ def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto")
         One all-reduce forward; none backward.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator g.
     """
@@ -188,7 +190,8 @@ def gather_replicated(
         One all-gather forward; none backward.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     gather = build(
         "gather_replicated", "all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm
@@ -239,7 +242,8 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
         have been computed.
 
     Raises:
-        As `all_gather`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `all_gather`, on every rank.
     """
     check_communicator(comm)
     comm.agree_on(lambda: describe_all(tensors, comm), lambda: check_summable(tensors, comm))

@@ -120,11 +120,8 @@ class Map(ABC):
         whose gradients these are. So does "window" if a communicator has none.
         """
         for name in (self.algorithm, self.comm.algorithms[self.name]):
-            if (
-                name != "auto"
-                and name in ALGORITHMS[self.name]
-                and not (name == "window" and self.comm.window is None)
-            ):
+            there = name != "window" or self.comm.window is not None
+            if name != "auto" and name in ALGORITHMS[self.name] and there:
                 return name
         return "auto"
 

@@ -106,7 +106,7 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         compares which plan is run.
 
     Raises:
-        As the function of that name; ValueError for another `op`.
+        ValueError: another `op`; all others as the function of that name.
     """
     check_communicator(comm)
     if problem := _problem(op, arguments):
@@ -136,8 +136,8 @@ def all_reduce_(
         copy of x.
 
     Raises:
-        As `all_reduce`; ValueError for a tensor that requires a gradient, ShapeError for one whose
-        elements share memory.
+        ValueError: a tensor that requires a gradient.
+        ShapeError: elements of the tensor share memory; all others as `all_reduce`.
     """
     given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
     return build("all_reduce_", "all_reduce_", x, comm, **given).run(x)

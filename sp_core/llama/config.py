@@ -37,8 +37,8 @@ class LlamaConfig:
     """The architecture of a LLaMA, with the names of Hugging Face.
 
     Args:
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-            num_key_value_heads, head_dim: V, E, F, layers, H, K (a divisor of H) and D (even).
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers: V, E, F and layers.
+        num_attention_heads, num_key_value_heads, head_dim: H, K (a divisor of H) and D (even).
         rms_norm_eps: added to the mean square.
         rope_theta, rope_scaling: base and scaling of `Rope`.
         tie_word_embeddings: the head is the embedding.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce, broadcast
-from sp_core.communicator import agreeing_in_turn
 from sp_core.errors import ShapeError
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
 from sp_core.mask import Mask

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
+from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce
 from sp_core.collectives.maps import overlaps
-from sp_core.communicator import Communicator, agreeing_in_turn
+from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.segments import concatenated, split_ranges
 

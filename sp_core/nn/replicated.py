@@ -32,10 +32,10 @@ class ReplicatedLayer(nn.Module):
         self.hidden = hidden
         self.comm = comm
 
-    def weights(self, x: Tensor, sharding: Sharding | None = None) -> dict[str, Tensor]:
+    def weights(self, x: Tensor, *sharding: Sharding) -> dict[str, Tensor]:
         """Return the parameters by name, for one forward pass on x.
 
-        Their gradients are summed over the ranks.
+        Their gradients are summed over the ranks. With a sharding, x must be the rank's shard.
 
         Communication:
             One agreement forward, and where a gradient may follow one all-reduce of all gradients
@@ -50,9 +50,10 @@ class ReplicatedLayer(nn.Module):
         kind = type(self).__name__
 
         def call() -> str:
-            if sharding is not None:
-                check_sharding(sharding, self.comm, kind)
-            tokens = None if sharding is None else sharding.local_len(self.comm.rank)
+            tokens, owned = None, ""
+            for each in sharding:
+                check_sharding(each, self.comm, kind)
+                tokens, owned = each.local_len(self.comm.rank), f", {each.fingerprint}"
             check_input(
                 x,
                 self.comm,
@@ -61,7 +62,6 @@ class ReplicatedLayer(nn.Module):
                 self.hidden,
                 tokens,
             )
-            owned = "" if sharding is None else f", {sharding.fingerprint}"
             return (
                 f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): "
                 f"{describe_all(parameters, self.comm)}"

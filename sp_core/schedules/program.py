@@ -304,34 +304,6 @@ class Program:
         return _rewritten(self.steps, in_place=True)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a program for one rank.
-
-    Attributes:
-        messages: that it sends; in shared memory, regions that it reads from other ranks.
-        bytes_sent: in these.
-        largest: bytes of the longest message that it sends or receives.
-        steps: in which it sends or receives.
-        scratch: bytes of scratch memory, room for sums in float32 included.
-    """
-
-    messages: int
-    bytes_sent: int
-    largest: int
-    steps: int
-    scratch: int
-
-
-def cost(program: Program, dtype: torch.dtype) -> Cost:
-    """Return what a program costs with elements of `dtype`."""
-    messages, sent, largest, steps, _ = program.figures
-    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(
-        program, dtype
-    )
-    return Cost(messages, sent * dtype.itemsize, largest * dtype.itemsize, steps, scratch)
-
-
 def wide_length(program: Program, dtype: torch.dtype) -> int:
     """Return the length of each float32 buffer.
 

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
 
-from sp_core.schedules.program import Operation, Program, Step, copy, inp, out, program
+import torch
+
+from sp_core.schedules.program import (
+    Operation,
+    Program,
+    Step,
+    copy,
+    inp,
+    out,
+    program,
+    wide_length,
+)
 from sp_core.schedules.window import in_window
 
 _BUILDERS: dict[str, dict[str, str]] = {
@@ -141,3 +153,31 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
             )
         check_algorithm(op, algorithm)
     return dict.fromkeys(ALGORITHMS, "auto") | dict(choice)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a program for one rank.
+
+    Attributes:
+        messages: that it sends; in shared memory, regions that it reads from other ranks.
+        bytes_sent: in these.
+        largest: bytes of the longest message that it sends or receives.
+        steps: in which it sends or receives.
+        scratch: bytes of scratch memory, room for sums in float32 included.
+    """
+
+    messages: int
+    bytes_sent: int
+    largest: int
+    steps: int
+    scratch: int
+
+
+def cost(program: Program, dtype: torch.dtype) -> Cost:
+    """Return what a program costs with elements of `dtype`."""
+    messages, sent, largest, steps, _ = program.figures
+    scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(
+        program, dtype
+    )
+    return Cost(messages, sent * dtype.itemsize, largest * dtype.itemsize, steps, scratch)

@@ -63,7 +63,8 @@ def hybrid_attention(
         as in the parts.
 
     Raises:
-        As `allgather_kv_attention`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `allgather_kv_attention`, on every rank.
 
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719,
     section 4.

@@ -59,7 +59,8 @@ def ring_attention(
         the backward one for each step.
 
     Raises:
-        As `allgather_kv_attention`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `allgather_kv_attention`, on every rank.
 
     Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section
     3.

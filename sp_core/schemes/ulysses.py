@@ -62,7 +62,8 @@ def ulysses_attention(
         B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
 
     Raises:
-        As `allgather_kv_attention`.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
+            `allgather_kv_attention`, on every rank.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
     """

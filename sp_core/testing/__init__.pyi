@@ -1,17 +1,16 @@
-from .adjoint import check_adjoint as check_adjoint
-from .adjoint import global_map as global_map
+from .adjoint import check_adjoint as check_adjoint, global_map as global_map
 from .checked import CheckedComm as CheckedComm
 from .checked_group import CheckedGroup as CheckedGroup
-from .engine import given as given
-from .engine import spmd as spmd
+from .engine import given as given, spmd as spmd
 from .run import run_threads as run_threads
-from .session import device as device
-from .session import event as event
-from .session import features as features
-from .session import note as note
-from .session import record_ratio as record_ratio
-from .session import target as target
-from .session import tier as tier
+from .session import (
+    device as device,
+    event as event,
+    features as features,
+    note as note,
+    record_ratio as record_ratio,
+    target as target,
+    tier as tier,
+)
 from .threads import ThreadComm as ThreadComm
-from .tolerance import bound as bound
-from .tolerance import check_close as check_close
+from .tolerance import bound as bound, check_close as check_close

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from sp_core.testing import profiles, session
 from sp_core.testing.outcome import RankFailure, failure_class

@@ -90,7 +90,7 @@ class DeviceTransport(HostTransport):
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
-    """Return an array that points to the memory of a flat tensor on any device.
+    """Return an array that points to the memory of a flat tensor on any device, and keeps it.
 
     Only MPI may look into it.
     """
@@ -100,6 +100,7 @@ def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
     if not x.numel():
         return np.empty(0, kind)
     place: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
+    place.tensor = x  # an address alone would let the memory go while MPI reads it
     return np.frombuffer(place, kind)
 
 

@@ -8,8 +8,15 @@ from random import Random
 from typing import Any
 
 import torch
-from oracle.collective_cases import DEFINITIONS, MEMORIES, SUMS, UNEVEN, in_memory, total
-from oracle.collective_cases import DTYPES as NAMES
+from oracle.collective_cases import (
+    DEFINITIONS,
+    DTYPES as NAMES,
+    MEMORIES,
+    SUMS,
+    UNEVEN,
+    in_memory,
+    total,
+)
 from torch import Tensor
 
 import sp_core as sp

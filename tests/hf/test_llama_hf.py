@@ -14,8 +14,7 @@ from oracle.strategies import ALGORITHMS
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.llama import Llama, create, generate, load
-from sp_core.llama import save as save_ours
+from sp_core.llama import Llama, create, generate, load, save as save_ours
 from sp_core.testing import record_ratio, run_threads
 from sp_core.testing.tolerance import bound, check_close
 
