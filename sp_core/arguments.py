@@ -12,7 +12,10 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from sp_core.errors import DeviceError, DtypeError, ShapeError
 
 
 def _is_whole(value: Any) -> bool:
@@ -141,3 +144,35 @@ def _shown(value: Any) -> str:
         return f"tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
+
+
+def check_tensor(
+    x: Tensor,
+    comm: Any,
+    name: str = "the tensor",
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """Refuse what is not a dense tensor on the device of a communicator, of one of `dtypes`."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(
+            f"{name} must be a tensor, {type(x).__name__} was given. "
+            "Pass torch.as_tensor(...) of it."
+        )
+    if type(x).__name__ == "DTensor":
+        raise DtypeError(
+            f"{name} is a DTensor, which may hold other tokens than the sharding says. "
+            "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
+        )
+    want = comm.device
+    if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
+        raise DeviceError(
+            f"{name} is on {x.device}, {comm.name} is on {want}. "
+            f"Move it, or make the mesh with device={str(x.device)!r}."
+        )
+    if x.layout is not torch.strided:
+        raise ShapeError(f"{name} has layout {x.layout}; a dense one is needed. Pass x.to_dense().")
+    if dtypes is not None and x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DtypeError(
+            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first."
+        )

@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import sp_core as sp
-from sp_core.arguments import check
-from sp_core.collectives.build import check_tensor
+from sp_core.arguments import check, check_tensor
 from sp_core.testing import spmd
 
 B, S, H, K, D = 2, 12, 4, 2, 8

@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
+    ("errors",),
     (
         "arguments",
-        "errors",
         "machine",
         "launch",
         "observer",
@@ -57,6 +57,8 @@ USES_MPI = {
 USES_MPI |= {"__main__"}
 REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 8
+MAX_LOADED = 45
+"""Files of the package that importing one scheme loads."""
 
 
 def read(*folders: str) -> dict[str, str]:
@@ -223,6 +225,16 @@ def test_importing_starts_no_mpi() -> None:
         "[importlib.import_module(name) for name in names if not name.endswith('__main__')]\n"
         "assert len(names) > 20, names\n"
         "raise SystemExit('mpi4py was imported' if 'mpi4py' in sys.modules else 0)\n"
+    )
+    succeeds_alone(program)
+
+
+def test_a_scheme_loads_no_other_scheme_and_no_collective() -> None:
+    program = (
+        "import sys, sp_core.schemes.ring\n"
+        "loaded = [name for name in sys.modules if name.startswith('sp_core')]\n"
+        "others = [name for name in loaded if name.startswith('sp_core.collectives')]\n"
+        f"raise SystemExit(' '.join(loaded) if others or len(loaded) > {MAX_LOADED} else 0)\n"
     )
     succeeds_alone(program)
 

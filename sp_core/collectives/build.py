@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.collectives import maps
 from sp_core.communicator import Communicator
-from sp_core.errors import DeviceError, DtypeError, ShapeError
+from sp_core.errors import ShapeError
 from sp_core.schedules import IN_RANK_ORDER, check_algorithm
 from sp_core.sharding import split_sizes as even_sizes
 
@@ -164,7 +164,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     Return the length along the dim in which the ranks may differ, or 0.
     """
     arguments.check(**given)
-    check_tensor(x, comm, dtypes=kind.dtypes)
+    arguments.check_tensor(x, comm, dtypes=kind.dtypes)
     dims = [given[dim] for dim in kind.dims]
     for dim in dims:
         if not 0 <= dim < x.dim():
@@ -197,43 +197,11 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
     return int(x.shape[given[dim]])
 
 
-def check_tensor(
-    x: Tensor,
-    comm: Communicator,
-    name: str = "the tensor",
-    dtypes: tuple[torch.dtype, ...] | None = None,
-) -> None:
-    """Raise unless x is a dense tensor on the device of the communicator, of one of `dtypes`."""
-    if not isinstance(x, Tensor):
-        raise DtypeError(
-            f"{name} must be a tensor, {type(x).__name__} was given. "
-            "Pass torch.as_tensor(...) of it."
-        )
-    if type(x).__name__ == "DTensor":
-        raise DtypeError(
-            f"{name} is a DTensor, which may hold other tokens than the sharding says. "
-            "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
-        )
-    want = comm.device
-    if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
-        raise DeviceError(
-            f"{name} is on {x.device}, {comm.name} is on {want}. "
-            f"Move it, or make the mesh with device={str(x.device)!r}."
-        )
-    if x.layout is not torch.strided:
-        raise ShapeError(f"{name} has layout {x.layout}; a dense one is needed. Pass x.to_dense().")
-    if dtypes is not None and x.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise DtypeError(
-            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first."
-        )
-
-
 def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Raise if an all-reduce cannot take one of the tensors."""
     arguments.check(tensors=tensors)
     for x in tensors:
-        check_tensor(x, comm, dtypes=SUMMABLE)
+        arguments.check_tensor(x, comm, dtypes=SUMMABLE)
 
 
 def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, deterministic: bool) -> None:

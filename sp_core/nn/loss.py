@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
+from sp_core.arguments import check_tensor
 from sp_core.attention import accumulation_dtype
 from sp_core.collectives.api import all_gather, all_reduce
-from sp_core.collectives.build import check_tensor
 from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError

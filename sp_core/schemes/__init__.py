@@ -1,21 +1,5 @@
-"""Attention split over ranks: every scheme has the same signature."""
+"""Split attention over ranks: every scheme has the same signature. A scheme is loaded when used."""
 
-from sp_core.schemes.allgather_kv import allgather_kv_attention
-from sp_core.schemes.hybrid import hybrid_attention
-from sp_core.schemes.ring import ring_attention
-from sp_core.schemes.ulysses import ulysses_attention
+import lazy_loader
 
-SCHEMES = {
-    "allgather_kv": allgather_kv_attention,
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-}
-"""The schemes over one communicator, by name."""
-
-__all__ = [
-    "SCHEMES",
-    "allgather_kv_attention",
-    "hybrid_attention",
-    "ring_attention",
-    "ulysses_attention",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

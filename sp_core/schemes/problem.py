@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.arguments import check_tensor
 from sp_core.attention import check_qkv
-from sp_core.collectives.build import check_tensor
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions
