@@ -27,7 +27,16 @@ REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
 MODELS = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal")
-ABOVE = (*MODELS, "cost", "counters", "kit_faults", "promises", "scheme_laws")
+ABOVE = (
+    *MODELS,
+    "cost",
+    "counters",
+    "examples",
+    "kit_faults",
+    "promises",
+    "resources",
+    "scheme_laws",
+)
 """Test files that know no MPI, only what is above it."""
 
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
