@@ -52,6 +52,18 @@ def test_every_program_is_run_by_a_test() -> None:
     assert all(path.startswith(RUN_BY_TESTS) and (ROOT / path).exists() for path in paths)
 
 
+def test_the_table_of_tests_names_every_file() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    patterns = re.findall(r"`((?:hf/)?test_[\w*]+\.py)`", text)
+    files = {
+        path.relative_to(ROOT / "tests").as_posix()
+        for path in (ROOT / "tests").glob("**/test_*.py")
+    }
+    files = {name for name in files if "/" not in name or name.startswith("hf/")}
+    assert [name for name in sorted(files) if not any(map(Path(name).match, patterns))] == []
+    assert [one for one in patterns if not any(Path(name).match(one) for name in files)] == []
+
+
 def test_every_page_can_be_found() -> None:
     listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
