@@ -154,9 +154,8 @@ def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
             )
         if x.shape[1] != sharding.local_len(comm.rank):
             raise ShapeError(
-                f"{name} of rank {comm.rank} hold {x.shape[1]} tokens (dim 1), their sharding "
-                "gives it "
-                f"{sharding.local_len(comm.rank)} of {sharding.seq_len}. "
-                "Shard with sharding.shard(x, rank, dim=1)."
+                f"{name} on rank {comm.rank}: dim 1 has {x.shape[1]} tokens, the sharding gives "
+                f"this rank {sharding.local_len(comm.rank)} of {sharding.seq_len}. "
+                "Pass sharding.shard(x, rank, dim=1)."
             )
     problem.mask.check_lengths(problem.sharding.end, problem.kv_sharding.end)
