@@ -94,9 +94,9 @@ class Communicator(NotCopied):
         self._freed = False
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
-        """Make transport and window over `comm`, which only this object uses.
+        """Make the transport and the window over `comm`, which nobody else sends on.
 
-        The communicators in `owned` are freed in the end.
+        `free` frees the communicators in `owned`.
         """
         self._comm, self._owned, self.scratch = comm, owned, Scratch(self.device)
         try:

@@ -101,7 +101,7 @@ def allgather_kv(problem: Attention, rank: int) -> Both:
 
 
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
-    """Return a forward that sends `keys`, and a backward that may send them again, and `sums`."""
+    """Return what forward and backward send: `keys`; and, as needed, `keys` again and `sums`."""
     backward = keys if any(problem.needs_grad) else Traffic()
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 
@@ -157,9 +157,9 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
 
 
 def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int) -> Both:
-    """Return what `rank` sends in a column-parallel and a row-parallel layer.
+    """Return the messages and bytes that `rank` sends in a column- and a row-parallel layer.
 
-    They have no bias; all gradients are wanted.
+    The layers have no bias, and every input and weight gets a gradient.
     """
     mine = sharding.local_len(rank)
     token = batch * hidden * itemsize

@@ -170,7 +170,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _variables() -> Iterator[Finding]:
-    """Read the variables of sp_core in the environment. Each mesh takes its defaults from them."""
+    """Check the environment variables of sp_core, from which a mesh takes its defaults."""
     for name, read in VARIABLES.items():
         if given := os.environ.get(name):
             try:

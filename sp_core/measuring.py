@@ -133,7 +133,7 @@ def collectives(
 
 
 def fitted(bare: Tuning, samples: Samples) -> Tuning:
-    """Compute constants from the times of messages and sums, and of whole collectives."""
+    """Correct the constants of messages and sums (`bare`) by the times of whole collectives."""
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
         (op, name, *point)
@@ -227,7 +227,7 @@ def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
 
 
 def arguments(op: str) -> dict[str, Any]:
-    """Return the further arguments that a collective needs."""
+    """Return the arguments that `op` needs beside the tensor and the communicator."""
     return {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
 
 
@@ -326,7 +326,7 @@ def told() -> tuple[bool, str]:
 
 
 def keep(world: Intracomm) -> None:
-    """Measure this machine. Save the constants on rank 0.
+    """Measure the constants of this machine, and let rank 0 write them to a file.
 
     Raises:
         FileError: the constants cannot be written; on every rank.

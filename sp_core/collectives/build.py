@@ -161,7 +161,7 @@ def _call(
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
     """Raise if the arguments are wrong.
 
-    Return the length along the dim in which the ranks may differ, or 0.
+    Return this rank's length along the dim whose length may differ between ranks, or 0.
     """
     arguments.check(**given)
     arguments.check_tensor(x, comm, dtypes=kind.dtypes)

@@ -13,9 +13,10 @@ Work = Callable[[], object]
 
 
 def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
-    """For each step, find the first one before which its sends must have completed.
+    """Return for each step the number of the first step that may overwrite what it sends.
 
-    If IN and OUT overlap in part, that is the step itself.
+    The sends of a step must have completed before that step. If `send` and `recv` share only a
+    part of their memory, it is the step itself.
     """
     if send is None or recv is None or not _overlap(send, recv):
         return program.rewritten

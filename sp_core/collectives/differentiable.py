@@ -116,7 +116,7 @@ def call(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Tensor:
 
 
 def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending:
-    """Begin a collective; `given` are its arguments."""
+    """Begin the collective named `which` with the arguments `given`; return its `Pending`."""
     return Pending(x, build(f"{which}_start", which, x, comm, **given))
 
 

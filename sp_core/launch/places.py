@@ -35,7 +35,7 @@ def short(filename: str) -> str:
 
 
 def here() -> str:
-    """Return the innermost line outside the kit, and the line of the test that called it."""
+    """Return file and line of the innermost call outside `sp_core.testing`, and of the test."""
     inner = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -133,7 +133,7 @@ class Cache:
     def mask(self, end: int, kv_end: int) -> Mask:
         """Return a causal mask with each sequence as a document.
 
-        Queries lie below `end`, and keys below `kv_end`.
+        Queries have positions before `end`, and keys positions before `kv_end`.
         """
         slots = [number * self.slot for number in range(len(self.room))]
         documents, kv_documents = (

@@ -184,7 +184,7 @@ def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bloc
 def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
     """Yield the blocks of j <= i - lo: one causal square, the rest full.
 
-    The last row sees the last column at least.
+    The last query must see the last key.
     """
     corner = rows.start - lo
     size = columns.stop - corner
@@ -198,9 +198,9 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
 
 
 def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield the blocks of a band that hides keys far behind a query.
+    """Yield the blocks of a sliding window, lo <= i - j <= hi for query i and key j.
 
-    The rows that see all keys, then tiles along the diagonal.
+    First come the rows that see all keys, then tiles along the diagonal.
     """
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
     if uncut:
@@ -247,10 +247,7 @@ def _full(rows: range, columns: range) -> Block:
 
 
 def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
-    """Yield the block of a dense chunk after counting its visible pairs.
-
-    Yield nothing if there are none.
-    """
+    """Yield one block with its count of visible pairs, or nothing if no pair is visible."""
     pairs = int(visible.sum())
     if pairs == len(rows) * len(columns):
         yield _full(rows, columns)

@@ -129,12 +129,12 @@ class Fold:
         return joined(pieces[begin], pieces[end - 1])
 
     def served(self, rank: int, result: Region) -> list[Step]:
-        """Send the result to the rank that was taken along, if there is one."""
+        """Return the step that sends the result to the extra rank that `rank` stands in for."""
         return [Step((Message(rank - 1, result),))] if self.carries(rank) else []
 
 
 def _folded(rank: int, own: Region, result: Region) -> Program:
-    """Return the program of a rank that is taken along: send its input, receive the result."""
+    """Return the program of an extra rank beyond a power of two: send, then receive the result."""
     return program([Step((Message(rank + 1, own),)), Step((), (Message(rank + 1, result),))])
 
 
@@ -241,9 +241,10 @@ def reduce(t: Operation) -> Program:
 
 
 def _family(t: Operation) -> tuple[list[int], list[int]]:
-    """Return the parent of a rank, if it has one, and its children, the smallest family first.
+    """Return the parent of a rank, if it has one, and its children, the smallest subtree first.
 
-    Ranks are numbered from the root. A child has one more bit than its parent, below the lowest.
+    Ranks are numbered from the root. The number of a child is that of its parent with one more bit
+    set, below the parent's lowest one.
     """
     number = (t.rank - t.root) % t.size
     lowest = number & -number if number else 1 << t.size.bit_length()

@@ -149,7 +149,7 @@ def _passed_on(
 
 
 def _copies(place: _Place, slots: dict[int, int]) -> Step:
-    """Copy every lane from the rank that carries it to the whole node."""
+    """Return the step in which each rank of a node sends the slices that it has reduced."""
     others = [mate for mate in place.mates if mate != place.rank]
     sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in slots)
     receives = tuple(

@@ -42,7 +42,7 @@ class Work:
         return self.per_token * (stop - start) + self.per_pair * pairs
 
     def shares(self, length: int, size: int) -> tuple[int, ...]:
-        """Return the operations of each of `size` ranks that share a sequence in zigzag order."""
+        """Return how many operations each rank has if `size` ranks share a sequence in zigzag."""
         segments = Sharding.zigzag(length, size).segments
         return tuple(sum(self.between(s.start, s.stop) for s in owned) for owned in segments)
 

@@ -43,8 +43,8 @@ def split_heads(
     """Divide heads among ranks.
 
     With at least one key/value head per rank, whole groups are dealt out and no key or value
-    travels twice. With fewer, query heads are dealt out evenly and each rank receives the key/value
-    head of each of its query heads; once, where these all read the same one.
+    travels twice. With fewer, query heads are dealt out evenly. A rank receives one key/value head
+    for each of its query heads, or a single one if these all read the same.
 
     Returns:
         The query heads of each rank, and for each rank the key/value head of each of its key/value

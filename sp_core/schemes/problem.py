@@ -24,7 +24,7 @@ from sp_core.sharding import Sharding
 class Problem:
     """The arguments of an attention over all ranks, without q, k and v.
 
-    `resident`: k and v are tensors of `shared_empty` on every rank, made in the same two calls.
+    `resident`: every rank made its k in one call of `shared_empty`, and its v in another.
     """
 
     comm: Communicator

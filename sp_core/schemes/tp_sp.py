@@ -211,7 +211,7 @@ def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: C
 
 
 def _zeros(weight: Tensor) -> Tensor:
-    """Make zeros for the gradient of a weight, in float32 or wider. The sum is rounded once."""
+    """Make zeros, in float32 or wider, in which the gradient of a weight is summed."""
     return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
 

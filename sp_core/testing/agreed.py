@@ -98,7 +98,7 @@ class Ranks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """Give tests the real standard output back, now that the terminal reporter has its own."""
+        """Restore standard output for tests: pytest's terminal reporter has its own stream now."""
         (self._watch.directory / watch.STARTED).touch()
         self._watch.enable()  # pytest's own plugin has taken it
         if self.rank:

@@ -216,5 +216,5 @@ def rerun(spec: Spec) -> str:
 
 
 def announce(example: Example, spec: Spec) -> str:
-    """Return what is in flight, for the case that the launch dies of it."""
+    """Return text that names the example about to run, for a report if the launch dies in it."""
     return f"{spec.test_id}\n  {spec.function.__name__}({example})\n  {rerun(spec)}"

@@ -40,7 +40,7 @@ PROBES = {
 class Messages(LockstepComm):
     """The part of `CheckedComm` that sends and receives.
 
-    No other rank need call at the same time.
+    Its methods are not collective: other ranks need not call them.
     """
 
     _raw: Any
@@ -222,7 +222,7 @@ class Messages(LockstepComm):
             wait(request)
 
     def _take_all(self, source: int, last: int) -> None:
-        """Receive all messages of a rank up to the one with the last tag. MPI keeps their order."""
+        """Receive and drop the messages of rank `source`, up to the one tagged `last`."""
         status = self._mpi.Status()
         while status.tag != last:
             message = patiently(lambda: self._raw.Improbe(source, self._mpi.ANY_TAG, status))

@@ -112,7 +112,7 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the watch over this rank."""
+    """Stop the watchdog of this rank."""
     if _RANKS in config.stash:
         watch.stop()
 

@@ -82,7 +82,7 @@ def draws_at_random(profile: str | None = None) -> bool:
 
 
 def allow_fixtures(test: Any) -> None:
-    """Let a test use function-scoped fixtures. Pytest sets them up once for all its examples."""
+    """Let a test use function-scoped fixtures, set up once for all examples of the test."""
     function = getattr(test, "__func__", test)
     own = function._hypothesis_internal_use_settings
     suppressed = {*own.suppress_health_check, HealthCheck.function_scoped_fixture}

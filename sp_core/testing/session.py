@@ -280,7 +280,8 @@ def tier() -> Literal["threads", "mpi"]:
 def device() -> torch.device:
     """Return the device that the tests of this rank use, as `--sp-device` says.
 
-    For CUDA it is the local rank's own GPU. With `--sp-share-gpu` ranks share the GPUs in turn.
+    For CUDA it is the GPU of this rank's number on its machine. With `--sp-share-gpu` there may be
+    fewer GPUs than ranks, which are then given out round-robin.
 
     Raises:
         DeviceError: there are fewer GPUs than ranks on this machine, and sharing was not asked for.

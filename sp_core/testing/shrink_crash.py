@@ -175,13 +175,13 @@ class Jobs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        """End the last launch."""
+        """End the processes of the latest launch."""
         if self._job is not None:
             self._job.close()
             self._job = None
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Write how many launches there were."""
+        """Write how many times mpiexec was started."""
         terminalreporter.write_line(
             f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost"
         )

@@ -74,9 +74,9 @@ class Flow:
     reduction: str = ""
 
     def call(self, op: str, rank: int) -> Call:
-        """Return the call to announce.
+        """Return the call with the messages that it implies.
 
-        A message of a rank to itself, and a reduction, are no messages.
+        A part that a rank gives to itself is not a message; neither are the parts of a reduction.
         """
         count = not op.lower().startswith(("n", "in"))
         going = [

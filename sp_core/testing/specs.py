@@ -258,5 +258,5 @@ def _places(
 
 
 def _repeated(given: Any, steps: Sequence[int]) -> list[int]:
-    """Return a list of numbers, or one number times each step."""
+    """Return `given` if it is a list of numbers, else the number multiplied by each step."""
     return [*map(index, given)] if np.ndim(given) else [index(given) * step for step in steps]

@@ -125,9 +125,9 @@ class Detector:
         )
 
     def settle(self, rounds: int) -> bool:
-        """Bring this rank to the number of rounds that any rank has begun.
+        """Begin exchanges of reports until this rank has begun `rounds` of them.
 
-        Return whether none is left open.
+        Return whether it has, and the last exchange is complete.
         """
         self._previous = None
         self._take_part(None, self.rounds < rounds)

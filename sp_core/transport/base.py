@@ -78,9 +78,9 @@ class Transport(Protocol):
         return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages, whenever this rank is ready for them.
+        """Begin announced messages. Ranks may call this at different times.
 
-        They meet messages of the same tag only.
+        A message is received by a call with the same tag.
         """
         ...
 

@@ -42,7 +42,7 @@ def _reached(stream: torch.cuda.Stream) -> Transfer:
 
 
 class CudaStreams:
-    """Copy streams of one CUDA device."""
+    """The CUDA streams of one device on which copies run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

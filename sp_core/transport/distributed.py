@@ -271,7 +271,7 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what a function makes, or None and what went wrong."""
+    """Return (result of `make`, ""), or (None, error text) if it raises."""
     try:
         return make(), ""
     except (RuntimeError, ImportError, OSError) as error:

@@ -225,7 +225,7 @@ def in_turn(*calls: Callable[[], object]) -> None:
 
 
 def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Return the part of each piece of a vector that begins at an offset, by length."""
+    """Return `lengths[i]` elements of piece i of a flat vector, from `offset` in the piece on."""
     whole = flat.split(list(sizes))
     return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
 

@@ -73,7 +73,7 @@ class Memory(Protocol):
         ...
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of another rank, as if on the own device."""
+        """Map the memory that another rank offers, and return a tensor of this device over it."""
         ...
 
     def close(self, x: Tensor) -> None:
@@ -131,7 +131,7 @@ class HostMemory:
         """Do nothing: what has been computed is there."""
 
     def launch(self, work: Sequence[Work]) -> Handle:
-        """Do the work at once."""
+        """Do the work now, before this returns."""
         for item in work:
             item()
         return _DONE
@@ -313,7 +313,7 @@ class Rooms:
         ]
 
     def clear(self) -> None:
-        """Let go of all memory; it lives as long as a tensor in it."""
+        """Drop all memory. The memory of a tensor that is still used is freed with that tensor."""
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * len(self._rooms)
 
 

@@ -175,7 +175,8 @@ class PipelinedTransport(OverHost):
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective.
 
-        Those under way advance one after the other, because MPI wants the same order on all ranks.
+        Collectives that are under way advance one after the other, because all ranks must call
+        MPI in the same order.
         """
         handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
         handle.test()

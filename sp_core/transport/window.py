@@ -153,7 +153,7 @@ class Window:
         return own
 
     def peers(self, x: Tensor) -> list[Tensor]:
-        """Return the memory of every rank from the place of a flat tensor on."""
+        """Return each rank's memory of an allocation, from the offset of the flat tensor x on."""
         return [tensor.view(-1)[x.storage_offset() :] for tensor in self._all_of(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:

@@ -56,9 +56,9 @@ class Prediction:
 
 
 def even_operation(op: str, rank: int, nodes: Nodes, count: int) -> Operation:
-    """Make the operation over a vector of `count` elements that is cut evenly.
+    """Describe `op` for `rank` on a vector of `count` elements that is split evenly over ranks.
 
-    The root is rank 0.
+    `nodes` has the node of each rank. The root is rank 0.
     """
     size = len(nodes)
     segment = segment_length(count, size, DTYPE.itemsize)
