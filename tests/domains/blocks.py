@@ -31,13 +31,10 @@ def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
 
 
 def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
-    """Return a model dim that the heads divide if they have to."""
-    heads = drawn["num_heads"] if drawn["head_dim"] is None else 1
-    return (
-        max(3, -(-least // heads)) * heads
-        if most < heads
-        else heads * chance.randint(-(-max(least, 3) // heads), most // heads)
-    )
+    """Return a model dim. If it gives the heads their dim, that is even, as `Rope` needs it."""
+    step = 2 * drawn["num_heads"] if drawn["head_dim"] is None else 1
+    lowest = -(-max(least, 3) // step)
+    return step * chance.randint(lowest, max(lowest, most // step))
 
 
 def tokens_of(drawn: Values) -> tuple[int, int]:
