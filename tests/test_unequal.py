@@ -74,6 +74,18 @@ def test_ranks_that_are_late_change_no_result(
             )
 
 
+@spmd(2, 4)
+def test_one_rank_takes_everything_where_the_others_come_too_late(comm: Any) -> None:
+    case, lengths = Case((4, 2), layers=1), [2, 1, 3, 1, 2]
+    texts, nobody = texts_of(case, lengths), ((),) * comm.size
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model, counter = case.model(mesh), mesh["ring"].counter
+        wanted = prefill_unequal(model, texts, balanced(lengths, comm.size, Work(1, 1)))
+        vars(mesh["ring"])["counter"] = lambda: Slow(counter(), 0.2 * (comm.rank > 0), before=True)
+        plan = Plan(tuple(lengths), (), nobody, tuple(range(len(lengths))))
+        torch.testing.assert_close(prefill_unequal(model, texts, plan, pass_tokens=1), wanted)
+
+
 @spmd(1, 2, 4)
 def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
     with sp.Mesh(comm, ring=comm.size) as mesh:

@@ -29,8 +29,8 @@ from mutants.apart import alone
 from mutants.plugin import TESTS, WITNESS
 from studies.commands import ROOT, on_ranks, run
 
-COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs")
-COPIED_FILES = ("pyproject.toml", "README.md", "noxfile.py")
+COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs", "examples")
+COPIED_FILES = ("pyproject.toml", "README.md", "noxfile.py", "mkdocs.yml")
 READY = ["torch", "numpy", "pytest", "hypothesis", "hypothesis.strategies", "mpi4py"]
 PLUGINS = ("-p", "mutants.plugin", "-p", "no:cacheprovider")
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
