@@ -181,7 +181,7 @@ def register(name: str, program: Program) -> None:
             session.run(*command, env=dict(program.variables))
 
     run.__doc__ = program.text
-    nox.session(run, name=name)
+    nox.session(name=name)(run)
 
 
 for _name, _program in PROGRAMS.items():
