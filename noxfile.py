@@ -37,7 +37,7 @@ ABOVE = (
     "resources",
     "scheme_laws",
 )
-"""Test files that know no MPI, only what is above it."""
+"""Test files whose code above MPI is the same for both: they run with the first MPI only."""
 
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
 """Print the stacks of a test that never ends."""

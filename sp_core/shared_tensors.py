@@ -50,9 +50,9 @@ def shared_empty(
 
 
 def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
-    """Return the tensor that another rank got from the same call of `shared_empty` as x, in place.
+    """Return the tensor that another rank got from the same call of `shared_empty` as x.
 
-    Nothing is sent.
+    It is not copied, and nothing is sent.
 
     Args:
         x: what `shared_empty` gave to this rank; not a part of it.

@@ -114,9 +114,9 @@ def repeated(x: Tensor, num_heads: int) -> Tensor:
 
 
 def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum gradients over the query heads of each key head: (B, H, S, D) to (B, K, S, D).
+    """Sum gradients over the query heads of each key head, in float32 or wider.
 
-    In float32 or wider.
+    (B, H, S, D) becomes (B, K, S, D).
     """
     if dx.shape[1] == num_kv_heads:
         return dx

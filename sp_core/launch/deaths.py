@@ -260,7 +260,7 @@ FIRST_SECONDS, FIRST_PAUSE, PAUSE = 5.0, 0.25, 2.0
 def stat(pid: int | str) -> list[str]:
     """Return the fields of /proc/PID/stat after the name of the program, from the state on.
 
-    None if it has ended.
+    Return None if the process has ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

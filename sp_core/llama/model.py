@@ -176,7 +176,7 @@ class Llama(nn.Module):
     def lengths(self, count: int) -> Lengths:
         """Return how many of so many tokens each tensor rank has between the splits.
 
-        None if they have them all.
+        Return None if each rank has all of them.
         """
         return split_sizes(count, self.grid.tensor.size) if self.tp_sp else None
 

@@ -214,7 +214,7 @@ def loss_and_gradients(
 
 
 def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
-    """Take a micro-batch from the stage before through the own layers, and send the result on.
+    """Receive a micro-batch, compute the layers of this stage, and send the result on.
 
     Return input and result.
     """

@@ -135,7 +135,7 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
     """
     if not rows or not columns:
         return
-    least, greatest = _limits(mask)
+    least, greatest = limits(mask)
     low, high = int(q.min() - kv.max()), int(q.max() - kv.min())
     if least <= low and high <= greatest and mask.documents is None:
         yield _full(rows, columns)
@@ -153,15 +153,15 @@ def _halves(length: int) -> tuple[slice, slice]:
     return slice(0, middle), slice(middle, length)
 
 
-def _limits(mask: Mask) -> tuple[int, int]:
-    """Return the least and greatest visible q - k, without regard to documents."""
+def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
+    """Return the least and greatest visible q - k in one document; `far` stands for no limit."""
     least, greatest = mask.difference_range()
-    return -FAR if least is None else least, FAR if greatest is None else greatest
+    return -far if least is None else least, far if greatest is None else greatest
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
     """Convert the mask's limits on positions to limits lo <= i - j <= hi on local indices."""
-    least, greatest = _limits(mask)
+    least, greatest = limits(mask)
     offset = q.run.start - kv.run.start
     shift = q.offset - kv.offset
     return -((offset - least) // step) + shift, (greatest - offset) // step + shift

@@ -39,9 +39,10 @@ def attended(
     positions: Positions,
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate, attend.
+    """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate and attend.
 
-    (B, S, H D).
+    Returns:
+        (B, S, H D).
     """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
     if rope is not None:

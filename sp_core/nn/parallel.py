@@ -77,7 +77,8 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
 def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
     """Multiply this rank's features (B, S, in/P) by the weight of a layer, and sum over the ranks.
 
-    (B, S*, E).
+    Returns:
+        (B, S*, E).
 
     Communication:
         One all-reduce of the result, and none backward; or, with `lengths`, as `linear_scatter`.

@@ -211,7 +211,7 @@ def _pointer(x: Tensor) -> ctypes.c_void_p:
 def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
     """View the bytes at an address as a tensor on a device that can reach them.
 
-    Their maker frees them.
+    The caller frees the memory.
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
