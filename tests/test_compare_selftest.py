@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.comparison import RING, Machine, compared, pair_of_sides
+from kit.comparison import RING, Machine, compared
 
-from benchmarks.compare import resample, selftest
-from benchmarks.compare.result import Result, Row, Told
+from benchmarks.compare import selftest
+from benchmarks.compare.result import Key, Result, Row, Told
 from benchmarks.compare.rule import Verdict
 from benchmarks.compare.sides import Side
 from benchmarks.launching import UsageError
@@ -23,27 +23,23 @@ pytestmark = pytest.mark.mpi_skip  # no communication
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Three comparisons of a commit with itself."""
-    monkeypatch.setattr("kit.comparison.pair_of_sides", same_sides)
-    folders = [tmp_path / str(number) for number in range(3)]
-    for number, folder in enumerate(folders):
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Key, selftest.Stored]:
+    """The launches of three comparisons of a commit with itself."""
+    monkeypatch.setattr(selftest, "PLANTED_CASE", RING)
+    results = []
+    for number in range(3):
+        folder = tmp_path / f"same-{number}"
         folder.mkdir()
-        compared(folder, Machine(number, noise=0.02), seed=number)
-    return folders
-
-
-def same_sides() -> tuple[Side, Side]:
-    base, head = pair_of_sides()
-    return base, Side("head", head.root, head.python, Told("head", base.told.sha))
+        results.append(compared(folder, Machine(number, noise=0.02), seed=number))
+    return selftest.load(results, tmp_path)
 
 
 def test_resampling_finds_no_regression_and_a_delay(
-    stored: list[Path], capsys: pytest.CaptureFixture[str]
+    stored: dict[Key, selftest.Stored], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert resample.main([*map(str, stored), "--comparisons", "50", "--case", RING]) == 0
+    assert selftest.resampled(stored, 50) == []
     shown = capsys.readouterr().out
-    assert "50 comparisons of identical commits, 6 cases each: 0 say regressed" in shown
+    assert "0 of 50 resampled comparisons of 6 cases say regressed" in shown
     assert f"{RING}, P=2, 20% more: found 100 of 100" in shown
 
 
@@ -51,27 +47,20 @@ def test_resampling_throws_every_coin_again() -> None:
     """A second worktree that always looks slower is no change, and must not look like one."""
     runs = [[(1.0, 1.3)] * 10 for _ in range(3)]
     draw = random.Random(1)
-    alarms = [resample.Stored(0.10, runs).again(draw) for _ in range(200)]
-    assert resample.Verdict.REGRESSED not in alarms
-    assert len(set(map(tuple, resample.thrown(runs[0], draw)))) == 2
+    alarms = [selftest.Stored(0.10, runs).again(draw) for _ in range(200)]
+    assert Verdict.REGRESSED not in alarms
+    assert len(set(map(tuple, selftest.thrown(runs[0], draw)))) == 2
 
 
 def test_resampling_can_fail(
-    stored: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: dict[Key, selftest.Stored], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = [*map(str, stored), "--comparisons", "5"]
-    assert resample.main([*chosen, "--case", RING, "--extra", "0.05"]) == 1
-    monkeypatch.setattr(
-        resample,
-        "judge",
-        lambda screen, confirm, delta: argparse.Namespace(verdict=resample.Verdict.REGRESSED),
-    )
-    assert resample.main(chosen) == 1
-    (tmp_path / "different").mkdir()
-    monkeypatch.setattr("kit.comparison.pair_of_sides", pair_of_sides)
-    compared(tmp_path / "different", Machine(), (1,))
-    assert resample.main([str(tmp_path / "different")]) == 2
-    assert resample.main([str(tmp_path)]) == 2
+    monkeypatch.setattr(selftest, "EXTRA", 0.05)
+    assert [text.split(",")[0] for text in selftest.resampled(stored, 5)] == [RING] * 2
+    alarm = argparse.Namespace(verdict=Verdict.REGRESSED)
+    monkeypatch.setattr(selftest, "judge", lambda *_: alarm)
+    (told,) = selftest.resampled(stored, 5)
+    assert told.startswith("5 of 5 resampled comparisons")
 
 
 def row(case: str, ranks: int, verdict: str) -> Row:

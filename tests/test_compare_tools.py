@@ -14,7 +14,7 @@ from kit.comparison import CASES, Machine, pair_of_sides
 from kit.git import commit, git
 
 from benchmarks.cases.setting import Setting
-from benchmarks.compare import __main__ as command, running as launches, sides as sides_module
+from benchmarks.compare import __main__ as command, sides as sides_module
 from benchmarks.compare.result import Told
 from benchmarks.compare.sides import Side, commits, needs, sides
 from benchmarks.launching import Launch, UsageError
@@ -145,10 +145,10 @@ def test_the_harness_is_asked_for_cases_and_launches(
         return "it broke"
 
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
-    monkeypatch.setattr(launches, "listing", lambda setting, ranks, root, python: plan)
-    monkeypatch.setattr(launches, "run_launch", run_launch)
+    monkeypatch.setattr(sides_module, "listing", lambda setting, ranks, root, python: plan)
+    monkeypatch.setattr(sides_module, "run_launch", run_launch)
     bench, out, pair = (
-        launches.Bench(Setting(run_id="run"), Launch()),
+        sides_module.Bench(Setting(run_id="run"), Launch()),
         tmp_path / "records.jsonl",
         {"stage": "screen", "index": 3},
     )
@@ -157,7 +157,7 @@ def test_the_harness_is_asked_for_cases_and_launches(
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    worker = ["env", *launches.VARIABLES, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
+    worker = ["env", *sides_module.VARIABLES, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
     assert asked == [
         (2, ["b"], pair, 0, worker, tmp_path),
         (1, ["a", "b"], pair, 1, worker, tmp_path),
@@ -171,9 +171,9 @@ def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatc
     def listing(*_: object) -> None:
         raise UsageError("no sp_core")
 
-    monkeypatch.setattr(launches, "listing", listing)
+    monkeypatch.setattr(sides_module, "listing", listing)
     with pytest.raises(UsageError, match="base: no sp_core"):
-        launches.Bench(Setting(run_id="run"), Launch()).listed(pair_of_sides()[0], [1])
+        sides_module.Bench(Setting(run_id="run"), Launch()).listed(pair_of_sides()[0], [1])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 """Decide whether a commit made a case slower, by random pairs of launches of base and head.
 
-`rule` decides about plain numbers; `pairs` gets those out of records; `sides`, `running` make the
-records; `recompute` checks.
+`rule` decides about plain numbers; `pairs` gets those out of records; `sides` makes the records.
 """

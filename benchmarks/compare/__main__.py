@@ -20,8 +20,7 @@ from benchmarks import launching
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import build
 from benchmarks.compare.result import RECORDS, Key, Result, summary, table
-from benchmarks.compare.running import Bench, Heard, Session
-from benchmarks.compare.sides import Side, commits, sides, uncommitted
+from benchmarks.compare.sides import Bench, Heard, Session, Side, commits, sides, uncommitted
 from benchmarks.launching import (
     ROOT,
     Launch,

@@ -14,8 +14,7 @@ from kit.records import case as describe
 
 from benchmarks.compare.pairs import build
 from benchmarks.compare.result import RECORDS, Key, Result, Row, Told
-from benchmarks.compare.running import Session
-from benchmarks.compare.sides import Side
+from benchmarks.compare.sides import Session, Side
 
 Json = dict[str, Any]
 RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"
