@@ -21,6 +21,9 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "reports"
+"""Where files go unless `--out` says otherwise: git does not follow what lies there."""
+
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 15  # the launcher has the same limit and needs time to say where each rank was
 NO_MEMORY = (
@@ -93,17 +96,22 @@ about = dict[str, Any]
 
 
 def add(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Add options to a parser."""
-    for flag, keywords in options.items():
-        parser.add_argument(flag, **keywords)
+    """Add options to a parser; a space stands between two names of one option."""
+    for flags, keywords in options.items():
+        parser.add_argument(*flags.split(), **keywords)
 
 
 def parse(
-    name: str, text: str | None, options: Options, arguments: Sequence[str] | None
+    name: str,
+    text: str | None,
+    options: Options,
+    arguments: Sequence[str] | None,
+    **defaults: object,
 ) -> argparse.Namespace:
-    """Read the command line of a program."""
+    """Read the command line of a program, whose options may have other defaults than given."""
     made = argparse.ArgumentParser(prog=name, description=text)
     add(made, options)
+    made.set_defaults(**defaults)
     return made.parse_args(arguments)
 
 

@@ -20,6 +20,7 @@ import msgspec
 from benchmarks import launching, records
 from benchmarks.cases.setting import LAYERS, Setting
 from benchmarks.launching import (
+    REPORTS,
     ROOT,
     Launch,
     Options,
@@ -37,7 +38,6 @@ from benchmarks.reporting import derive, tables, terminal
 from benchmarks.reporting.terminal import Console
 from sp_core.machine import busy_share, cores
 
-RESULTS = ROOT / "benchmarks" / "results"
 BRANCHES = ("origin/main", "main")
 LIST_SECONDS = 120
 BUSY_SHARE = 0.2
@@ -53,7 +53,7 @@ OPTIONS: Options = {
     "--out": about(
         type=Path,
         metavar="FILE",
-        help="records are appended to it (default: a new one in benchmarks/results)",
+        help="records are appended to it (default: a new one in reports)",
     ),
     "--only": about(
         action="append",
@@ -240,7 +240,7 @@ def warn_of_load(screen: Console) -> None:
 
 def _setting(options: argparse.Namespace) -> Setting:
     now, root = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), options.root.resolve()
-    out = options.out or RESULTS / f"bench-{now}.jsonl"
+    out = options.out or REPORTS / f"bench-{now}.jsonl"
     if not (root / "sp_core").is_dir():
         text = f"--root {root} has no folder sp_core. Pass a checkout of this repository."
         raise UsageError(text)

@@ -1,7 +1,7 @@
 """The scaling experiment: a transformer block, its sequence split over P ranks, checked and timed.
 
-K and V are gathered. For each P the ranks run in a job of their own. The output is first compared
-with a single device's; a wrong one is a failure, not a row.
+For each P the ranks run in a job of their own. The output, and with `--backward` the gradient of
+the input, are first compared with a single device's; a wrong one is a failure, not a row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from typing import Any
 import msgspec
 
 from benchmarks import launching, records
-from benchmarks.cases.setting import BlockSetting as Setting, Setting as Run, Verdict
+from benchmarks.cases.setting import (
+    HYBRID,
+    BlockSetting as Setting,
+    Setting as Run,
+    Verdict,
+    mesh_of,
+)
 from benchmarks.files import write_json
 from benchmarks.launching import (
-    ROOT,
+    REPORTS,
     Launch,
     Options,
     UsageError,
@@ -31,14 +37,14 @@ from benchmarks.launching import (
     writable,
 )
 from benchmarks.record import NOTHING, follow, warn_of_load
-from benchmarks.records import AXIS, Case, Record, make_case
+from benchmarks.records import Case, Record, make_case
 from benchmarks.reporting import derive, plots, style, tables, terminal
 from benchmarks.reporting.tables import DASH, count, milliseconds, percent, size
 from benchmarks.reporting.terminal import Console
 
-RESULTS = ROOT / "benchmarks" / "results"
+SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
-LAYOUTS = ("contiguous", "zigzag", "striped")
+SHARDINGS = ("contiguous", "zigzag", "striped")
 SIZES = {
     "hidden": "model dim",
     "heads": "attention heads",
@@ -70,6 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup": 2,
         "dtype": "float32,bfloat16",
     },
+    "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1, "dtype": "float32"},
 }
 """Sizes by name; all others follow from them."""
 
@@ -103,16 +110,18 @@ OPTIONS: Options = {
         f"--{name.replace('_', '-')}": about(type=int, metavar="N", help=text)
         for name, text in SIZES.items()
     },
-    "--causal": about(
-        action=argparse.BooleanOptionalAction, help="tokens see only those before them"
+    "--scheme": about(choices=SCHEMES, default=SCHEMES[0], help="default: %(default)s"),
+    "--backward": about(action="store_true", help="time forward and backward"),
+    "--sharding --layout": about(
+        choices=SHARDINGS,
+        default=SHARDINGS[0],
+        help="which rank owns which tokens (default: %(default)s)",
     ),
+    "--mask": about(choices=("full", "causal"), default="full", help="default: %(default)s"),
+    "--causal": about(action="store_const", dest="mask", const="causal", help="as --mask causal"),
+    "--no-causal": about(action="store_const", dest="mask", const="full", help="as --mask full"),
     "--dtype": about(
         metavar="DTYPE,...", help=f"of {', '.join(DTYPES)}; several are run one after the other"
-    ),
-    "--layout": about(
-        choices=LAYOUTS,
-        default="contiguous",
-        help="which rank owns which tokens (default: contiguous)",
     ),
     "--transport": about(
         default="auto",
@@ -121,9 +130,9 @@ OPTIONS: Options = {
     ),
     "--out": about(
         type=Path,
-        default=RESULTS,
+        default=REPORTS / "scaling",
         metavar="FOLDER",
-        help="where files go (default: benchmarks/results)",
+        help="where files go (default: reports/scaling)",
     ),
 }
 
@@ -156,17 +165,21 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
     if wrong:
         raise UsageError(f"dtype is {wrong[0]!r}; pass one of {', '.join(DTYPES)}.")
-    counts, mask = numbers_of_ranks(options.ranks), "causal" if options.causal else "full"
+    counts = numbers_of_ranks(options.ranks)
     check_machine(options, max(counts))
-    how = (sizes["iterations"], sizes["warmup"], sizes.get("seed", 0))
-    where = (*how, options.device, options.share_gpu)
-    what = {"direction": "forward", "layout": options.layout, "mask": mask, "detail": "block"}
+    how = {name: sizes[name] for name in ("iterations", "warmup", "seed") if name in sizes}
+    how |= {"device": options.device, "share_gpu": options.share_gpu}
+    what = {"layout": options.sharding, "mask": options.mask, "detail": "block"}
+    what["direction"] = "both" if options.backward else "forward"
 
     def case(ranks: int, dtype: str) -> Case:
-        of = ("layers", "allgather_kv", {AXIS: ranks}, shape, options.transport)
+        mesh = mesh_of(options.scheme, ranks)
+        if mesh is None:
+            raise UsageError(f"{ranks} ranks make no {HYBRID} mesh; pass such as --ranks 1,4,6.")
+        of = ("layers", options.scheme, mesh, shape, options.transport)
         return make_case(*of, **what, dtype=dtype)
 
-    return [[Setting(case(ranks, dtype), *where) for ranks in counts] for dtype in dtypes]
+    return [[Setting(case(ranks, dtype), **how) for ranks in counts] for dtype in dtypes]
 
 
 def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
@@ -337,7 +350,13 @@ def title(case: Case, device: str) -> str:
     sizes = f"hidden {shape['hidden']}, {heads}, feed-forward {shape['ffn']}"
     mask = "causal" if case.mask == "causal" else "not causal"
     tokens = f"sequence {shape['seq']}, batch {shape['batch']}, {mask}, {case.layout}"
-    return f"{case.dtype} on {device}: {sizes}, {tokens}"
+    return f"{case.dtype} on {device}: {sizes}, {tokens}; {step(case)}"
+
+
+def step(case: Case) -> str:
+    """Say what a step is."""
+    both = "forward and backward" if case.direction == "both" else "forward"
+    return f"{case.scheme}, {both}"
 
 
 def show(screen: Console, groups: list[list[Outcome]], options: argparse.Namespace) -> None:
@@ -367,7 +386,7 @@ def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
             axes.legend()
         text = title(record.case, device).partition(" on ")[2]
         machine = "" if record.device is None else record.device.name
-        name = "Strong scaling of one transformer block, AllGather-KV, forward"
+        name = "Strong scaling of one transformer block"
         figure.suptitle(f"{name}\n{text}\n{machine}", fontsize=10)
         figure.savefig(path, dpi=150)
 

@@ -199,7 +199,7 @@ def test_bad_options_are_refused(
     (alike.parent / "full").mkdir()
     (alike.parent / "full" / "records.jsonl").write_text("old")
     monkeypatch.setattr(command, "Bench", lambda *_: Machine())
-    monkeypatch.setattr(command, "REPORTS", alike.parent / "reports")
+    monkeypatch.setattr(command, "REPORTS", alike.parent)
     monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
     monkeypatch.setattr(command, "uncommitted", lambda: True)
     monkeypatch.setattr(command, "sides", lambda *arguments: sides(*arguments, alike))

@@ -134,6 +134,7 @@ def test_rows_derive_speedup_and_efficiency() -> None:
         ("--kv-heads 3", "3 key/value heads do not divide 8 heads"),
         ("--head-dim 32 --hidden 512", "8 heads of 32 make 256, hidden is 512"),
         ("--seq 0", "seq is 0"),
+        ("--scheme hybrid --ranks 2", "2 ranks make no hybrid mesh"),
         ("--dtype float8", "dtype is 'float8'"),
         ("--transport pigeon", "transport 'pigeon' on cpu"),
         ("--timeout 0", "pass more than 0"),
@@ -259,6 +260,20 @@ def test_a_launch_that_fails_says_how(
     )
     told = launching.run(2, "nowhere:measure", {}, launch)
     assert (told["status"], told["reason"]) == (status, reason)
+
+
+@pytest.mark.starts_mpi
+def test_a_step_with_its_backward_under_another_scheme(tmp_path: Path) -> None:
+    what = [*TINY_OPTIONS, "--scheme", "ring", "--backward", "--ranks", "2"]
+    what += ["--mask", "causal", "--sharding", "striped", "--out", str(tmp_path)]
+    shown = program("benchmarks.scaling", *what)
+    assert "ring, forward and backward" in shown
+    document = json.loads((tmp_path / "strong_scaling_sp_cpu_p2.json").read_text())
+    found = records.parse(json.dumps(document["record"]).encode())
+    assert (found.case.scheme, found.case.direction, found.case.mask) == ("ring", "both", "causal")
+    assert found.work is not None
+    assert found.work.bytes_formula
+    assert (document["check"]["passed"], document["all_gather"]) == (True, None)
 
 
 @pytest.mark.starts_mpi

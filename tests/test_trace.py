@@ -14,8 +14,7 @@ from benchmarks.files import ForeignError
 from benchmarks.reporting import timeline
 from benchmarks.reporting.trace import rank as clock
 from benchmarks.reporting.trace.__main__ import main
-from benchmarks.reporting.trace.merge import Profile, merge
-from benchmarks.reporting.trace.rank import Log
+from benchmarks.reporting.trace.rank import Log, Profile, merge
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.mpi_skip

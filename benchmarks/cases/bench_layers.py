@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import bench_schemes
-from benchmarks.cases.bench_schemes import DIRECTIONS, HYBRID, MASKS
+from benchmarks.cases.bench_schemes import DIRECTIONS, MASKS
 from benchmarks.cases.case import Phases, Work, dtype_of, training
+from benchmarks.cases.setting import HYBRID, mesh_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
 from sp_core.mesh import Mesh
@@ -56,7 +57,7 @@ def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> lis
             detail="feed_forward" if scheme == PAIR else "block",
         )
         for scheme in (*SCHEMES, HYBRID, PAIR)
-        if (mesh := bench_schemes.mesh_of(scheme, ranks)) is not None
+        if (mesh := mesh_of(scheme, ranks)) is not None
         for direction in DIRECTIONS
     ]
 

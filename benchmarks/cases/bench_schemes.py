@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.case import Phases, Work, dtype_of, training
+from benchmarks.cases.setting import HYBRID, mesh_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
 from sp_core.communicator import Communicator
@@ -27,20 +28,11 @@ SHAPE = {"batch": 1, "seq": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32}
 LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = {"full": Mask(), "causal": Mask(causal=True)}
 DIRECTIONS = ("forward", "both")
-HYBRID = "hybrid"
 WINDOW = "window"
 """Shared memory, in which keys and values are read where they lie; timed in one layout."""
 
 QUICK = {("zigzag", "causal", "forward"), ("zigzag", "causal", "both")}
 BACKWARD_FLOPS = 2.5  # of the forward: five products of matrices instead of two
-
-
-def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
-    """Return the axes of a scheme; None where a hybrid would be one of its parts alone."""
-    if scheme != HYBRID:
-        return {AXIS: ranks}
-    heads = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
-    return {"ring": ranks // heads, "ulysses": heads} if heads > 1 or ranks == 1 else None
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     said: dict[str, Any] = {}
 
     def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-        said.update(facts(world, device, mesh[AXIS].transport.name))
+        said.update(facts(world, device, communicators(case, mesh)[0].transport.name))
         rank.tell("checking the output against a single device")
         phases = Phases(communicators(case, mesh), sync)
         made, x = block(setting, mesh, phases)
@@ -83,35 +83,67 @@ def block(setting: BlockSetting, mesh: Mesh, phases: Named) -> tuple[bench_layer
 
 
 def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intracomm) -> Verdict:
-    """Compare the gathered output with a single device's; the verdict is the same on every rank."""
+    """Compare gathered results with a single device's; the verdict is the same on every rank.
+
+    These are the output and, if the step has a backward, the gradient of the tokens; the verdict is
+    on the first that is wrong, else on the output.
+    """
     case, (layer, forward, _) = setting.case, made
+    both, every = case.direction == "both", torch.arange(case.shape["seq"])
+    seeds = (setting.seed, setting.seed + 1)
     verdict: Verdict | None = None
-    with torch.no_grad():
-        shards = world.gather(forward(x).float().cpu().contiguous().numpy())
-        if shards is not None:
-            y = torch.empty(case.shape["batch"], case.shape["seq"], case.shape["hidden"])
-            for rank, part in enumerate(shards):
-                y[:, sharding_of(case).positions(rank)] = torch.from_numpy(np.asarray(part))
-            whole = corpus.tokens(case, torch.arange(case.shape["seq"]), setting.seed).to(x)
-            weights = layer.state_dict()
-            verdict = single.judge(
-                y.to(x),
-                single.block(whole, weights, case),
-                single.exact(whole, weights, case),
-                case,
-            )
+    with torch.set_grad_enabled(both):
+        mine = [forward(x.requires_grad_(both))]
+        if both:
+            here = sharding_of(case).positions(world.rank)
+            upstream = corpus.tokens(case, here, seeds[1]).to(x)
+            mine += torch.autograd.grad(mine[0], x, upstream)
+    shards = world.gather([part.detach().float().cpu().contiguous().numpy() for part in mine])
+    if shards is not None:
+        whole, upstream = (corpus.tokens(case, every, seed).to(x) for seed in seeds)
+        y, *grad = (_unshard(parts, case).to(x) for parts in zip(*shards, strict=True))
+        verdict = _judged(y, grad, whole, upstream, layer.state_dict(), case)
     meet_asleep(world)
     agreed: Verdict = world.bcast(verdict)
     return agreed
 
 
+def _unshard(parts: Sequence[Any], case: Case) -> Tensor:
+    """Return all tokens (B, S, E) from the ranks' shards."""
+    whole = torch.empty(case.shape["batch"], case.shape["seq"], case.shape["hidden"])
+    for rank, part in enumerate(parts):
+        whole[:, sharding_of(case).positions(rank)] = torch.from_numpy(np.asarray(part))
+    return whole
+
+
+def _judged(
+    y: Tensor,
+    grad: Sequence[Tensor],
+    whole: Tensor,
+    upstream: Tensor,
+    weights: single.Weights,
+    case: Case,
+) -> Verdict:
+    """Judge the ranks' output y and the gradient of the tokens, which may not be there."""
+    with torch.no_grad():
+        alone, truth = single.block(whole, weights, case), single.exact(whole, weights, case)
+    verdicts = [single.judge(y, alone, truth, case)]
+    for found in grad:
+        alone = single.gradient(whole, weights, case, upstream)
+        exact = single.gradient(whole.double(), single.widened(weights), case, upstream)
+        rows, positions = (torch.arange(n, device=whole.device) for n in whole.shape[:2])
+        verdicts.append(single.judge(found, alone, (rows, positions, exact), case))
+    return min(verdicts, key=lambda verdict: verdict.passed)
+
+
 def time_gather(
     setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], world: Intracomm
 ) -> dict[str, Any] | None:
-    """Time the AllGather of K and V by itself; None for a single rank, which gathers nothing."""
-    case, comm = setting.case, mesh[AXIS]
-    if case.ranks == 1:
+    """Time the AllGather of K and V by itself; None where nothing is gathered."""
+    case = setting.case
+    if case.ranks == 1 or case.scheme != "allgather_kv":
         return None
+    comm = mesh[AXIS]
     sharding, shape = sharding_of(case), case.shape
     tokens = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
     mine = torch.ones(

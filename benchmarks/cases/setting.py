@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.records import SCHEMA_VERSION, Case
+from benchmarks.records import AXIS, SCHEMA_VERSION, Case
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 MEASURING = ("cases/*.py", "sample.py", "machine.py", "worker.py")
 LAYERS = ("collectives", "schemes", "layers", "llama")
+HYBRID = "hybrid"
 NO_COMMIT: dict[str, Any] = dict.fromkeys(("sha", "merge_base", "branch", "dirty"))
 
 
@@ -70,6 +71,14 @@ class BlockSetting(msgspec.Struct, frozen=True):
     seed: int = 0
     device: str = "cpu"
     share_gpu: bool = False
+
+
+def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
+    """Return the axes of a scheme; None where a hybrid would be one of its parts alone."""
+    if scheme != HYBRID:
+        return {AXIS: ranks}
+    heads = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
+    return {"ring": ranks // heads, "ulysses": heads} if heads > 1 or ranks == 1 else None
 
 
 def harness_sha() -> str:

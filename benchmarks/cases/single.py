@@ -57,6 +57,12 @@ def block(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None
     return y + _linear(inner, weights, "feed_forward.down")
 
 
+def gradient(x: Tensor, weights: Weights, case: Case, upstream: Tensor) -> Tensor:
+    """Return the gradient of all tokens x (B, S, E), in their dtype."""
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(block(leaf, weights, case), leaf, upstream.to(x))[0]
+
+
 def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the block in float64, for all tokens or for a sample of the first sequence.
 
@@ -71,7 +77,7 @@ def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tens
         .round()
         .long()
     )
-    wide = {name: weight.double() for name, weight in weights.items()}
+    wide = widened(weights)
     outputs = [
         torch.cat(
             [
@@ -83,6 +89,11 @@ def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tens
         for row in rows.tolist()
     ]
     return rows, positions, torch.cat(outputs)
+
+
+def widened(weights: Weights) -> Weights:
+    """Return the weights in float64."""
+    return {name: weight.double() for name, weight in weights.items()}
 
 
 def judge(

@@ -22,7 +22,7 @@ from benchmarks.compare.pairs import build
 from benchmarks.compare.result import RECORDS, Key, Result, summary, table
 from benchmarks.compare.sides import Bench, Heard, Session, Side, commits, sides, uncommitted
 from benchmarks.launching import (
-    ROOT,
+    REPORTS,
     Launch,
     UsageError,
     add,
@@ -34,7 +34,6 @@ from benchmarks.reporting import terminal
 from benchmarks.reporting.terminal import Console
 
 USAGE, INTERRUPTED = 2, 130
-REPORTS = ROOT / "reports" / "compare"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -169,7 +168,7 @@ def fresh_folder(wanted: Path | None) -> Path:
         UsageError: there is something in it, which must not be mixed with new records.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
-    folder = wanted or REPORTS / name
+    folder = wanted or REPORTS / "compare" / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed."

@@ -13,7 +13,16 @@ from typing import Any
 
 from benchmarks import launching
 from benchmarks.files import write_json
-from benchmarks.launching import ROOT, Launch, Options, Record, UsageError, about, commit, writable
+from benchmarks.launching import (
+    REPORTS,
+    Launch,
+    Options,
+    Record,
+    UsageError,
+    about,
+    commit,
+    writable,
+)
 from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import Table, make
 from benchmarks.reporting.terminal import Console
@@ -22,7 +31,6 @@ from sp_core.launch.command import find_mpiexec
 from sp_core.machine import busy_share
 
 SCHEMA_VERSION = 3
-RESULTS = ROOT / "benchmarks" / "results"
 INTERRUPTED = 130
 MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
 Plan = Callable[[argparse.Namespace], tuple[Record, list["Entry"]]]
@@ -69,7 +77,7 @@ class Contest:
         options: its own.
         plan: makes the launches.
         show: prints the records.
-        file: of the document, in benchmarks/results; {mpi} stands for the installed MPI.
+        file: of the document, in reports; {mpi} stands for the installed MPI.
         timeout: seconds of a launch.
         draw: draws the document into a PNG beside it.
     """
@@ -113,9 +121,9 @@ class Contest:
             "--list": about(action="store_true", help="print the names of the launches"),
             "--out": about(
                 type=Path,
-                default=RESULTS / self.file,
+                default=REPORTS / self.file,
                 metavar="FILE",
-                help="default: benchmarks/results/" + self.file,
+                help="default: reports/" + self.file,
             ),
             "--resume": about(action="store_true", help="do the launches that --out does not hold"),
             "--timeout": about(

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry
-from benchmarks.launching import ROOT, Launch, Record, UsageError, about, main, numbers_of_ranks
+from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, main, numbers_of_ranks
 from benchmarks.reporting import terminal
 from benchmarks.reporting.style import COLOURS, styled
 from benchmarks.reporting.tables import make
@@ -212,7 +212,7 @@ OPTIONS = {
     ),
     "--folder": about(
         type=Path,
-        default=ROOT / "reports" / "train",
+        default=REPORTS / "train",
         help="for weights and gradients (default: reports/train)",
     ),
 }

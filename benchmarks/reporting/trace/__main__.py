@@ -6,71 +6,46 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import launching
-from benchmarks.cases.setting import BlockSetting
+from benchmarks import launching, scaling
 from benchmarks.contests.contest import refused
 from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
-from benchmarks.records import AXIS, make_case
-from benchmarks.scaling import DTYPES, LAYOUTS, shape_of
 
-SCHEMES = ("allgather_kv", "ring", "ulysses")
+LEFT_OUT = ("--preset", "--backward", "--iterations", "--warmup", "--out")
 OPTIONS: Options = {
-    "--ranks": about(type=int, default=4),
-    "--scheme": about(
-        choices=SCHEMES, default="ring", help="of the attention (default: %(default)s)"
+    **{flag: option for flag, option in scaling.OPTIONS.items() if flag not in LEFT_OUT},
+    "--not-causal": scaling.OPTIONS["--no-causal"],
+    "--forward-only": about(
+        dest="backward", action="store_false", help="leave the backward pass out"
     ),
-    "--layout": about(
-        choices=LAYOUTS, default="zigzag", help="who owns which tokens (default: %(default)s)"
-    ),
-    "--hidden": about(type=int, default=256, help="default: %(default)s"),
-    "--heads": about(type=int, default=8, help="default: %(default)s"),
-    "--seq": about(type=int, default=2048, help="tokens (default: %(default)s)"),
-    "--dtype": about(choices=DTYPES, default="float32"),
-    "--not-causal": about(action="store_true"),
-    "--forward-only": about(action="store_true", help="leave the backward pass out"),
-    "--device": about(choices=("cpu", "cuda"), default="cpu"),
-    "--transport": about(default="auto"),
-    "--share-gpu": about(action="store_true", help="let several ranks use one GPU"),
-    "--timeout": about(type=float, default=300.0, help="seconds (default: %(default)s)"),
     "--out": about(type=Path, default=Path("reports/trace.json"), help="default: %(default)s"),
 }
+DEFAULTS = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "4"}
+UNSEEN = {"preset": "trace", "backward": True, "iterations": 1, "warmup": 0, "timeout": 300.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
-    options = parse(
-        "trace", "One step of a transformer block, all ranks side by side.", OPTIONS, arguments
-    )
+    text = "One step of a transformer block, all ranks side by side."
+    options = parse("trace", text, OPTIONS, arguments, **DEFAULTS, **UNSEEN)
     try:
-        out, launch = writable(options.out.resolve()), Launch(timeout=options.timeout)
-        sizes = {
-            "batch": 1,
-            **{name: getattr(options, name) for name in ("hidden", "heads", "seq")},
-        }
-        shape, mask = shape_of(sizes, sizes), "full" if options.not_causal else "causal"
+        out = writable(options.out.resolve())
+        launch = Launch(options.launcher, options.timeout)
+        settings = [one for group in scaling.settings(options) for one in group]
+        if len(settings) > 1 or len(settings[0].case.mesh) > 1:
+            raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
     except UsageError as error:
         return refused("trace", error)
-    what = {
-        "direction": "forward" if options.forward_only else "both",
-        "layout": options.layout,
-        "mask": mask,
-    }
-    mesh = {AXIS: options.ranks}
-    case = make_case(
-        "layers", options.scheme, mesh, shape, options.transport, dtype=options.dtype, **what
-    )
-    setting = BlockSetting(case, device=options.device, share_gpu=options.share_gpu)
+    (setting,) = settings
     out.unlink(missing_ok=True)  # an older trace must not pass for the new one
-    found = launching.run(options.ranks, "benchmarks.reporting.trace.rank:measure", setting, launch)
+    measure = "benchmarks.reporting.trace.rank:measure"
+    found = launching.run(setting.case.ranks, measure, setting, launch)
     if found["status"] != "ok":
-        print(
-            f"trace: the run failed: {found['reason']}\n{found['output']}\n"
-            "trace: nothing was written."
-        )
+        print(f"trace: the run failed: {found['reason']}\n{found['output']}")
+        print("trace: nothing was written.")
         return 1
     out.write_text(json.dumps(found["trace"], separators=(",", ":"), allow_nan=False))
-    ranks = f"{options.ranks} ranks, {options.scheme}, {found['trace']['otherData']['direction']}"
-    print(f"{out}: {ranks}. Open it in ui.perfetto.dev or chrome://tracing.")
+    what = f"{setting.case.ranks} ranks, {scaling.step(setting.case)}"
+    print(f"{out}: {what}. Open it in ui.perfetto.dev or chrome://tracing.")
     return 0
 
 
