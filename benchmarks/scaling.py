@@ -58,25 +58,12 @@ SIZES = {
     "seed": "of weights and embedding",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "small": {
-        "hidden": 512,
-        "heads": 8,
-        "seq": 2048,
-        "batch": 1,
-        "iterations": 20,
-        "warmup": 3,
-        "dtype": "float32",
-    },
+    "small": {"hidden": 512, "heads": 8, "seq": 2048, "batch": 1, "iterations": 20, "warmup": 3},
     "paper": {
-        "hidden": 5120,
-        "heads": 40,
-        "seq": 4096,
-        "batch": 4,
-        "iterations": 10,
-        "warmup": 2,
+        **{"hidden": 5120, "heads": 40, "seq": 4096, "batch": 4, "iterations": 10, "warmup": 2},
         "dtype": "float32,bfloat16",
     },
-    "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1, "dtype": "float32"},
+    "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1},
 }
 """Sizes by name; all others follow from them."""
 
@@ -159,7 +146,7 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
     """
     asked = {name: getattr(options, name) for name in (*SIZES, "dtype")}
     given = {name: value for name, value in asked.items() if value is not None}
-    sizes = {**PRESETS[options.preset], **given}
+    sizes = {"dtype": DTYPES[0], **PRESETS[options.preset], **given}
     dtypes = [name.strip() for name in str(sizes.pop("dtype")).split(",")]
     shape = shape_of(sizes, given)
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]

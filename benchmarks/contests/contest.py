@@ -36,8 +36,14 @@ MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
 Plan = Callable[[argparse.Namespace], tuple[Record, list["Entry"]]]
 """Returns what the document says of all launches, and the launches; raises UsageError."""
 
-Show = Callable[[Console, Record], Iterable[str]]
-"""Prints the tables of a document, and yields complaints about it."""
+
+class Wrong(str):
+    """A complaint about a result, which makes the exit code 1."""
+
+
+Part = Table | str
+Show = Callable[[Record], Iterable[Part]]
+"""Yields what a document says: tables, lines and complaints."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Contest:
         text: of its --help.
         options: its own.
         plan: makes the launches.
-        show: prints the records.
+        show: says what the records say.
         file: of the document, in reports; {mpi} stands for the installed MPI.
         timeout: seconds of a launch.
         draw: draws the document into a PNG beside it.
@@ -96,7 +102,7 @@ class Contest:
         options = launching.parse(self.name, self.text, self._options(), arguments)
         if options.show:
             for path in options.show:
-                list(self.show(terminal.console(), _finished(json.loads(path.read_text()))))
+                self._tell(terminal.console(), _finished(json.loads(path.read_text())))
             return 0
         try:
             known, entries = self.plan(options)
@@ -159,13 +165,25 @@ class Contest:
             interrupted = True
             print(f"\n{self.name}: interrupted; what is complete follows.", file=sys.stderr)
         done = _finished(document)
-        wrong = list(self.show(screen, done)) if done["launches"] else ["no launch was completed."]
-        for text in wrong:
-            terminal.say(screen, f"{self.name}: {text}", "red")
+        wrong = self._tell(screen, done)
         if self.draw is not None and done["launches"]:
             self.draw(done, out.with_suffix(".png"))
         failed = len(done["launches"]) < len(document["launches"])
-        return INTERRUPTED if interrupted else int(bool(wrong) or failed)
+        return INTERRUPTED if interrupted else int(wrong or failed)
+
+    def _tell(self, screen: Console, document: Record) -> bool:
+        """Print what a document says; return whether something is wrong."""
+        nothing, wrong = [Wrong("no launch was completed.")], False
+        parts = self.show(document) if document["launches"] else nothing
+        for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
+            if isinstance(part, Table):
+                terminal.show(screen, part)
+            elif isinstance(part, Wrong):
+                terminal.say(screen, f"{self.name}: {part}", "red")
+                wrong = True
+            else:
+                terminal.say(screen, part)
+        return wrong
 
 
 def begun(path: Path, fresh: Record) -> Record:

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.contest import Contest, Entry
+from benchmarks.contests.contest import Contest, Entry, Part
 from benchmarks.launching import Launch, Record, about, main, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
-from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import make
-from benchmarks.reporting.terminal import Console
 from benchmarks.statistics import Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
@@ -179,8 +177,8 @@ def slicing(launch: Record) -> float:
     return float(together / alone / launch["ranks"])
 
 
-def show(screen: Console, document: Record) -> Iterator[str]:
-    """Print the rows of every launch, and the figures beside them."""
+def show(document: Record) -> Iterator[Part]:
+    """Yield the rows of every launch, and the figures beside them."""
     cells: list[tuple[str, ...]] = []
     for launch in document["launches"]:
         cells += rows(launch, on_gpu=document["kind"] == "cuda")
@@ -189,9 +187,8 @@ def show(screen: Console, document: Record) -> Iterator[str]:
         )
         text += f"; a computation by all ranks takes {slicing(launch):.2f} times as long as its "
         missing = (f"\n  {name}: {reason}" for name, reason in launch["missing"].items())
-        terminal.say(screen, "".join((text, "share of the device", *missing)))
-    terminal.show(screen, make("AllGather", COLUMNS, cells))
-    yield from ()
+        yield "".join((text, "share of the device", *missing))
+    yield make("AllGather", COLUMNS, cells)
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:

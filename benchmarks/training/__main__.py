@@ -16,12 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.contests.contest import Contest, Entry
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, main, numbers_of_ranks
-from benchmarks.reporting import terminal
 from benchmarks.reporting.style import COLOURS, styled
 from benchmarks.reporting.tables import make
-from benchmarks.reporting.terminal import Console
 from benchmarks.training.setting import DTYPES, FAULTS, Setting, places
 
 ALONE = "one rank"
@@ -121,30 +119,31 @@ def runs_of(document: Record) -> tuple[dict[str, Any], list[Record]]:
     return first["curves"], [run for launch in launches for run in launch["runs"]]
 
 
-def show(screen: Console, document: Record) -> Iterator[str]:
-    """Print a table of the meshes; yield what is wrong."""
+def show(document: Record) -> Iterator[Part]:
+    """Yield a table of the meshes, and what is wrong."""
     curves, runs = runs_of(document)
     rows, right = [], 0
     for run in runs:
         curve = curves[run["dtype"]]
         wrong = complaints(run, curve)
         right += not wrong
-        yield from (f"P = {run['ranks']}, {run['place']}, {run['dtype']}: {x}" for x in wrong)
+        place = f"P = {run['ranks']}, {run['place']}, {run['dtype']}"
+        yield from (Wrong(f"{place}: {text}") for text in wrong)
         ratios = [f"{run['worst'][kind][0]:.3f}" for kind in KINDS if kind in run["worst"]]
         numbers = (f"{run['losses'][-1]:.4f}", f"{divergence(run['losses'], curve):.3f}", *ratios)
         start = (run["place"], str(run["ranks"]), run["dtype"])
         rows.append((*start, *numbers, f"{run['apart']:.0e}", "wrong" if wrong else ""))
     note = "error over bound from one rank's weights; at most 1"
-    terminal.show(screen, make("meshes", COLUMNS, rows, note))
+    yield make("meshes", COLUMNS, rows, note)
     for dtype, curve in curves.items():
-        yield from (f"{ALONE}, {dtype}: {text}" for text in yardstick(curve))
+        yield from (Wrong(f"{ALONE}, {dtype}: {text}") for text in yardstick(curve))
         spread = max(abs(one[-1] - curve["losses"][-1]) for one in curve["perturbed"])
         text = f"loss {curve['losses'][0]:.3f} to {curve['losses'][-1]:.3f}; from weights one ulp "
         text += f"away the last loss differs by {spread:.1e}"
-        terminal.say(screen, f"{ALONE}, {dtype}: {text}")
+        yield f"{ALONE}, {dtype}: {text}"
     steps = document["setting"]["steps"]
     text = f"{right} of {len(runs)} runs over several ranks have learned what one rank has"
-    terminal.say(screen, f"{text}; {steps} steps")
+    yield f"{text}; {steps} steps"
 
 
 def draw(document: Record, path: Path) -> None:

@@ -12,11 +12,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.contests.contest import Contest, Entry
+from benchmarks.contests.contest import Contest, Entry, Part
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, main
-from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import Table, make, size
-from benchmarks.reporting.terminal import Console
 from benchmarks.statistics import Requirement, exact_interval
 from sp_core.machine import cores
 
@@ -265,23 +263,22 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     return {"ranks": RANKS}, entries
 
 
-def show(screen: Console, document: Record) -> Iterator[str]:
-    """Print all tables of a document."""
+def show(document: Record) -> Iterator[Part]:
+    """Yield all tables of a document."""
     launches = document["launches"]
     first, env = launches[0], launches[0]["env"]
     mpi = first["transport"]["mpi"]
     machine = f"{first['device']['name']}, {env['cores']} cores, {document['commit']['sha']}"
-    terminal.say(screen, f"{mpi['vendor']} {mpi['version']}, torch {env['torch']}, {machine}")
+    yield f"{mpi['vendor']} {mpi['version']}, torch {env['torch']}, {machine}"
     timed = [launch for launch in launches if "heats" in launch]
     chosen = [row for row in ROWS if timed and row.only in ("", mpi["vendor"])]
     shown = [cells(row, nbytes, timed) for row in chosen for nbytes in row.nbytes]
     if shown:
         title = f"{mpi['vendor']}, {document['ranks']} ranks, float32"
-        terminal.show(screen, make(title, COLUMNS, shown))
+        yield make(title, COLUMNS, shown)
     for launch in launches:
         if "summary" in launch:
-            terminal.show(screen, regrets(launch))
-    yield from ()
+            yield regrets(launch)
 
 
 OPTIONS = {

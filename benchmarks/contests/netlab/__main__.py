@@ -21,11 +21,9 @@ from typing import Any
 import msgspec
 
 from benchmarks import launching
-from benchmarks.contests.contest import Contest, Entry, installed, requirements
+from benchmarks.contests.contest import Contest, Entry, Part, installed, requirements
 from benchmarks.contests.netlab.hosts import NetlabError, check_system, cluster
 from benchmarks.launching import Launch, Record, about, main
-from benchmarks.reporting import terminal
-from benchmarks.reporting.terminal import Console
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
 MODEL = (
@@ -167,20 +165,19 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     return {"mpi": installed(), "net": MODEL if modelled else "network namespaces"}, entries
 
 
-def show(screen: Console, document: Record) -> Iterator[str]:
-    """Print the requirements, which are for MPICH; for another MPI they are shown beside."""
+def show(document: Record) -> Iterator[Part]:
+    """Yield the requirements, which are for MPICH; for another MPI they are shown beside."""
     launches = {launch["name"]: launch for launch in document["launches"]}
-    terminal.say(screen, f"{document['mpi']} over {document['net']}")
+    yield f"{document['mpi']} over {document['net']}"
     for name, launch in launches.items():
         if "checked" in launch:
             text = f"{launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
         else:
             seconds = launch["seconds"].items()
             text = "ms: " + ", ".join(f"{who} {median(x) * 1e3:.2f}" for who, x in seconds)
-        terminal.say(screen, f"{name}: {text}")
+        yield f"{name}: {text}"
     title = "over the link" if document["mpi"] == "mpich" else "over the link (required of MPICH)"
-    terminal.show(screen, requirements(title, rows(launches)))
-    yield from ()
+    yield requirements(title, rows(launches))
 
 
 def rows(launches: Mapping[str, Record]) -> list[Requirement]:

@@ -14,11 +14,9 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 
-from benchmarks.contests.contest import Contest, Entry, requirements
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
 from benchmarks.launching import Launch, Record, UsageError, about, main
-from benchmarks.reporting import terminal
 from benchmarks.reporting.tables import make
-from benchmarks.reporting.terminal import Console
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
 RANKS = 2
@@ -63,8 +61,8 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     ]
 
 
-def show(screen: Console, document: Record) -> Iterator[str]:
-    """Print a table for each length, its quickest contestant first, and the requirements."""
+def show(document: Record) -> Iterator[Part]:
+    """Yield a table for each length, its quickest contestant first, and the requirements."""
     launches = document["launches"]
     seqs = [int(seq) for seq in launches[0]["seqs"]]
     for seq in seqs:
@@ -77,10 +75,10 @@ def show(screen: Console, document: Record) -> Iterator[str]:
             against = str(ratio(launches, seq, name, winner) or "-")
             rows.append((name, ms, against, worst, state))
             if not state.startswith(("ok", "not installed")):
-                yield f"{name}, {seq} tokens: {state}"
+                yield Wrong(f"{name}, {seq} tokens: {state}")
         columns = ("contestant", "ms", f"time / {winner or 'ours'}", "max error", "status")
-        terminal.show(screen, make(f"sequence {seq}, {len(launches)} launches", columns, rows))
-    terminal.show(screen, requirements("required", lines(launches, seqs), LEGEND))
+        yield make(f"sequence {seq}, {len(launches)} launches", columns, rows)
+    yield requirements("required", lines(launches, seqs), LEGEND)
 
 
 def judged(found: Sequence[Record]) -> tuple[str, str]:
