@@ -60,7 +60,12 @@ SIZES = {
 PRESETS: dict[str, dict[str, Any]] = {
     "small": {"hidden": 512, "heads": 8, "seq": 2048, "batch": 1, "iterations": 20, "warmup": 3},
     "paper": {
-        **{"hidden": 5120, "heads": 40, "seq": 4096, "batch": 4, "iterations": 10, "warmup": 2},
+        "hidden": 5120,
+        "heads": 40,
+        "seq": 4096,
+        "batch": 4,
+        "iterations": 10,
+        "warmup": 2,
         "dtype": "float32,bfloat16",
     },
     "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1},

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conformance import attention, flash_standin
-from conformance.adapters import ours
-from conformance.attention import CAPABILITIES, Needs, posed, problems, told
+from conformance import attention, flash_standin, layers, pair
+from conformance.adapters import our_layers, ours
+from conformance.attention import Needs
 from conformance.trial import Trial, judged
 from hypothesis import given as drawn, settings, strategies as st
 from oracle import reference
@@ -22,7 +22,8 @@ from torch import Tensor
 from sp_core.testing.tolerance import bound, check_close
 
 NEEDS = Needs(("contiguous", "zigzag", "striped"), dtype="float64")
-Attend = Callable[..., Tensor]
+FLOAT32 = replace(NEEDS, dtype="float32", document_unit=lambda size: 2 * size)
+Call = Callable[..., Any]
 
 
 @st.composite
@@ -109,18 +110,29 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
 
 
 def on_trial(
-    attend: Attend, capability: str, examples: int = 6, size: int = 2, seconds: float = 60.0
+    call: Call,
+    capability: str,
+    examples: int = 6,
+    size: int = 2,
+    seconds: float = 60.0,
+    subject: Any = attention,
 ) -> dict[str, Any]:
     """The verdict on a library whose ranks are threads; without time, on the first problem."""
-    trial = Trial(attention, SimpleNamespace(attend=attend), "", lambda comm: None, seconds=seconds)
-    return judged(
-        trial, problems(capability, size, NEEDS, gradients=capability != "full"), size, examples
-    )
+    adapter: Any = SimpleNamespace(**{subject.CALL: call})
+    trial = Trial(subject, adapter, "", lambda comm: None, seconds=seconds)
+    gradients = capability not in ("full", "forward")
+    needs = NEEDS if subject is attention else FLOAT32
+    return judged(trial, subject.problems(capability, size, needs, gradients), size, examples)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_our_own_schemes_pass(capability: str) -> None:
-    found = on_trial(ours.attend, capability, examples=4, size=3)
+@pytest.mark.parametrize(
+    ("subject", "call", "capability"),
+    [(attention, ours.attend, name) for name in attention.CAPABILITIES]
+    + [(layers, our_layers.Pair, name) for name in layers.CAPABILITIES],
+)
+def test_our_own_pass(subject: Any, call: Call, capability: str) -> None:
+    """An error of nothing at all would be that of a problem that asks for nothing."""
+    found = on_trial(call, capability, examples=4, size=3, subject=subject)
     assert found["verdict"] == "pass", found
     assert found["examples"] >= 4
     assert 0 < found["error"] <= 0.5
@@ -156,7 +168,7 @@ def half_a_gradient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     ],
 )
 def test_a_planted_fault_is_wrong_with_a_small_example(
-    attend: Attend, capability: str, results: set[str]
+    attend: Call, capability: str, results: set[str]
 ) -> None:
     found = on_trial(attend, capability, examples=10)
     assert found["verdict"] == "wrong", found
@@ -164,7 +176,7 @@ def test_a_planted_fault_is_wrong_with_a_small_example(
     problem = found["problem"]
     assert [problem[size] for size in ("seq_len", "batch", "kv_heads", "head_dim")] == [4, 1, 2, 8]
     assert found["relative"] > 1e-5
-    assert told(posed(problem)) == problem
+    assert attention.told(attention.posed(problem)) == problem
 
 
 def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
@@ -198,23 +210,115 @@ def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() ->
     assert (failed["verdict"], failed["examples"]) == ("wrong", 1)
 
 
-def test_a_problem_is_what_its_capability_says() -> None:
+class NotSummed(our_layers.Pair):
+    """Each rank's own part of the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, rank = self.up(x), self.down.comm.rank
+        own = torch.nn.functional.linear(inner, self.down.weight, self.down.bias)
+        return own.split(list(self.down.lengths), 1)[rank]
+
+
+class OwnTokensOnly(our_layers.Pair):
+    """The input's gradient is that of this rank's features, because it is not summed over ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach()) + 0 * x
+
+
+class OwnBiasGradient(our_layers.Pair):
+    """Each rank has the gradient of its own tokens, as before a sum over ranks."""
+
+    def finish(self) -> None:
+        self.down.bias.grad /= self.down.comm.size
+
+
+class NoGradient(our_layers.Pair):
+    """The second weight is never trained."""
+
+    def finish(self) -> None:
+        self.down.weight.grad = None
+
+
+class SecondUseForgotten(our_layers.Pair):
+    """Only the last use of a weight counts."""
+
+    def finish(self) -> None:
+        self.up.weight.grad /= 2
+
+
+class NarrowSum(our_layers.Pair):
+    """The output is rounded to float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("made", "capability", "result"),
+    [
+        (NotSummed, "forward", "out"),
+        (OwnTokensOnly, "backward", "d x"),
+        (OwnBiasGradient, "bias", "d down.bias"),
+        (NoGradient, "backward", "d down.weight"),
+        (SecondUseForgotten, "twice", "d up.weight"),
+        (NarrowSum, "float64", "out"),
+    ],
+)
+def test_a_planted_fault_is_seen_at_once(made: Call, capability: str, result: str) -> None:
+    found = on_trial(made, capability, examples=1, seconds=0.0, subject=layers)
+    assert found["verdict"] == "wrong", found
+    assert found["result"] == result
+    assert layers.told(layers.posed(found["problem"])) == found["problem"]
+
+
+def fits_attention(problem: Any, size: int, capability: str) -> None:
+    uneven = problem.seq_len % size != 0
+    assert uneven or problem.seq_len % (2 * size) == 0
+    assert (problem.kv_heads * problem.group % size != 0) == (capability == "uneven heads")
+    assert (problem.group > 1) == (capability in ("GQA", "MQA"))
+    assert (problem.mask.window is not None) == (capability == "window")
+    assert all(cut % (2 * size) == 0 for cut in problem.mask.documents or ())
+
+
+def fits_layers(problem: Any, size: int, capability: str) -> None:
+    odd = problem.inner // size % 2 == 1 and len(problem.shards[0]) % 2 == 1
+    assert (problem.inner % size != 0) == (capability == "uneven features")
+    assert (problem.hidden % 2 == 1) == (capability == "odd sizes")
+    assert odd or capability != "odd sizes"
+    assert (problem.times == 2) == (capability == "twice")
+    assert bool(problem.frozen) == (capability == "frozen")
+    assert problem.bias == (capability == "bias")
+
+
+@pytest.mark.parametrize(("subject", "fits"), [(attention, fits_attention), (layers, fits_layers)])
+def test_a_problem_is_what_its_capability_says(subject: Any, fits: Call) -> None:
     @settings(max_examples=60)
-    @drawn(data=st.data(), size=st.integers(2, 4), capability=st.sampled_from(sorted(CAPABILITIES)))
+    @drawn(st.data(), st.integers(2, 4), st.sampled_from(sorted(subject.CAPABILITIES)))
     def holds(data: st.DataObject, size: int, capability: str) -> None:
-        needs = replace(NEEDS, dtype="float32", document_unit=lambda size: 2 * size)
-        problem = data.draw(problems(capability, size, needs, gradients=True))
-        uneven = problem.seq_len % size != 0
-        assert uneven == (capability == "uneven length")
-        assert uneven or problem.seq_len % (2 * size) == 0
-        assert (problem.kv_heads * problem.group % size != 0) == (capability == "uneven heads")
-        assert (problem.group > 1) == (capability in ("GQA", "MQA"))
-        assert (problem.mask.window is not None) == (capability == "window")
-        assert all(cut % (2 * size) == 0 for cut in problem.mask.documents or ())
-        assert sorted(token for shard in problem.shards for token in shard) == list(
-            range(problem.seq_len)
-        )
+        problem = data.draw(subject.problems(capability, size, FLOAT32, gradients=True))
+        tokens = sorted(token for shard in problem.shards for token in shard)
+        assert tokens == list(range(problem.seq_len))
         assert min(map(len, problem.shards)) > 0
-        assert told(posed(told(problem))) == told(problem)
+        assert (problem.seq_len % size != 0) == (capability == "uneven length")
+        assert problem.dtype == (capability if "float" in capability else "float32")
+        start = f"P {size}, B {problem.batch}, S {problem.seq_len}, "
+        assert subject.smallest(problem).startswith(start)
+        told = subject.told(problem)
+        assert subject.told(subject.posed(told)) == told
+        fits(problem, size, capability)
 
     holds()
+
+
+def test_the_parts_of_all_ranks_are_the_whole() -> None:
+    problem = layers.told(
+        layers.Layers(2, 5, 3, 7, True, "", 1, "float64", True, 7, ((0, 1), (2, 3), (4,)))
+    )
+    whole = pair.alone(problem)
+    dims = {"out": 1, "d x": 1, "d up.weight": 0, "d up.bias": 0, "d down.weight": 1}
+    for name, dim in dims.items():
+        parts = [pair.part(problem, name, whole[name], rank) for rank in range(3)]
+        assert torch.equal(torch.cat(parts, dim), whole[name])
+    bias = whole["d down.bias"]
+    assert torch.equal(pair.part(problem, "d down.bias", bias, 1), bias)
