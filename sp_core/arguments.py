@@ -97,6 +97,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_number(value),
         "a finite number, or None for 1/sqrt(head_dim)",
     ),
+    "softcap": (
+        lambda value: value is None or (_is_number(value) and value > 0),
+        "a positive number, or None for no bound",
+    ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }
 

@@ -14,6 +14,7 @@ from oracle import reference
 from torch import Tensor
 
 from sp_core.attention import (
+    Logits,
     accumulation_dtype,
     attend,
     attend_backward,
@@ -46,6 +47,7 @@ class Problem(NamedTuple):
     logit: float
     dtype: torch.dtype
     seed: int
+    softcap: float | None = None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v (B, S, heads, D), grad_out and grad_lse."""
@@ -109,6 +111,7 @@ def problems(draw: st.DrawFn) -> Problem:
         ),
         dtype=dtype,
         seed=draw(st.integers(0, 99)),
+        softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
     )
 
 
@@ -127,13 +130,14 @@ def check_problem(
         "q_positions": truth.q_positions,
         "kv_positions": truth.kv_positions,
         "softmax_scale": truth.scale,
+        "softcap": truth.softcap,
         **truth.mask,
     }
     where = {"q_positions": problem.q_positions, "kv_positions": problem.kv_positions}
     expected = reference.attention(q, k, v, **options)
     grads = reference.attention_grads(q, k, v, do, grad_lse=dlse if use_lse else None, **options)
     mask = Mask(**problem.mask)
-    call: dict[str, Any] = {**where, "mask": mask, "scale": problem.scale}
+    call: dict[str, Any] = {**where, "mask": mask, "logits": Logits(problem.scale, problem.softcap)}
     call |= {"backend": backend, "between": between}
     inside = [t.transpose(1, 2) for t in (q, k, v)]
     out, lse = attend(*inside, **call)
@@ -170,6 +174,7 @@ def test_the_plain_kernel_is_the_reference(problem: Problem) -> None:
         {"mask": {"causal": True, "window": 7}},
         {"mask": {"causal": False, "window": None}},
         {"scale": 0.31},
+        {"softcap": 8.0},
         {"q_positions": list(range(2, 14))},
     ],
 )
@@ -207,7 +212,7 @@ def test_values_that_no_query_sees_are_not_read(backend: str, poison: float) -> 
             "q_positions": q_positions,
             "kv_positions": kv_positions,
             "mask": mask,
-            "scale": 0.3,
+            "logits": Logits(0.3),
             "backend": backend,
         }
         clean = attend(q, k, v, **call)
@@ -229,9 +234,10 @@ def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None
     """
     q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
     v[:, :, 100] = torch.nan
-    inside, _ = block_attention(q, k, v, kind="causal", scale=0.3)
+    inside, _ = block_attention(q, k, v, kind="causal", logits=Logits(0.3))
     assert inside[:, :, 100:].isnan().all()
-    call: dict[str, Any] = {"q_positions": range(128), "kv_positions": range(128), "scale": 0.3}
+    call: dict[str, Any] = {"q_positions": range(128), "kv_positions": range(128)}
+    call["logits"] = Logits(0.3)
     apart, _ = attend(q, k, v, mask=Mask(causal=True, documents=(0, 64, 128)), **call)
     assert apart[:, :, :64].isfinite().all()
 

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_core.attention import (
+    Logits,
     attend,
     attend_backward,
     backend_for,
@@ -41,10 +42,14 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
     fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
     given = ("cuda", dtype, head_dim)
-    assert {backend_for(*given, kind, 0.3) for kind in ("causal", "full")} == {
+    assert {backend_for(*given, kind, Logits(0.3)) for kind in ("causal", "full")} == {
         fused if fits else "plain"
     }
-    assert backend_for(*given, "causal", 0.0) == backend_for(*given, "partial", 0.3) == "plain"
+    assert (
+        backend_for(*given, "causal", Logits(0.0))
+        == backend_for(*given, "partial", Logits(0.3))
+        == "plain"
+    )
 
 
 class Passed(TorchDispatchMode):
@@ -80,7 +85,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kin
     )
     q, do = (torch.empty(2, 4, sq, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
     k, v = (torch.empty(2, kv_heads, sk, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    call: dict[str, Any] = {"kind": kind, "scale": 0.3, "backend": backend}
+    call: dict[str, Any] = {"kind": kind, "logits": Logits(0.3), "backend": backend}
     with Passed() as passed:
         out, lse = block_attention(q, k, v, **call)
         grads = block_attention_backward(do, q, k, v, out, lse, **call)
@@ -147,8 +152,8 @@ def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(backend: s
     q, k, v, do, out = (wide[:, :4, :, :16] for _ in range(5))
     lse = torch.empty(2, 4, 40, device="meta")
     with Passed() as passed:
-        block_attention(q, k, v, scale=0.3, backend=backend)
-        block_attention_backward(do, q, k, v, out, lse, scale=0.3, backend=backend)
+        block_attention(q, k, v, logits=Logits(0.3), backend=backend)
+        block_attention_backward(do, q, k, v, out, lse, logits=Logits(0.3), backend=backend)
     for _, given_, _ in passed.calls:
         tensors = {
             name: x
@@ -187,8 +192,8 @@ def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
         "q_positions": range(40),
         "kv_positions": range(20, 60) if mask.documents is None else range(40),
     }
-    out, lse = attend(q, k, v, **here, mask=mask, scale=0.3)
-    grads = attend_backward(out, q, k, v, out, lse, **here, mask=mask, scale=0.3)
+    out, lse = attend(q, k, v, **here, mask=mask, logits=Logits(0.3))
+    grads = attend_backward(out, q, k, v, out, lse, **here, mask=mask, logits=Logits(0.3))
     assert (out.shape, lse.shape, {grad.shape for grad in grads}) == (
         q.shape,
         q.shape[:3],

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sp_core.attention import (
+    Logits,
     backend_for,
     block_attention,
     block_attention_backward,
@@ -84,7 +85,7 @@ def test_the_fused_kernel_agrees_with_the_plain_one(
         q, do = (torch.randn(2, sq, 2 * group, 16).to(dtype).transpose(1, 2) for _ in range(2))
         k, v = (torch.randn(2, sk, 2, 16).to(dtype).transpose(1, 2) for _ in range(2))
         allowed = torch.rand(sq, sk) < 0.5 if kind == "partial" else None
-        call: dict[str, Any] = {"kind": kind, "allowed": allowed, "scale": scale}
+        call: dict[str, Any] = {"kind": kind, "allowed": allowed, "logits": Logits(scale)}
         ran.clear()
         out, lse = block_attention(q, k, v, **call)
         grads = block_attention_backward(do, q, k, v, out, lse, **call)
@@ -101,7 +102,7 @@ def test_strides_do_not_matter() -> None:
     q, k, v = (torch.randn(1, 4, 33, 2).transpose(1, 3) for _ in range(3))
     wide = torch.randn(1, 2, 33, 1).expand(1, 2, 33, 4)
     for args in ((q, k, v), (wide, k, v), (q, wide, wide)):
-        call: dict[str, Any] = {"kind": "causal", "scale": 0.3}
+        call: dict[str, Any] = {"kind": "causal", "logits": Logits(0.3)}
         out, lse = block_attention(*args, **call)
         dense = [t.contiguous() for t in args]
         assert torch.equal(out, block_attention(*dense, **call)[0])
@@ -120,12 +121,12 @@ def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int, backend: str | 
     """Zero batch, queries or keys: the fused kernel would end the process."""
     b, sq, sk = (0 if i == empty else 2 for i in range(3))
     q, k = torch.randn(b, 2, sq, 4), torch.randn(b, 2, sk, 4)
-    out, lse = block_attention(q, k, k, scale=0.3, backend=backend)
+    out, lse = block_attention(q, k, k, logits=Logits(0.3), backend=backend)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert all(
         (g == 0).all()
-        for g in block_attention_backward(q, q, k, k, out, lse, scale=0.3, backend=backend)
+        for g in block_attention_backward(q, q, k, k, out, lse, logits=Logits(0.3), backend=backend)
     )
 
 
@@ -174,13 +175,13 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
 def test_the_backend_can_be_asked(
     device: str, dtype: torch.dtype, head_dim: int, kind: str, expected: str
 ) -> None:
-    assert backend_for(device, dtype, head_dim, kind) == expected
+    assert backend_for(device, dtype, head_dim, kind, Logits(1.0)) == expected
 
 
 def test_a_kernel_that_there_is_not_is_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match="'magic', needed flash_cuda"):
-        block_attention(q, q, q, scale=1.0, backend="magic")
+        block_attention(q, q, q, logits=Logits(1.0), backend="magic")
 
 
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
@@ -193,7 +194,7 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
     lse = torch.full((1, 2, 6), -torch.inf)
     for backend, kind in itertools.product(("plain", "flash_cpu"), ("full", "causal")):
         grads = block_attention_backward(
-            do, q, k, v, out, lse, kind=kind, scale=0.3, backend=backend
+            do, q, k, v, out, lse, kind=kind, logits=Logits(0.3), backend=backend
         )
         assert all((grad == 0).all() for grad in grads)
 
@@ -237,3 +238,10 @@ def test_masks_and_positions_for_another_length_are_refused() -> None:
         local_attention(q, q, q, mask=Mask(documents=(0, 4)))
     with pytest.raises(ShapeError, match="needed 3"):
         local_attention(q, q, q, q_positions=range(4))
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan"), True, "5"])
+def test_a_softcap_that_is_not_positive_is_refused(softcap: Any) -> None:
+    q = torch.randn(1, 3, 1, 2)
+    with pytest.raises(TypeError, match="pass a positive number, or None"):
+        local_attention(q, q, q, softcap=softcap)

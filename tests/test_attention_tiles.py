@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from test_attention import Problem, check_problem, problems
 
-from sp_core.attention import attend, attend_backward, tiles
+from sp_core.attention import Logits, attend, attend_backward, tiles
 from sp_core.attention.tiles import Cut, halves, rows, strips, tiled
 from sp_core.mask import Block
 
@@ -122,7 +122,7 @@ def test_something_else_has_its_turn_after_every_part() -> None:
     call = {
         "q_positions": range(10),
         "kv_positions": range(9),
-        "scale": 1.0,
+        "logits": Logits(1.0),
         "between": lambda: turns.append(len(turns)),
     }
     out, lse = attend(q, k, k, **call)

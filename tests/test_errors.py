@@ -252,6 +252,16 @@ ON_ONE_RANK: dict[str, tuple[type[Exception], str, Wrong]] = {
         "softmax_scale",
         lambda c: attention(c, softmax_scale=float(differing(c, 1))),
     ),
+    "a softcap": (
+        sp.CollectiveMismatch,
+        "softcap",
+        lambda c: attention(c, softcap=float(differing(c, 1))),
+    ),
+    "a term that there is not": (
+        TypeError,
+        "softcup",
+        lambda c: attention(c, **({"softcup": 1.0} if c.rank == c.size - 1 else {})),
+    ),
     "a layout": (
         sp.CollectiveMismatch,
         "#",

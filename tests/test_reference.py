@@ -70,13 +70,23 @@ def test_visible_is_the_definition_pair_by_pair(mask: Sizes) -> None:
     assert reference.visible(q, k, **mask).tolist() == [[sees(i, j, mask) for j in k] for i in q]
 
 
+TERMS: list[dict[str, Any]] = [{}, {"softcap": 0.8}]
+
+
+def logit(q: Tensor, k: Tensor, softcap: float | None = None) -> float:
+    """The logit of one pair, in words of Python."""
+    scaled = 0.7 * float(q @ k)
+    return scaled if softcap is None else softcap * math.tanh(scaled / softcap)
+
+
+@pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_is_the_sum_written_out(mask: Sizes) -> None:
+def test_attention_is_the_sum_written_out(mask: Sizes, terms: dict[str, Any]) -> None:
     q, k, v, *_ = tensors(7, 7, 4, 2, 3)
-    result = reference.attention(q, k, v, softmax_scale=0.7, **mask)
+    result = reference.attention(q, k, v, softmax_scale=0.7, **mask, **terms)
     for b, i, h in [(0, 0, 0), (1, 6, 3), (0, 3, 2), (1, 2, 1)]:
         keys = [j for j in range(7) if sees(i, j, mask)]
-        weights = [math.exp(0.7 * float(q[b, i, h] @ k[b, j, h // 2])) for j in keys]
+        weights = [math.exp(logit(q[b, i, h], k[b, j, h // 2], **terms)) for j in keys]
         total = sum(weights)
         expected = sum(
             (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)),
@@ -88,13 +98,16 @@ def test_attention_is_the_sum_written_out(mask: Sizes) -> None:
         )
 
 
+@pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_gradients_by_formula_are_those_of_autograd(mask: Sizes) -> None:
+def test_gradients_by_formula_are_those_of_autograd(mask: Sizes, terms: dict[str, Any]) -> None:
     q, k, v, do, dlse = tensors(7, 7, 4, 2, 3)
-    got = reference.attention_grads(q, k, v, do, grad_lse=dlse, **mask)
+    got = reference.attention_grads(q, k, v, do, grad_lse=dlse, **mask, **terms)
     seen = reference.visible(range(7), range(7), **mask)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     logits = torch.einsum("bqkgd,bskd->bkgqs", q.unflatten(2, (2, 2)), k).flatten(1, 2) * 3**-0.5
+    if "softcap" in terms:
+        logits = terms["softcap"] * (logits / terms["softcap"]).tanh()
     blind = ~seen.any(1)
     logits = logits.masked_fill(~seen & ~blind[:, None], -math.inf)
     out = torch.einsum(

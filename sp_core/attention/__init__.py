@@ -10,10 +10,13 @@ of K; query head h reads key/value head h // (H / K)), D head dim. Inside, tenso
 from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.function import check_qkv, local_attention
 from sp_core.attention.kernels import backend_for
+from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import accumulation_dtype, merge, merge_into
 from sp_core.attention.shards import attend, attend_backward
 
 __all__ = [
+    "Logits",
+    "Terms",
     "accumulation_dtype",
     "attend",
     "attend_backward",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import kernels
+from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -20,12 +21,12 @@ def block_attention(
     *,
     kind: str = "full",
     allowed: Tensor | None = None,
-    scale: float,
+    logits: Logits,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of queries to one block of keys.
 
-    Out = softmax(scale q k^T) v and its log-sum-exp.
+    Out = softmax(logits) v and its log-sum-exp.
 
     Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal
     or partial block sees may spread to other queries of that block, because the kernels multiply
@@ -37,8 +38,9 @@ def block_attention(
         v: (B, K, Sk, D).
         kind: "full", "causal" (Sq = Sk, key j visible to query i when j <= i) or "partial".
         allowed: bool (Sq, Sk), for "partial" only.
-        scale: softmax_scale.
-        backend: a kernel by name, as from `backend_for`; None chooses.
+        logits: how they follow from q k^T.
+        backend: a kernel by name, as from `backend_for`; None chooses. Logits that only the plain
+            kernel computes run on it all the same.
 
     Returns:
         out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider; 0 and -inf for
@@ -50,12 +52,13 @@ def block_attention(
         return torch.zeros_like(q), q.new_full(
             q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)
         )
-    kind, allowed = _signed(kind, allowed, q.shape[2], scale)
-    backend = backend or kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind, scale)
+    kind, allowed = _signed(kind, allowed, q.shape[2], logits)
+    if logits.is_plain or backend is None:
+        backend = kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
     if allowed is None or (seen := _seen(allowed)) is None:
-        return kernels.forward(backend, q, k, v, kind, allowed, scale)
+        return kernels.forward(backend, q, k, v, kind, allowed, logits)
     i, j = (x.to(q.device) for x in seen)
-    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "scale": scale}
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits}
     part, part_lse = block_attention(q[:, :, i], k[:, :, j], v[:, :, j], backend=backend, **inside)
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
     return out.index_copy_(2, i, part), lse.index_copy_(2, i, part_lse)
@@ -71,7 +74,7 @@ def block_attention_backward(
     *,
     kind: str = "full",
     allowed: Tensor | None = None,
-    scale: float,
+    logits: Logits,
     backend: str | None = None,
 ) -> Triple:
     """Compute the gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
@@ -85,7 +88,7 @@ def block_attention_backward(
         lse: (B, H, Sq), likewise.
         kind: as in `block_attention`.
         allowed: as in `block_attention`.
-        scale: softmax_scale.
+        logits: as in `block_attention`.
         backend: as in `block_attention`.
 
     Returns:
@@ -96,13 +99,14 @@ def block_attention_backward(
     """
     if _empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kind, allowed = _signed(kind, allowed, q.shape[2], scale)
-    backend = backend or kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind, scale)
+    kind, allowed = _signed(kind, allowed, q.shape[2], logits)
+    if logits.is_plain or backend is None:
+        backend = kernels.backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
     grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
     if allowed is None or (seen := _seen(allowed)) is None:
-        return kernels.backward(backend, grad_out, q, k, v, out, lse, kind, allowed, scale)
+        return kernels.backward(backend, grad_out, q, k, v, out, lse, kind, allowed, logits)
     i, j = (x.to(q.device) for x in seen)
-    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "scale": scale}
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits}
     tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
     parts = block_attention_backward(*tensors, backend=backend, **inside)
     dq, dk, dv = (
@@ -118,13 +122,13 @@ def _empty(q: Tensor, k: Tensor) -> bool:
 
 
 def _signed(
-    kind: str, allowed: Tensor | None, size: int, scale: float
+    kind: str, allowed: Tensor | None, size: int, logits: Logits
 ) -> tuple[str, Tensor | None]:
     """Turn a causal block into a partial one if its scale is not positive.
 
     The fused kernels mask with -inf before they scale.
     """
-    if kind != "causal" or scale > 0:
+    if kind != "causal" or logits.softmax_scale > 0:
         return kind, allowed
     return "partial", torch.ones(size, size, dtype=torch.bool).tril_()
 

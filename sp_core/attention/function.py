@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from sp_core.attention.kernels import FLOATS
+from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.errors import DeviceError, DtypeError, ShapeError
@@ -25,6 +26,7 @@ def local_attention(
     kv_positions: Positions | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    **terms: Unpack[Terms],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention on one device, softmax(softmax_scale q k^T) v, masked by global positions.
 
@@ -37,6 +39,7 @@ def local_attention(
         kv_positions: Sk global positions; 0 .. Sk - 1 when None.
         softmax_scale: factor of the scores; 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scores, differentiably.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`.
 
     Returns:
         out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A
@@ -47,16 +50,17 @@ def local_attention(
             for another length.
         DtypeError: dtypes that differ or are not floating.
         DeviceError: tensors on different devices.
+        TypeError: softmax_scale or a term of another kind.
     """
     check_qkv(q, k, v)
+    logits = Logits.of(q, softmax_scale=softmax_scale, **terms)
     if mask is not None and q_positions is None and kv_positions is None:
         mask.check_lengths(q.shape[1], k.shape[1])
     positions = (
         range(q.shape[1]) if q_positions is None else q_positions,
         range(k.shape[1]) if kv_positions is None else kv_positions,
     )
-    scale = float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    out, lse = _apply(q, k, v, *positions, mask, scale)
+    out, lse = _apply(q, k, v, *positions, mask, logits)
     return (out, lse) if return_lse else out
 
 
@@ -107,7 +111,7 @@ class _Attention(torch.autograd.Function):
         q_positions: Positions,
         kv_positions: Positions,
         mask: Mask | None,
-        scale: float,
+        logits: Logits,
     ) -> tuple[Tensor, Tensor]:
         """Compute out and lse. lse is an output of its own, so its gradient may be None."""
         ctx.set_materialize_grads(False)
@@ -115,7 +119,7 @@ class _Attention(torch.autograd.Function):
             "q_positions": q_positions,
             "kv_positions": kv_positions,
             "mask": mask,
-            "scale": scale,
+            "logits": logits,
         }
         with exact(q):
             out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call)

@@ -18,16 +18,26 @@ natively.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from sp_core.attention import cuda
+from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
 
 Triple = tuple[Tensor, Tensor, Tensor]
+Strip = tuple[slice, slice, Tensor | None]
+"""Queries, the keys up to the last that they may see, and the bool mask between them. None sees
+every pair."""
+
+SCORES, CPU_SCORES = 1 << 26, 1 << 20
+"""The most scores that the plain kernel holds at a time, on a CPU so few that they stay in its
+cache."""
 
 
 def backend_for(
@@ -35,7 +45,7 @@ def backend_for(
     dtype: torch.dtype,
     head_dim: int,
     kind: str,
-    scale: float = 1.0,
+    logits: Logits,
 ) -> str:
     """Name the kernel that a block of attention runs on.
 
@@ -44,16 +54,18 @@ def backend_for(
         dtype: of q, k and v.
         head_dim: of q, k and v.
         kind: "full", "causal" (square) or "partial".
-        scale: softmax_scale. The CUDA kernels take a row's maximum before they scale, so they need
-            a positive one.
+        logits: how they follow from q k^T. Only the plain kernel bounds them. The CUDA kernels take
+            a row's maximum before they scale, so they need a positive scale.
 
     Returns:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by
         name).
     """
+    if logits.is_plain:
+        return "plain"
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"
-    if device_type != "cuda" or kind == "partial" or scale <= 0:
+    if device_type != "cuda" or kind == "partial" or logits.softmax_scale <= 0:
         return "plain"
     if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
         return "flash_cuda"
@@ -62,14 +74,15 @@ def backend_for(
 
 
 def forward(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, scale: float
+    backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, logits: Logits
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel on a non-empty block in which every query sees a key.
 
     Return out (B, H, Sq, D) and lse (B, H, Sq).
     """
     if backend == "plain":
-        return _plain(q, k, v, _visible(q, k, kind, allowed), scale)
+        return _plain(q, k, v, _strips(q, k, kind, allowed), logits)
+    scale = logits.softmax_scale
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -89,13 +102,14 @@ def backward(
     lse: Tensor,
     kind: str,
     allowed: Tensor | None,
-    scale: float,
+    logits: Logits,
 ) -> Triple:
     """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
     # a row that saw nothing: exp(s - lse) must be 0, not NaN
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if backend == "plain":
-        return _plain_backward(grad_out, q, k, v, out, lse, _visible(q, k, kind, allowed), scale)
+        return _plain_backward(grad_out, q, k, v, out, lse, _strips(q, k, kind, allowed), logits)
+    scale = logits.softmax_scale
     if backend == "flash_cpu":
         grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
         added = _additive(allowed, q.dtype)
@@ -121,15 +135,21 @@ def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
-def _visible(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Tensor | None:
-    """Return the bool mask (Sq, Sk) that the plain kernel applies, or None for a full block."""
-    if kind == "causal":
-        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-    return None if allowed is None else allowed.to(q.device)
+def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
+    """Cut a block into strips of queries, each with few enough scores for the plain kernel."""
+    most = CPU_SCORES if q.device.type == "cpu" else SCORES
+    step = max(1, most // (q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], step):
+        stop = min(start + step, q.shape[2])
+        rows, keys = slice(start, stop), slice(stop if kind == "causal" else None)
+        visible = None if allowed is None else allowed[rows].to(q.device)
+        if kind == "causal":
+            visible = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).tril_(start)
+        yield rows, keys, visible
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, strips: Iterator[Strip], logits: Logits
 ) -> tuple[Tensor, Tensor]:
     """Compute attention and its lse, in float32 or wider.
 
@@ -137,18 +157,22 @@ def _plain(
         q: (B, H, Sq, D).
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        visible: bool (Sq, Sk), or None when every pair is visible.
-        scale: softmax_scale.
+        strips: as from `_strips`.
+        logits: how they follow from q k^T.
 
     Returns:
         out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in the accumulation dtype.
     """
     dtype = accumulation_dtype(q.dtype)
-    scores = _scores(_grouped(q.to(dtype), k.shape[1]), k.to(dtype), visible, scale)
-    lse = torch.logsumexp(scores, dim=-1)
-    # A row that saw nothing has -inf - -inf here; +inf makes its weights 0.
-    p = scores.sub_(lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)).exp_()
-    return _ungrouped(p @ v.to(dtype), q).to(q.dtype), lse.reshape(q.shape[:3])
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
+    for rows, keys, visible in strips:
+        part, k_, v_ = (x.to(dtype) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
+        scores = _masked(_scores(_grouped(part, k.shape[1]), k_, logits), visible)
+        sums = torch.logsumexp(scores, dim=-1)
+        # A row that saw nothing has -inf - -inf here; +inf makes its weights 0.
+        p = scores.sub_(sums.masked_fill(sums == -torch.inf, torch.inf).unsqueeze(-1)).exp_()
+        out[:, :, rows], lse[:, :, rows] = _ungrouped(p @ v_, part), sums.view(part.shape[:3])
+    return out, lse
 
 
 def _plain_backward(
@@ -158,20 +182,27 @@ def _plain_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    visible: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    strips: Iterator[Strip],
+    logits: Logits,
+) -> Triple:
     """Compute dq, dk and dv in the accumulation dtype. A row that sees nothing has lse = +inf."""
     dtype = accumulation_dtype(q.dtype)
-    q_, do, o = (
-        _grouped(t.to(dtype), k.shape[1]) for t in (q, grad_out, out)
-    )  # (B, K, H/K * Sq, D)
-    k_, v_ = k.to(dtype), v.to(dtype)
-    lse_ = lse.to(dtype).reshape(*q_.shape[:3], 1)
-    p = _scores(q_, k_, visible, scale).sub_(lse_).exp_()
-    dv = p.mT @ do
-    ds = (do @ v_.mT).sub_((do * o).sum(-1, keepdim=True)).mul_(p).mul_(scale)
-    return _ungrouped(ds @ k_, q), ds.mT @ q_, dv
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    for rows, keys, visible in strips:
+        q_, do, o = (
+            _grouped(t[:, :, rows].to(dtype), k.shape[1]) for t in (q, grad_out, out)
+        )  # (B, K, H/K * rows, D)
+        k_, v_ = (t[:, :, keys].to(dtype) for t in (k, v))
+        scores = _scores(q_, k_, logits)
+        ds = (do @ v_.mT).sub_((do * o).sum(-1, keepdim=True)).mul_(logits.softmax_scale)
+        if logits.softcap is not None:
+            ds.mul_(1 - (scores / logits.softcap).square_())  # the derivative of tanh
+        p = _masked(scores, visible).sub_(lse[:, :, rows].to(dtype).reshape(*q_.shape[:3], 1))
+        dv[:, :, keys] += p.exp_().mT @ do
+        ds.mul_(p)
+        dq[:, :, rows] = _ungrouped(ds @ k_, q[:, :, rows])
+        dk[:, :, keys] += ds.mT @ q_
+    return dq, dk, dv
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -187,9 +218,15 @@ def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
     return x.reshape(*like.shape[:3], x.shape[-1])
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Return scaled scores (B, K, H/K * Sq, Sk), with -inf for hidden keys."""
-    scores = torch.matmul(q, k.mT).mul_(scale)
+def _scores(q: Tensor, k: Tensor, logits: Logits) -> Tensor:
+    """Return scaled and bounded scores (B, K, H/K * Sq, Sk)."""
+    scores = torch.matmul(q, k.mT).mul_(logits.softmax_scale)
+    cap = logits.softcap
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def _masked(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Write -inf over the scores of hidden keys."""
     if visible is not None:
         by_query = scores.view(*scores.shape[:2], -1, *visible.shape)
         by_query.masked_fill_(~visible, -torch.inf)

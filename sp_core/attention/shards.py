@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sp_core.attention.blocks import block_attention, block_attention_backward
+from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype, merge_into
 from sp_core.attention.tiles import halves, rows, strips, tiled
 from sp_core.errors import ShapeError
@@ -36,7 +37,7 @@ def attend(
     q_positions: Positions,
     kv_positions: Positions,
     mask: Mask | None = None,
-    scale: float,
+    logits: Logits,
     out_dtype: torch.dtype | None = None,
     between: Callable[[], object] | None = None,
     backend: str | None = None,
@@ -50,7 +51,7 @@ def attend(
         q_positions: Sq global positions.
         kv_positions: Sk global positions.
         mask: who sees whom; None sees everything.
-        scale: softmax_scale.
+        logits: how they follow from q k^T.
         out_dtype: dtype of out; q's dtype when None. A caller that goes on merging asks for
             `accumulation_dtype(q.dtype)`.
         between: called after each part of the work, for communication to make progress; it makes
@@ -70,7 +71,7 @@ def attend(
         blocks = tiled(blocks, rows, q)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     dtype = out_dtype or q.dtype
-    parts = _forward_parts(blocks, allowed, q, k, v, scale=scale, backend=backend)
+    parts = _forward_parts(blocks, allowed, q, k, v, logits=logits, backend=backend)
     if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
         out, lse = next(parts)
         return out.to(dtype), lse
@@ -101,7 +102,7 @@ def attend_backward(
     q_positions: Positions,
     kv_positions: Positions,
     mask: Mask | None = None,
-    scale: float,
+    logits: Logits,
     grad_lse: Tensor | None = None,
     between: Callable[[], object] | None = None,
     backend: str | None = None,
@@ -118,7 +119,7 @@ def attend_backward(
         q_positions: Sq global positions.
         kv_positions: Sk global positions.
         mask: as in `attend`.
-        scale: softmax_scale.
+        logits: how they follow from q k^T.
         grad_lse: (B, H, Sq), of lse, where lse was an output; None for zero.
         between: called after each part of the work, as in `attend`.
         backend: as in `attend`.
@@ -136,7 +137,7 @@ def attend_backward(
     blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     tensors = (grad_out, q, k, v, out, lse)
-    parts = _backward_parts(blocks, allowed, *tensors, scale=scale, backend=backend)
+    parts = _backward_parts(blocks, allowed, *tensors, logits=logits, backend=backend)
     if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
         grads = [grad.to(dtype) for grad in next(parts)]
     else:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.attention import block_attention, merge_into
+from sp_core.attention import Logits, block_attention, merge_into
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
@@ -277,7 +277,7 @@ class Decoder:
                 values,
                 kind=kind,
                 allowed=allowed,
-                scale=q.shape[-1] ** -0.5,
+                logits=Logits.of(q),
             )
             return _merged(*part, comm).transpose(1, 2).to(q.dtype)
 

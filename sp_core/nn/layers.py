@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sp_core.attention import Terms
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions
@@ -139,6 +140,7 @@ class SelfAttention(ReplicatedLayer):
             mesh.
         rope: rotary embedding of queries and keys by global position; none if not given.
         bias: of the projections.
+        terms: of the logits, by the names of `sp_core.attention.Terms`, passed to the scheme.
         device, dtype: of the weights.
 
     Raises:
@@ -158,8 +160,10 @@ class SelfAttention(ReplicatedLayer):
         bias: bool = True,
         device: Device = None,
         dtype: Dtype = None,
+        **terms: Unpack[Terms],
     ) -> None:
         super().__init__(hidden, comm)
+        self.terms = terms
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
             raise ShapeError(
@@ -183,7 +187,9 @@ class SelfAttention(ReplicatedLayer):
         weights = self.weights(x, sharding)
         projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
         positions = sharding.positions(self.comm.rank).to(x.device)
-        attend: Any = partial(self.attention, comm=self.comm, sharding=sharding, mask=mask)
+        attend: Any = partial(
+            self.attention, comm=self.comm, sharding=sharding, mask=mask, **self.terms
+        )
         out = attended(projected, self.head_dim, self.rope, positions, attend)
         return linear(out, weights, "o_proj")
 
@@ -234,7 +240,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         hidden: E.
-        num_heads, num_kv_heads, head_dim, attention, rope: as in `SelfAttention`.
+        num_heads, num_kv_heads, head_dim, attention, rope, terms: as in `SelfAttention`.
         ffn_hidden, gated: as in `FeedForward`.
         comm: the ranks that share the sequence and hold the weights alike.
         norm: "layer" or "rms".
@@ -267,6 +273,7 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
         device: Device = None,
         dtype: Dtype = None,
+        **terms: Unpack[Terms],
     ) -> None:
         super().__init__()
         if norm not in ("layer", "rms"):
@@ -274,7 +281,7 @@ class TransformerBlock(nn.Module):
         make_norm = LayerNorm if norm == "layer" else RMSNorm
         self.mask, self.dropout, self.comm = mask, dropout, comm
         held: Any = {"comm": comm, "device": device, "dtype": dtype}
-        heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope}
+        heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope, **terms}
         self.norm1 = make_norm(hidden, **held)
         self.attention = SelfAttention(
             hidden, num_heads, attention=attention, bias=bias, **heads, **held

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from sp_core.attention import attend_backward
+from sp_core.attention import Terms, attend_backward
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
@@ -38,6 +39,7 @@ def allgather_kv_attention(
     mask: Mask | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    **terms: Unpack[Terms],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over the tokens of all ranks by gathering keys and values.
 
@@ -51,6 +53,7 @@ def allgather_kv_attention(
         mask: who sees whom; everybody if not given.
         softmax_scale: factor of the scores; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
@@ -79,6 +82,7 @@ def allgather_kv_attention(
         mask=mask,
         softmax_scale=softmax_scale,
         return_lse=return_lse,
+        **terms,
     )
     out, lse = run(q, k, v, problem, _SCHEME)
     return (out, lse) if return_lse else out

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from typing import Unpack
 
 from torch import Tensor
 
 from sp_core.arguments import check_type
+from sp_core.attention import Terms
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
@@ -42,11 +44,13 @@ def hybrid_attention(
     mask: Mask | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    **terms: Unpack[Terms],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over the tokens of all ranks of two mesh axes.
 
     Args:
-        q, k, v, kv_sharding, mask, softmax_scale, return_lse: as in `allgather_kv_attention`.
+        q, k, v, kv_sharding, mask, softmax_scale, return_lse, terms: as in
+            `allgather_kv_attention`.
         mesh: has both axes.
         sharding: who owns which queries, over the ranks of `mesh[axes]`.
         comm: `mesh[axes]` if given. Layers give it, so that `functools.partial(hybrid_attention,
@@ -78,6 +82,7 @@ def hybrid_attention(
         mask=mask,
         softmax_scale=softmax_scale,
         return_lse=return_lse,
+        **terms,
     )
     ring = axes[0] if axes[1] == ulysses else axes[1]
     groups = groups_of(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
 from sp_core.arguments import check_tensor
-from sp_core.attention import check_qkv
+from sp_core.attention import Logits, Terms, check_qkv
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions
@@ -31,7 +29,7 @@ class Problem:
     sharding: Sharding
     kv_sharding: Sharding
     mask: Mask
-    scale: float
+    logits: Logits
     resident: bool = False
 
     def against(self, kv_positions: Positions) -> dict[str, Any]:
@@ -41,7 +39,7 @@ class Problem:
             "q_positions": positions,
             "kv_positions": kv_positions,
             "mask": self.mask,
-            "scale": self.scale,
+            "logits": self.logits,
         }
 
 
@@ -55,9 +53,10 @@ def agree(
     sharding: Sharding,
     kv_sharding: Sharding | None,
     mask: Mask | None,
-    softmax_scale: float | None,
     return_lse: bool,
     inner: Callable[..., Any] | None = None,
+    softmax_scale: float | None,
+    **terms: Unpack[Terms],
 ) -> Problem:
     """Check the arguments of a scheme and compare them over the ranks.
 
@@ -65,8 +64,8 @@ def agree(
         name: of the scheme.
         q: (B, S_local, H, D).
         k, v: (B, S_local, K, D).
-        comm, sharding, kv_sharding, mask, softmax_scale, return_lse, inner: as the scheme was given
-            them.
+        comm, sharding, kv_sharding, mask, return_lse, inner, softmax_scale, terms: as the scheme
+            was given them.
 
     Returns:
         The arguments with their defaults filled in.
@@ -84,10 +83,11 @@ def agree(
         sharding if kv_sharding is None else kv_sharding,
         Mask() if mask is None else mask,
     )
-    problem = Problem(comm, sharding, kv_sharding, mask, 0.0)
+    problem = Problem(comm, sharding, kv_sharding, mask, Logits(0.0))
 
     def check() -> int:
-        arguments.check(softmax_scale=softmax_scale, return_lse=return_lse, inner=inner)
+        nonlocal problem
+        arguments.check(return_lse=return_lse, inner=inner)
         for what, given in (("sharding", sharding), ("kv_sharding", kv_sharding)):
             arguments.check_type(
                 what, given, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
@@ -97,20 +97,17 @@ def agree(
         )
         _check_tensors(q, k, v, comm)
         _check_lengths(q, k, problem)
+        problem = replace(problem, logits=Logits.of(q, softmax_scale=softmax_scale, **terms))
         return _home(k, v, comm)
 
-    homes = comm.agree_on(
-        partial(_signature, name, (q, k, v), problem, softmax_scale, return_lse), check
-    )
-    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    return replace(problem, scale=scale, resident=homes[0] > 0 and len(set(homes)) == 1)
+    homes = comm.agree_on(lambda: _signature(name, (q, k, v), problem, return_lse), check)
+    return replace(problem, resident=homes[0] > 0 and len(set(homes)) == 1)
 
 
 def _signature(
     name: str,
     tensors: tuple[Tensor, ...],
     problem: Problem,
-    softmax_scale: float | None,
     return_lse: bool,
 ) -> str:
     """Describe the call. The text must be the same on every rank; shard lengths may differ."""
@@ -123,7 +120,7 @@ def _signature(
     return (
         f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: "
         f"{problem.kv_sharding.fingerprint}, "
-        f"{problem.mask}, {softmax_scale=}, {return_lse=}) on {problem.comm.name}"
+        f"{problem.mask}, {problem.logits}, {return_lse=}) on {problem.comm.name}"
     )
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import starmap
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from sp_core.attention import accumulation_dtype, attend_backward
+from sp_core.attention import Terms, accumulation_dtype, attend_backward
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes import in_place
@@ -40,11 +41,12 @@ def ring_attention(
     mask: Mask | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    **terms: Unpack[Terms],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over the tokens of all ranks by passing keys and values around a ring.
 
     Args:
-        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in
+        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse, terms: as in
             `allgather_kv_attention`.
 
     Returns:
@@ -74,6 +76,7 @@ def ring_attention(
         mask=mask,
         softmax_scale=softmax_scale,
         return_lse=return_lse,
+        **terms,
     )
     out, lse = run_ring(q, k, v, problem)
     return (out, lse) if return_lse else out

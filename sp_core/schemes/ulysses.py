@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from sp_core.attention import local_attention
+from sp_core.attention import Terms, local_attention
 from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
@@ -42,15 +42,16 @@ def ulysses_attention(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     inner: Callable[..., Any] | None = None,
+    **terms: Unpack[Terms],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over the tokens of all ranks; each rank computes some of the heads.
 
     Args:
-        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse: as in
+        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse, terms: as in
             `allgather_kv_attention`.
         inner: attention over the whole sequence on one device, `local_attention` if not given;
-            called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale` and
-            `return_lse=True`.
+            called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale`,
+            `return_lse=True`, and the other terms of the logits that were given.
 
     Returns:
         As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no
@@ -77,19 +78,16 @@ def ulysses_attention(
         softmax_scale=softmax_scale,
         return_lse=return_lse,
         inner=inner,
+        **terms,
     )
-    positions, kv_positions = (
-        _gathered_positions(s) for s in (problem.sharding, problem.kv_sharding)
-    )
-
     attend: Callable[..., Any] = inner or local_attention
     whole = partial(
         attend,
-        q_positions=positions,
-        kv_positions=kv_positions,
+        q_positions=_gathered_positions(problem.sharding),
+        kv_positions=_gathered_positions(problem.kv_sharding),
         mask=problem.mask,
-        softmax_scale=problem.scale,
         return_lse=True,
+        **problem.logits.given(),
     )
     exchange = Exchange.of(problem.comm, problem, range(problem.comm.size), q, k)
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)

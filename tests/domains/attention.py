@@ -112,6 +112,7 @@ COMMON: dict[str, Parts] = {
     }
     | {"65 to 200": partial(pair, number=(65, 200))},
     "softmax_scale": values(None, 0.25, 0.0, -0.5),
+    "softcap": values(None, 0.5, 50.0),
     "return_lse": values("without gradient", "with gradient", "not asked"),
 }
 
@@ -141,6 +142,7 @@ def problem_of(drawn: Values) -> AttentionProblem:
         late=drawn.get("(lateness)") == "a rank",
         start=drawn["sharding.start"],
         kv_start=drawn["sharding.start"] if own else drawn["kv_sharding.start"],
+        softcap=drawn.get("softcap"),
     )
 
 
@@ -156,6 +158,7 @@ def arguments_of(shards: Shards, drawn: Values) -> Values:
         "kv_sharding": None if own else shards.kv_sharding,
         "mask": shards.problem.mask,
         "softmax_scale": shards.problem.softmax_scale,
+        "softcap": shards.problem.softcap,
         "return_lse": drawn["return_lse"] != "not asked",
     }
 

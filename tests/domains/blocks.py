@@ -77,6 +77,7 @@ ATTENTION: dict[str, Parts] = {
         "given": lambda c, v: None if dim_of(v) % 2 else sp.Rope(dim_of(v), ROPE_BASE),
     },
     "bias": values(True, False),
+    "softcap": values(None, 0.5, 20.0),
 }
 
 
@@ -90,6 +91,11 @@ def mask_of(drawn: Values) -> Values:
     return {name: drawn[f"mask.{name}"] for name in ("causal", "window", "documents")}
 
 
+def terms_of(drawn: Values) -> Values:
+    """Return the terms of the logits, as the reference takes them."""
+    return {name: drawn[name] for name in ("softcap",)}
+
+
 def attended(
     x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any
 ) -> Tensor:
@@ -98,7 +104,11 @@ def attended(
     base = None if drawn["rope"] is None else ROPE_BASE
     heads = drawn["num_heads"]
     return rounding(
-        reference.self_attention(rounding(x), weights, heads, positions, base, seen, None, rounding)
+        reference.self_attention(
+            *(rounding(x), weights, heads, positions, base, seen),
+            rounding=rounding,
+            **terms_of(drawn),
+        )
     )
 
 
@@ -119,6 +129,7 @@ def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, roundin
         rope_base=None if drawn["rope"] is None else ROPE_BASE,
         positions=positions,
         **mask_of(drawn),
+        **terms_of(drawn),
         kept=kept,
         rounding=rounding,
     )
@@ -132,7 +143,7 @@ def masked(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
     return layers.on_ranks(kind, group, drawn | {"mask": made, "(call mask)": called})
 
 
-HEADS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "attention", "rope", "bias")
+HEADS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "attention", "rope", "bias", "softcap")
 BLOCK: dict[str, Parts] = {
     "ffn_hidden": values("default") | WIDTHS,
     "gated": values(False, True),

@@ -142,6 +142,7 @@ SOMETIMES: dict[type, dict[str, Change]] = {
 GIVEN_INSTEAD_OF_NONE = {
     "mask": sp.Mask(),
     "softmax_scale": 0.5,
+    "softcap": 2.0,
     "sizes": (2, 2),
     "split_sizes": (2, 2),
     "concat_sizes": (2, 2),

@@ -195,10 +195,11 @@ def attended(drawn: Values) -> Call:
     if drawn["return_lse"] == "with gradient":
         wide = str(accumulation_dtype(wholes[0].dtype)).removeprefix("torch.")
         grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide))
-    given = {"mask": mask, "softmax_scale": drawn["softmax_scale"]}
+    terms = {name: drawn[name] for name in ("softmax_scale", "softcap")}
+    given = {"mask": mask, **terms}
     given["return_lse"] = drawn["return_lse"] != "no"
     plain = {} if mask is None else masks.plain(masks.given_to(drawn))
-    options = {**places, **plain, "softmax_scale": drawn["softmax_scale"]}
+    options = {**places, **plain, **terms}
     partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
     judge = partial(judge_attended, wholes, list(named.values()), grads, options, partials)
     return Call(sp.local_attention, {**named, **where, **given}, judge)
@@ -231,7 +232,7 @@ LOCAL: dict[str, Parts] = (
     {
         name: parts
         for name, parts in attention.COMMON.items()
-        if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group")
+        if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", "softcap")
     }
     | {
         "q.batch": spans((1, 1), (2, 3), (0, 0)),
@@ -239,7 +240,6 @@ LOCAL: dict[str, Parts] = (
         "v": values("normal"),
         "q.memory": values(*STORAGES),
         "q.upstream": values(*MEMORIES),
-        "softmax_scale": attention.COMMON["softmax_scale"],
         "return_lse": values("with gradient", "without", "no"),
         "mask": values("given", "none"),
         "q_positions": values("left out", *masks.KINDS),

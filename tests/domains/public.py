@@ -11,6 +11,7 @@ from typing import Any
 
 from domains.declared import Subject
 from sp_core.__main__ import make_parser
+from sp_core.attention import Terms
 
 MODULES = (
     *("sp_core", "sp_core.llama", "sp_core.llama.pipeline", "sp_core.llama.train"),
@@ -78,7 +79,9 @@ def parameters(function: Public) -> set[str]:
     """Return the names of a function's parameters, or the options of a command."""
     if isinstance(function, argparse.ArgumentParser):
         return {action.option_strings[-1] for action in function._actions if action.dest != "help"}
-    return {name for name in inspect.signature(function).parameters if name != "self"}
+    found = inspect.signature(function).parameters
+    names = {name for name in found if name not in ("self", "terms")}
+    return names | (Terms.__annotations__.keys() if "terms" in found else set())
 
 
 def _is_outside(name: str) -> bool:

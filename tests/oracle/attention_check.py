@@ -38,7 +38,7 @@ def check_attention(
     Args:
         name: of the scheme, for messages.
         scheme: called with q, k, v of this rank and `sharding`, `kv_sharding`, `mask`,
-            `softmax_scale`, `return_lse=True`.
+            `return_lse=True` and the terms of the logits.
         problem: what to compute.
         rank, size: of the ranks that share the sequence.
         device: where the scheme wants its tensors.
@@ -146,8 +146,8 @@ class Shards:
             sharding=self.sharding,
             kv_sharding=kv_sharding,
             mask=problem.mask,
-            softmax_scale=problem.softmax_scale,
             return_lse=True,
+            **problem.terms(),
         )
         return out, lse
 
@@ -218,7 +218,7 @@ class Shards:
             "window": mask.window,
             "documents": mask.documents,
             "kv_documents": mask.kv_documents,
-            "softmax_scale": self.problem.softmax_scale,
+            **self.problem.terms(),
         }
 
     def _upstream_of_out(self) -> Tensor:

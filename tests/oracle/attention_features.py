@@ -34,6 +34,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "storage": STORAGES,
     "batch": ("1", "more"),
     "scale": ("default", "given"),
+    "softcap": ("none", "given"),
     "late": ("nobody", "a rank"),
 }
 """Every dimension and its values."""
@@ -134,6 +135,7 @@ def attention_features(scheme: str, problem: AttentionProblem, size: int) -> dic
         if problem.storage == "expanded" and problem.batch == 1
         else problem.storage,
         "scale": "default" if problem.softmax_scale is None else "given",
+        "softcap": "none" if problem.softcap is None else "given",
         "late": "a rank" if problem.late else "nobody",
     }
 

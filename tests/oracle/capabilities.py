@@ -47,6 +47,7 @@ PROBLEMS = {
     "fewer heads than ranks": (replace(BASE, kv_heads=1, group=3),),
     "float32": (replace(BASE, dtype="float32"),),
     "bfloat16 and float16": tuple(replace(BASE, dtype=dtype) for dtype in ("bfloat16", "float16")),
+    "soft-capped logits": (replace(BASE, softcap=0.7, mask=Mask(causal=True), group=2),),
     "gradient of the log-sum-exp": (replace(BASE, seed=3),),
 }
 NAMES = (*SCHEMES, "hybrid 2 x 2")

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -49,6 +50,7 @@ class AttentionProblem:
         seed: of the tensors.
         late: whether some rank is a little later than the others.
         start, kv_start: global position of the first token.
+        softcap: bound of the logits, or None.
     """
 
     batch: int
@@ -71,6 +73,7 @@ class AttentionProblem:
     late: bool = False
     start: int = 0
     kv_start: int = 0
+    softcap: float | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -85,6 +88,11 @@ class AttentionProblem:
     def kv_sharding(self, size: int) -> Sharding:
         """Return who owns which keys."""
         return EVERY_LAYOUT[self.kv_layout](self.kv_len, size, self.kv_start)
+
+    def terms(self) -> dict[str, Any]:
+        """Return the terms of the logits that there are, as every attention takes them."""
+        given = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
+        return {name: value for name, value in given.items() if value is not None}
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the whole sequence, in the problem's dtype and without gradient."""
@@ -246,4 +254,5 @@ def attention_problems(
         storage=draw(st.sampled_from(STORAGES)),
         seed=draw(seeds()),
         late=draw(st.integers(0, 7)) == 7,
+        softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
     )

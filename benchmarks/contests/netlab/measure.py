@@ -18,6 +18,7 @@ from benchmarks.launching import Record
 from benchmarks.machine import environment
 from benchmarks.sample import undisturbed
 from benchmarks.worker import Intracomm, Rank
+from sp_core.attention import Logits
 from sp_core.collectives.plans import plan
 from sp_core.schedules import ALGORITHMS
 from sp_core.schemes.problem import Problem
@@ -106,7 +107,7 @@ def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
     q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM) for _ in range(3))
     sharding = sp.Sharding.contiguous(TOKENS * mesh.size, mesh.size)
     comm, silent = mesh["hosts", "ranks"], idle["hosts", "ranks"]
-    problem = Problem(comm, sharding, sharding, sp.Mask(), 1.0)
+    problem = Problem(comm, sharding, sharding, sp.Mask(), Logits(1.0))
     result = sp.ring_attention(q, k, v, comm=comm, sharding=sharding)
     reference = sp.allgather_kv_attention(q, k, v, comm=comm, sharding=sharding)
     torch.testing.assert_close(result, reference)

@@ -88,13 +88,15 @@ def self_attention(
     seen: Tensor,
     softmax_scale: float | None = None,
     rounding: Rounding = lambda t: t,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend to what each query sees; give zero for a query that sees nothing.
 
     Args:
         x: (B, S, E).
         weights: q_proj, k_proj, v_proj, o_proj: each .weight and, if any, .bias.
-        num_heads, positions, rope_base, softmax_scale, rounding: as in `transformer_block`.
+        num_heads, positions, rope_base, softmax_scale, softcap, rounding: as in
+            `transformer_block`.
         seen: bool (S, S), as `visible` gives it.
     """
     head_dim = weights["q_proj.weight"].shape[0] // num_heads
@@ -108,6 +110,10 @@ def self_attention(
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (
         head_dim**-0.5 if softmax_scale is None else softmax_scale
     )
+    if softcap is not None:
+        x = rounding(logits) / softcap
+        t = rounding(x.tanh().detach())  # kernels compute the derivative from it, which cancels
+        logits = softcap * (t + (1 - t**2) * (x - x.detach()))
     e, total = _exponentials(rounding(logits), seen, rounding)
     # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over
     # D of these in the backward.
@@ -128,6 +134,7 @@ def transformer_block(
     window: int | None = None,
     documents: Sequence[int] | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     kept: Sequence[Tensor | float] = (1.0, 1.0),
     rounding: Rounding = lambda t: t,
 ) -> Tensor:
@@ -145,6 +152,7 @@ def transformer_block(
         positions: S global positions; 0 .. S - 1 when None.
         causal, window, documents: as in `visible`.
         softmax_scale: 1 / sqrt(D) when None.
+        softcap: the logits are softcap tanh(s / softcap) of the scaled scores s; s when None.
         kept: factors of what attention and feed-forward add to x, for dropout: 0 or 1 / (1 - p).
         rounding: applied to every intermediate result; `sensitivity` perturbs there.
 
@@ -167,6 +175,7 @@ def transformer_block(
         seen,
         softmax_scale,
         rounding,
+        softcap,
     )
     x = rounding(x + rounding(attended) * kept[0])
     normed = rounding(_norm(x, weights, "norm2", norm, eps, rounding))

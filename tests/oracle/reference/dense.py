@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class GradientReference(NamedTuple):
     dq: Tensor  # (B, Sq, H, D)
     dk: Tensor  # (B, Sk, K, D)
     dv: Tensor  # (B, Sk, K, D)
-    dq_scale: Tensor  # softmax_scale sum p (|do| |v| + delta_scale) |k|
+    dq_scale: Tensor  # slope sum p (|do| |v| + delta_scale) |k|
     dk_scale: Tensor
     dv_scale: Tensor  # sum p |do|
     growth: float
@@ -50,7 +50,8 @@ class _Dense(NamedTuple):
         Tensor  # p and the size below which a kernel's p has no relative precision, where visible
     )
     floor: float  # error of numbers that are too small for the dtype, over one round-off
-    scale: float
+    slope: Tensor  # derivative of the logits, softmax_scale where nothing bounds them
+    slope_scale: Tensor
     growth: float
 
 
@@ -98,7 +99,7 @@ def attention(
     window: int | None = None,
     documents: Sequence[int] | None = None,
     kv_documents: Sequence[int] | None = None,
-    softmax_scale: float | None = None,
+    **terms: Any,
 ) -> AttentionReference:
     """Dense attention; memory B H Sq Sk doubles, so for Sq and Sk up to some hundreds.
 
@@ -109,13 +110,13 @@ def attention(
         q_positions: Sq global positions; 0 .. Sq - 1 when None.
         kv_positions: Sk global positions; 0 .. Sk - 1 when None.
         causal, window, documents, kv_documents: as in `visible`.
-        softmax_scale: 1 / sqrt(D) when None.
+        terms: of the logits, as in `_dense`.
 
     Returns:
         out, lse and their scales in float64; 0 and -inf for queries that see nothing.
     """
     seen = _seen(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
-    d = _dense(q, k, v, seen, softmax_scale)
+    d = _dense(q, k, v, seen, **terms)
     return AttentionReference(
         out=(d.p @ d.v).transpose(1, 2),
         lse=d.lse,
@@ -138,26 +139,26 @@ def attention_grads(
     window: int | None = None,
     documents: Sequence[int] | None = None,
     kv_documents: Sequence[int] | None = None,
-    softmax_scale: float | None = None,
+    **terms: Any,
 ) -> GradientReference:
     """Gradients of `attention` by their formulas, not by autograd.
 
-    With t = softmax_scale and delta = sum_d do out - grad_lse: dv = p^T do, ds = p (do v^T -
-    delta), dq = t ds k, dk = t ds^T q.
+    With delta = sum_d do out - grad_lse, and t the derivative of the logits by q k^T: dv = p^T do,
+    ds = t p (do v^T - delta), dq = ds k, dk = ds^T q.
 
     Args:
         q, k, v: as in `attention`.
         grad_out: (B, Sq, H, D), gradient of out.
         grad_lse: (B, H, Sq), gradient of lse; zero when None. Must be finite, also where lse is
             -inf (it is not read there).
-        q_positions, kv_positions, causal, window, documents, kv_documents, softmax_scale: as in
+        q_positions, kv_positions, causal, window, documents, kv_documents, terms: as in
             `attention`.
 
     Returns:
         dq, dk, dv and their scales in float64.
     """
     seen = _seen(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
-    d = _dense(q, k, v, seen, softmax_scale)
+    d = _dense(q, k, v, seen, **terms)
     do = grad_out.detach().double().transpose(1, 2)
     gl = (
         torch.zeros_like(d.lse).unsqueeze(-1)
@@ -167,8 +168,8 @@ def attention_grads(
     delta = (do * (d.p @ d.v)).sum(-1, keepdim=True) - gl
     # Not |delta|: where out or delta cancel, their errors do not.
     delta_scale = (do.abs() * (d.p @ d.v.abs())).sum(-1, keepdim=True) + gl.abs()
-    ds = d.p * (do @ d.v.mT - delta) * d.scale
-    size = d.p_scale * (1 + do.abs() @ d.v.abs().mT + delta_scale) * abs(d.scale)
+    ds = d.p * (do @ d.v.mT - delta) * d.slope
+    size = d.p_scale * (1 + do.abs() @ d.v.abs().mT + delta_scale) * d.slope_scale
     heads = k.shape[2]
     return GradientReference(
         dq=(ds @ d.k).transpose(1, 2),
@@ -204,8 +205,23 @@ def _seen(
     )
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None) -> _Dense:
-    """Logits, lse, probabilities, and what errors of them are proportional to."""
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+) -> _Dense:
+    """Logits, lse, probabilities, and what errors of them are proportional to.
+
+    Args:
+        q, k, v: as in `attention`.
+        seen: as from `visible`.
+        softmax_scale: factor of q k^T; 1 / sqrt(D) when None.
+        softcap: the logits are softcap tanh(s / softcap) of the scaled scores s; s when None.
+    """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     group = q.shape[2] // max(k.shape[2], 1)
     # Kernels flush below the smallest normal number to 0, an error of 1 and not of u; but float16
@@ -215,12 +231,24 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float |
     seen = seen.to(q.device)
     q, k, v = (t.detach().double().transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    logits = (q @ k.mT * scale).masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(logits, dim=-1)
-    p = torch.exp(logits - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
+    logits = q @ k.mT * scale
     sizes = (q.abs() @ k.abs().mT * abs(scale)).masked_fill(~seen, 0.0)
     growth = _greatest(sizes) + max(_greatest(seen.sum(1)), group * _greatest(seen.sum(0)))
-    return _Dense(q, k, v, logits, lse, p, (p + floor) * seen, floor, scale, growth)
+    slope = torch.full_like(logits, scale)
+    slope_scale = slope.abs()
+    if softcap is not None:
+        x = logits / softcap
+        logits, slope = softcap * x.tanh(), scale / x.cosh() ** 2
+        # Kernels compute 1 - tanh(x)^2, which cancels: it has the round-off of 1, and moves by 2
+        # tanh(x) of itself with x.
+        slope_scale = slope.abs() * (1 + 2 * sizes / softcap / (1 + growth)) + 2 * abs(scale) / (
+            1 + growth
+        )
+    logits = logits.masked_fill(~seen, -math.inf)
+    lse = torch.logsumexp(logits, dim=-1)
+    p = torch.exp(logits - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
+    p_scale = (p + floor) * seen
+    return _Dense(q, k, v, logits, lse, p, p_scale, floor, slope, slope_scale, growth)
 
 
 def _gathered(x: Tensor, num_kv_heads: int) -> Tensor:
