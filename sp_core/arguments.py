@@ -80,7 +80,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (
         lambda value: hasattr(value, "Split"),
-        "a communicator of mpi4py, such as MPI.COMM_WORLD",
+        "a communicator of mpi4py, such as MPI.COMM_WORLD, or, after init_process_group(), a "
+        "ProcessGroup, a DeviceMesh, or None for all ranks",
     ),
     "parameters": (
         lambda value: isinstance(value, Iterable),

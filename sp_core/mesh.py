@@ -1,4 +1,4 @@
-"""Named axes over the ranks of one MPI communicator."""
+"""Named axes over the ranks of an MPI communicator, or of a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from sp_core.tuning import Tuning, find
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Mesh(NotCopied):
@@ -36,7 +38,9 @@ class Mesh(NotCopied):
     on the others, in their next call that compares arguments.
 
     Args:
-        comm: an mpi4py communicator.
+        comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
+            default group, or a DeviceMesh, whose dimensions are the axes if none are given. Without
+            mpi4py the ranks talk over gloo, and with "distributed" on a GPU over NCCL.
         device: where tensors live; default "cpu".
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. "window" (host
             memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share
@@ -74,7 +78,7 @@ class Mesh(NotCopied):
 
     def __init__(
         self,
-        comm: Intracomm,
+        comm: Intracomm | ProcessGroup | DeviceMesh | None,
         *,
         device: torch.device | str | None = None,
         transport: str | HostWrapper = "auto",
@@ -84,8 +88,8 @@ class Mesh(NotCopied):
         tuning: Tuning | str | Path | None = None,
         **axes: int,
     ) -> None:
-        arguments.check(comm=comm)  # without it no rank can be asked: an error of this rank
-        self.axes, self.rank, self.size = dict(axes), int(comm.rank), int(comm.size)
+        comm, axes = _ranks_of(comm, axes)
+        self.axes, self.rank, self.size = axes, int(comm.rank), int(comm.size)
         self._algorithm = os.environ.get("SP_ALGORITHM", "auto") if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._check, self._freed = check, False
@@ -138,6 +142,28 @@ class Mesh(NotCopied):
         if names not in self._made:
             self._made[names] = self._later(names)
         return self._made[names]
+
+    def to_device_mesh(self) -> DeviceMesh:
+        """Return torch's DeviceMesh with the same axes, such as for `fully_shard`.
+
+        Communication:
+            One all-gather of a number; then every rank of the default process group calls this,
+            because torch makes a process group for each axis.
+
+        Raises:
+            RankError: torch.distributed has not been started.
+        """
+        from torch import distributed
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not distributed.is_initialized():
+            raise RankError(
+                "a DeviceMesh needs torch.distributed. Call init_process_group() before, on every "
+                "rank."
+            )
+        ranks = np.array(self._comm.allgather(distributed.get_rank()))
+        grid = torch.from_numpy(ranks.reshape(tuple(self.axes.values())))
+        return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
     def free(self) -> None:
         """Free every communicator of the mesh, on every rank; a second call does nothing."""
@@ -255,6 +281,24 @@ class Mesh(NotCopied):
             )
         if self._check not in ("agree", "off"):
             raise ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")
+
+
+def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, int]]:
+    """Return a communicator with mpi4py's methods, and the axes, which a DeviceMesh may have.
+
+    Raises:
+        TypeError: on this rank alone, since no other one can be asked.
+    """
+    if hasattr(given, "Split"):
+        return given, axes
+    from sp_core.transport import groups
+
+    comm = groups.communicator_of(given)
+    arguments.check(comm=comm or given)
+    names = getattr(given, "mesh_dim_names", None)
+    if names and not axes:
+        axes = dict(zip(names, given.shape, strict=True))
+    return cast("Intracomm", comm), axes
 
 
 def _title(names: tuple[str, ...]) -> str:

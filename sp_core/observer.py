@@ -6,7 +6,7 @@ Without an observer nothing happens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -46,6 +46,9 @@ class Observer:
 
         Every rank calls this.
         """
+
+    def make_transport(self, name: str, poll: Callable[[], None]) -> Any:
+        """Return a transport of host tensors, or None for that of the MPI library."""
 
 
 _NOBODY = Observer()

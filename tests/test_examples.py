@@ -15,6 +15,8 @@ from sp_core.testing import spmd
 FOLDER = Path(__file__).parents[1] / "examples"
 ONE_RESULT = ("documents", "layout", "own_model", "train", "unequal")
 """Programs whose result does not depend on the number of ranks."""
+BY_TORCHRUN = ("fsdp",)
+"""Programs that processes of torchrun run: `test_torchrun.py`."""
 ALONE: dict[str, list[float]] = {}
 """What they have given on one rank, which runs first. Rank 0 of any number of ranks knows it."""
 
@@ -36,7 +38,9 @@ def numbers(result: Any) -> list[float]:
     return list(map(float, result if isinstance(result, list) else [result]))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+@pytest.mark.parametrize(
+    "name", sorted({path.stem for path in FOLDER.glob("*.py")} - {*BY_TORCHRUN})
+)
 @spmd(1, 2, 4)
 def test_an_example_runs(comm: Any, name: str) -> None:
     program = load(name)

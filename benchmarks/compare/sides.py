@@ -113,7 +113,8 @@ def needs(root: Path) -> tuple[list[str], Pins]:
         UsageError: it does not say.
     """
     try:
-        packages = _project(root)["dependencies"]
+        project = _project(root)
+        packages = project["dependencies"] + project.get("optional-dependencies", {}).get("mpi", [])
         pins = _pins(root)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise UsageError(
@@ -155,7 +156,8 @@ def _harness_needs() -> list[str]:
     """Return what the benchmarks of the present tree need, and the MPI that is in use."""
     extras = _project(ROOT)["optional-dependencies"]
     installed = [mpi for mpi in MPIS if any(distributions(name=mpi))]
-    return [*extras["test"], *extras["bench"], *installed]
+    needed = [each for extra in ("llama", "mpi", "test", "bench") for each in extras[extra]]
+    return [*(each for each in needed if not each.startswith("sp-core[")), *installed]
 
 
 def _install(*command: str) -> None:

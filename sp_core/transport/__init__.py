@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sp_core.errors import DeviceError
+from sp_core.observer import observer_of
 from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
 from sp_core.transport.host import HostTransport
 from sp_core.transport.shared import NotShared, this_machine
@@ -64,7 +65,8 @@ def make_transport(
     Args:
         name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host
             tensors.
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: a communicator that nobody else sends on: mpi4py's, or a `GroupComm`, whose "host"
+            and "distributed" are gloo.
         device: where the tensors live.
         poll: called while waiting.
 
@@ -76,13 +78,15 @@ def make_transport(
         DeviceError: no such transport for that kind of device, or not here; on every rank.
     """
     chosen, kind = choose(name, device), device.type
-    host = HostTransport(comm, "window" if chosen == "window" else "host")
+    called = str(chosen) if chosen in NAMES["cpu"] else "host"
+    of_group = observer_of(comm).make_transport(called, poll)
+    host = of_group or HostTransport(comm, called)
     if isinstance(chosen, HostWrapper):
         return chosen.over(host)
-    if kind == "cpu" and chosen != "distributed":
+    if kind == "cpu" and (of_group or chosen != "distributed"):
         return host
     if chosen == "device":
-        return _device_transport(comm, device)
+        return _device_transport(comm, device, "process groups do not use it" * bool(of_group))
     if chosen == "distributed":
         from sp_core.transport import distributed
 
@@ -120,12 +124,12 @@ def _staged(
     return staged.PipelinedTransport(host, cuda.CudaStreams(device), size, name=name, poll=poll)
 
 
-def _device_transport(comm: Intracomm, device: torch.device) -> Transport:
+def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Transport:
     from sp_core.transport import cuda_aware
 
     first = comm.allgather(here := this_machine()).index(here) == comm.rank  # a child per machine
     cuda_aware.refuse_host_only(
-        comm, lambda: cuda_aware.no_device_memory(device.type) if first else ""
+        comm, lambda: why_not or (cuda_aware.no_device_memory(device.type) if first else "")
     )
     return cuda_aware.DeviceTransport(comm, lambda: torch.cuda.current_stream(device).synchronize())
 

@@ -4,8 +4,8 @@ The group takes even pieces, and the types that it can add. So what only moves g
 all-gather of uneven pieces is an all-to-all in which everybody gets the same; a reduce-scatter is
 an all-to-all whose pieces are added in the order of the ranks. Messages that all ranks post
 together are one all-to-all, too. The messages of a schedule, which each rank posts when it is
-ready, go over MPI: NCCL would match them by their order alone, and gloo's cannot be asked whether
-they are complete.
+ready, go over the communicator: NCCL would match them by their order alone, and gloo's cannot be
+asked whether they are complete.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ class DistributedTransport(OverHost):
     Args:
         comm: an mpi4py communicator that nobody else sends on.
         group: a backend of torch.distributed over the same ranks; `close` gives it up.
-        messages: carries the messages of schedules, over MPI.
+        messages: carries the messages of schedules.
         device: where the tensors live.
         poll: called while waiting.
+        name: another one if a communicator over gloo carries host tensors so.
     """
-
-    name = "distributed"
 
     def __init__(
         self,
@@ -61,8 +60,10 @@ class DistributedTransport(OverHost):
         messages: Transport,
         device: torch.device,
         poll: Callable[[], None] = lambda: None,
+        name: str = "distributed",
     ) -> None:
         self._comm, self._group, self._host, self._poll = comm, group, messages, poll
+        self.name = name
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._say, self._watch = observer_of(comm).announce_call, observer_of(comm).watch
 
@@ -105,11 +106,11 @@ class DistributedTransport(OverHost):
         return self._transfer(what, work, (room, packed), after)
 
     def bind(self, messages: Messages) -> Bound:
-        """Bring messages into MPI's form."""
+        """Bring messages into the form of what carries them."""
         return self._host.bind(messages)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages over MPI."""
+        """Begin announced messages."""
         return self._host.post(sends, recvs, tag)
 
     def close(self, *, together: bool) -> None:

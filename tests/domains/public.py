@@ -20,6 +20,7 @@ MODULES = (
 
 OUTSIDE = {
     "Communicator": "`Mesh` makes it",
+    "Mesh.to_device_mesh": "kit/case_torchrun.py calls it on processes of torch.distributed",
     "Pending": "the started collectives make it",
     "Plan": "`plan` makes it",
     "llama.pipeline.forward": "`Decoder` calls it",

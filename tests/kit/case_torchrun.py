@@ -1,0 +1,122 @@
+"""What only processes of torchrun have: process groups, DeviceMesh, FSDP2. Every rank runs this.
+
+A plain test here runs on all ranks at once; `test_torchrun.py` starts it with `kit.torchrun`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+import sp_core as sp
+
+FSDP = Path(__file__).parents[2] / "examples" / "fsdp.py"
+
+
+def members(group: sp.Communicator) -> list[int]:
+    """The ranks of a communicator in torch's numbers."""
+    mine = torch.tensor([distributed.get_rank()])
+    return sp.all_gather(mine, comm=group, algorithm="ring").tolist()
+
+
+def test_a_mesh_takes_every_kind_of_group() -> None:
+    size = distributed.get_world_size()
+    backwards = DeviceMesh("cpu", torch.arange(size).flip(0), mesh_dim_names=("sp",))
+    for given in (None, distributed.group.WORLD, backwards, DeviceMesh("cpu", torch.arange(size))):
+        with sp.Mesh(given, sp=size) as mesh:
+            in_order = list(range(size))
+            assert members(mesh["sp"]) == (in_order[::-1] if given is backwards else in_order)
+            assert mesh[()].size == 1
+
+
+def test_only_the_ranks_of_a_group_make_its_mesh() -> None:
+    first, rest = [0], list(range(1, distributed.get_world_size()))
+    groups = [distributed.new_group(ranks) for ranks in (first, rest)]
+    for ranks, group in zip((first, rest), groups, strict=True):
+        if distributed.get_rank() in ranks:
+            for turn in (1, 2):  # their meshes are others than the world's, and than each other
+                with sp.Mesh(group, a=len(ranks), b=1) as mesh:
+                    assert members(mesh["a", "b"]) == ranks, turn
+        else:
+            with pytest.raises(TypeError, match="ProcessGroup, a DeviceMesh, or None"):
+                sp.Mesh(group, a=len(ranks))
+    alone = DeviceMesh("cpu", torch.tensor([0]))
+    if distributed.get_rank():
+        with pytest.raises(sp.RankError, match="is not one of the ranks"):
+            sp.Mesh(alone, a=1)
+
+
+def test_the_axes_are_those_of_a_device_mesh_and_go_back_to_one() -> None:
+    size = distributed.get_world_size()
+    grid = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "sp"))
+    with sp.Mesh(grid) as mesh:
+        assert mesh.axes == {"dp": 1, "sp": size}
+        again = mesh.to_device_mesh()
+        assert (again.mesh_dim_names, tuple(again.shape)) == (("dp", "sp"), (1, size))
+        assert [again.get_local_rank(axis) for axis in mesh.axes] == [0, mesh["sp"].rank]
+    with pytest.raises(sp.ShapeError, match=f"has {size + 1} ranks"):
+        sp.Mesh(grid, sp=size + 1)
+
+
+@pytest.mark.parametrize("transport", ["host", "window", "distributed"])
+def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
+    with sp.Mesh(None, transport=transport, sp=distributed.get_world_size()) as mesh:
+        group = mesh["sp"]
+        assert (group.window is not None) == (transport == "window")
+        counter = group.counter()
+        drawn = [counter.take() for _ in range(5)]
+        counter.free()
+        everyone = sp.all_gather(torch.tensor(drawn), comm=group).tolist()
+        assert sorted(everyone) == list(range(5 * group.size))
+        x = sp.shared_empty((3,), comm=group).fill_(group.rank)
+        sp.fence(comm=group)
+        if transport == "window":
+            assert sp.peer(x, group.size - 1, comm=group).tolist() == [group.size - 1] * 3
+        sp.fence(comm=group)
+
+
+def program() -> Any:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("fsdp", FSDP)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_gradients_under_fsdp2_beside_a_ring_are_those_of_one_process() -> None:
+    fsdp, size, chance = program(), distributed.get_world_size(), torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(fsdp.VOCABULARY, (2, 2, fsdp.SEQ_LEN), generator=chance)
+    dp = 2 - size % 2
+    with sp.Mesh(None, dp=dp, ring=size // dp) as mesh:
+        found: list[list[torch.Tensor]] = []
+        for comm, rows in (
+            (mesh[()], slice(None)),
+            (mesh["ring"], slice(mesh["dp"].rank, None, dp)),
+        ):
+            sharding = sp.Sharding.zigzag(seq_len=fsdp.SEQ_LEN, size=comm.size)
+            torch.manual_seed(2)  # the same weights on every rank
+            model = fsdp.Model(comm, sharding).double()
+            if comm is mesh["ring"]:
+                fully_shard(model, mesh=mesh.to_device_mesh())
+            mine, own = (sharding.shard(x[rows], comm.rank, 1) for x in (tokens, labels))
+            loss = cross_entropy(model(mine).mT, own, reduction="sum")
+            (loss * (size if comm is mesh["ring"] else 1)).backward()
+            grads = [weight.grad for weight in model.parameters()]
+            found.append([getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in grads])
+    for alone, sharded in zip(*found, strict=True):
+        torch.testing.assert_close(sharded, alone)
+
+
+def test_the_example_learns() -> None:
+    losses = program().main(steps=4)
+    assert losses[0] > losses[1] > losses[-1] > 0

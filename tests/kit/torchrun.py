@@ -1,0 +1,65 @@
+"""Run tests of `given` and `spmd` on ranks that torchrun has started, without mpi4py.
+
+    torchrun --nproc-per-node 3 -m pytest -p kit.torchrun -p sp_core.testing.plugin tests/...
+
+Every rank draws the same examples, because all have one seed and hear how each rank has ended.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from functools import cache
+
+import pytest
+from torch import distributed
+
+from sp_core.testing import session
+from sp_core.testing.outcome import FINISHED, Catch
+from sp_core.testing.plan import Example, Result, Spec
+from sp_core.testing.session import Remarks, collected
+from sp_core.transport.groups import GroupComm, over_ranks
+
+LIMIT = timedelta(seconds=60)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """Start the process group; nothing may import mpi4py."""
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    distributed.init_process_group("gloo", timeout=LIMIT)
+    session.current.ranks, session.current.attempt = distributed.get_world_size(), attempt
+
+
+def pytest_unconfigure() -> None:
+    """End the process group."""
+    distributed.destroy_process_group()
+
+
+@cache
+def world() -> GroupComm:
+    """All ranks; the tests' own communicators are others."""
+    return over_ranks(range(distributed.get_world_size()), LIMIT)
+
+
+@cache
+def communicator(ranks: tuple[int, ...]) -> GroupComm | None:
+    """The ranks of an example. Every rank calls this."""
+    mine = distributed.get_rank()
+    made = world().Split(int(mine in ranks), ranks.index(mine) if mine in ranks else mine)
+    return made if mine in ranks else None
+
+
+def attempt(spec: Spec, example: Example) -> Result:
+    """Run this rank's part of an example, and gather how all have ended."""
+    comm, outcome = communicator(example.ranks), FINISHED
+    with collected() as sink:
+        if comm is not None:
+            with Catch() as caught:
+                spec.body(comm, **spec.fixtures, **example.values)
+            outcome = caught.outcome
+    everyone = world().allgather((outcome, sink))
+    total = Remarks()
+    for _, remarks in everyone:
+        total.merge(remarks)
+    return Result([everyone[rank][0] for rank in example.ranks], total)

@@ -1,0 +1,57 @@
+"""Ranks that torchrun has started over gloo, without mpi4py: laws, FSDP2, and the death of a rank.
+
+`nox -s torchrun` runs the whole files on 2, 3 and 4 processes; here is a sample of each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi_skip
+TESTS = Path(__file__).parent
+KIT = TESTS / "kit"
+SECONDS = 120
+LAWS = (
+    "test_schemes.py::test_a_scheme_gives_what_one_device_gives",
+    "test_errors.py",
+)
+"""Of each a few examples; `kit/case_torchrun.py` has what only such processes have."""
+
+
+def variables() -> dict[str, str]:
+    """The environment of processes that are no ranks of another launch."""
+    kept = {name: x for name, x in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
+    paths = [str(TESTS.parent), str(TESTS), *filter(None, [kept.get("PYTHONPATH")])]
+    more = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
+    return kept | more | {"PYTHONPATH": os.pathsep.join(paths), "SP_PROFILE": "brief"}
+
+
+def torchrun(processes: int, *pytest_args: str) -> tuple[int, str]:
+    """Run pytest on so many processes. Return the exit code and what they have printed."""
+    agent = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes))
+    plugins = ("-p", "kit.torchrun", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    options = ("--hypothesis-seed=1", "-q", "-x", "-c", str(TESTS.parent / "pyproject.toml"))
+    result = subprocess.run(
+        [sys.executable, *agent, "-m", "pytest", *plugins, *options, *pytest_args],
+        env=variables(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        cwd=TESTS,
+    )
+    return result.returncode, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("processes", "files"), [(3, LAWS), (4, ("kit/case_torchrun.py",))], ids=["laws", "groups"]
+)
+def test_the_laws_hold_over_gloo_without_mpi4py(processes: int, files: tuple[str, ...]) -> None:
+    code, output = torchrun(processes, *files)
+    assert (code, output.count(" passed in ")) == (0, processes), output
+    assert "skipped" not in output
