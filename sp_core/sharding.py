@@ -16,20 +16,32 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check
+from sp_core.arguments import check, check_type
 from sp_core.errors import ShapeError
+from sp_core.mask import Mask
+from sp_core.mask.blocks import count_visible
 from sp_core.mask.runs import runs
-from sp_core.segments import Segment, concatenated, split_ranges, split_sizes
+from sp_core.segments import (
+    Segment,
+    chunk_slices,
+    concatenated,
+    deal_chunks,
+    split_ranges,
+    split_sizes,
+)
 
 __all__ = ["Sharding", "split_ranges", "split_sizes"]
+
+LEAST_CHUNK = 32
+"""Tokens of the shortest chunk that `Sharding.balanced` chooses. Shorter ones make kernels slow."""
 
 
 @dataclass(frozen=True)
 class Sharding:
     """The global positions of the tokens that each rank holds, in the rank's own order.
 
-    Make one with `contiguous`, `zigzag`, `striped` or `from_positions`. Shards may be uneven and
-    empty.
+    Make one with `contiguous`, `zigzag`, `striped`, `balanced` or `from_positions`. Shards may be
+    uneven and empty.
 
     Args:
         segments: for each rank the position ranges that it holds, one after the other.
@@ -83,6 +95,43 @@ class Sharding:
         """
         tokens = _tokens(seq_len, size, start)
         return cls(tuple((tokens[rank::size],) for rank in range(size)))
+
+    @classmethod
+    def balanced(
+        cls, seq_len: int, size: int, mask: Mask, *, chunk: int | None = None, start: int = 0
+    ) -> Sharding:
+        """Give each rank as many chunks, chosen so that the work of a mask is even over the ranks.
+
+        The work is the number of visible (query, key) pairs. It differs between two ranks by at
+        most that of one chunk, and their tokens differ by at most one chunk.
+
+        Args:
+            seq_len, size, start: as in `contiguous`.
+            mask: who sees whom in attention over these tokens.
+            chunk: tokens, >= 1; the last chunk may be shorter. None takes half a shard, and halves
+                it until the greatest work of a rank is at most 1.02 times the mean, or a chunk has
+                `LEAST_CHUNK` tokens.
+
+        Raises:
+            TypeError: `mask` is not a `Mask`, or `chunk` not a whole number.
+            ShapeError: as in `contiguous`; `chunk` < 1, or tokens outside the mask's documents.
+
+        Source: the dispatch solver of MagiAttention, SandAI-org/MagiAttention; dealt in rounds,
+            which bound the spread.
+        """
+        tokens = _tokens(seq_len, size, start)
+        check(chunk=chunk)
+        check_type("mask", mask, Mask, "Pass Mask(causal=True), or Mask() to see everything.")
+        if chunk is not None and chunk < 1:
+            raise ShapeError(f"chunk={chunk} was given; pass at least 1 token.")
+        others = mask.kv_documents
+        work = count_visible(mask, tokens, range(others[-1]) if others else tokens).cumsum(0)
+        length = chunk or max(-(-seq_len // (2 * size)), 1)
+        hands, even = deal_chunks(work, size, length)
+        while not even and chunk is None and length > LEAST_CHUNK:
+            length = -(-length // 2)
+            hands, even = deal_chunks(work, size, length)
+        return cls(tuple(tuple(tokens[s] for s in chunk_slices(hand, length)) for hand in hands))
 
     @classmethod
     def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:

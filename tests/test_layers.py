@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from oracle import reference
 from oracle.once import contents, once
-from oracle.strategies import LAYOUTS, masks, seeds
+from oracle.strategies import DRAWN, masks, seeds
 from torch import Tensor
 
 import sp_core as sp
@@ -119,7 +119,7 @@ def block_problems(draw: st.DrawFn) -> BlockProblem:
         bias=draw(st.booleans()),
         rope=draw(st.booleans()),
         mask=draw(masks(seq_len, seq_len)),
-        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        layout=draw(st.sampled_from(sorted(DRAWN))),
         dtype=draw(st.sampled_from(["float64", "float32"])),
         seed=draw(seeds()),
     )
@@ -134,7 +134,7 @@ def grid(comm: Any) -> sp.Mesh:
 @pytest.mark.parametrize("scheme", [*sorted(SCHEMES), "hybrid"])
 @given(max_examples=25, problem=block_problems())
 def test_a_block_is_that_of_one_device(comm: Any, scheme: str, problem: BlockProblem) -> None:
-    sharding = LAYOUTS[problem.layout](problem.seq_len, comm.size)
+    sharding = DRAWN[problem.layout](problem.seq_len, comm.size)
     whole, grad = problem.tokens()
     with grid(comm) as mesh:
         block = problem.block(

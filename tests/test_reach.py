@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from oracle.strategies import EVERY_LAYOUT, masks
+from oracle.strategies import SHARDINGS, masks
 
 from sp_core import Mask, Sharding
 from sp_core.schemes.reach import _Wavelet, hops, seen_blocks
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mpi_skip
 def shardings(draw: st.DrawFn, length: int, size: int) -> Sharding:
     """Any layout, and stripes of more ranks in groups, as after an exchange of heads."""
     inner = draw(st.sampled_from([1, 1, 2, 3]))
-    layout = EVERY_LAYOUT[draw(st.sampled_from(sorted(EVERY_LAYOUT)))]
+    layout = SHARDINGS[draw(st.sampled_from(sorted(SHARDINGS)))]
     whole = layout(length, size * inner, draw(st.sampled_from([0, 0, 5])))
     order = draw(st.permutations(range(size * inner)))
     return whole.group([order[inner * rank :][:inner] for rank in range(size)])
@@ -85,6 +85,6 @@ def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(
     length = 1 << 20
     bounds = documents and tuple(range(0, length, length // documents))
     mask = Mask(causal=True, documents=(*bounds, length) if bounds else None)
-    sharding = EVERY_LAYOUT[layout](length, 1024, 0)
+    sharding = SHARDINGS[layout](length, 1024, 0)
     assert len(hops(sharding, sharding, mask)) == 1024
     assert seen_blocks(sharding, sharding, mask, 0)[0]

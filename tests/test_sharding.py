@@ -7,14 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from oracle.strategies import boundaries
 
 from sp_core.errors import ShapeError
+from sp_core.mask import Mask
 from sp_core.sharding import Sharding, split_sizes
 
 LAYOUTS = {
     "contiguous": Sharding.contiguous,
     "zigzag": Sharding.zigzag,
     "striped": Sharding.striped,
+    "balanced": lambda seq_len, size, start=0: Sharding.balanced(
+        seq_len, size, Mask(causal=True), chunk=2, start=start
+    ),
 }
 
 
@@ -45,6 +50,53 @@ def test_zigzag_balances_causal_work_exactly_and_contiguous_does_not(chunk: int,
     assert len({contiguous.causal_work(rank) for rank in range(size)}) == size
 
 
+def loads(sharding: Sharding, mask: Mask) -> list[int]:
+    """Count the visible pairs of each rank."""
+    work = mask.allowed(range(sharding.seq_len), range(sharding.seq_len)).sum(1)
+    return [int(work[sharding.positions(rank)].sum()) for rank in range(sharding.size)]
+
+
+@given(st.data(), st.integers(1, 8), st.integers(100, 400), st.integers(1, 100), st.booleans())
+def test_balanced_work_of_any_mask_is_even_within_a_chunk(
+    data: st.DataObject, size: int, seq_len: int, documents: int, causal: bool
+) -> None:
+    window = data.draw(st.none() | st.integers(1, seq_len))
+    mask = Mask(causal, window, data.draw(boundaries(seq_len, documents)))
+    chunk = data.draw(st.integers(1, 9))
+    made = Sharding.balanced(seq_len, size, mask, chunk=chunk)
+    work, heaviest = loads(made, mask), 0
+    for start in range(0, seq_len, chunk):
+        visible = mask.allowed(range(start, min(start + chunk, seq_len)), range(seq_len))
+        heaviest = max(heaviest, int(visible.sum()))
+    assert max(work) - min(work) <= heaviest
+    assert max(made.lengths) - min(made.lengths) <= chunk
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True),
+        Mask(causal=True, window=64),
+        Mask(causal=True, documents=(0, 700, 800, 2000, 2050, 4096)),
+        Mask(causal=True, documents=(0, 1, 2500, *range(2600, 4096, 17), 4096)),
+        Mask(causal=True, documents=(0, 2048, *range(2064, 4097, 16))),
+    ],
+    ids=["causal", "window", "few documents", "many documents", "one long document"],
+)
+def test_chunks_are_chosen_so_that_work_is_even_within_2_percent(mask: Mask, size: int) -> None:
+    work = loads(Sharding.balanced(4096, size, mask), mask)
+    assert max(work) * size <= 1.02 * sum(work)
+
+
+def test_chunks_stay_as_long_as_the_work_allows() -> None:
+    """Long runs of positions are fast in kernels."""
+    made, zigzag = Sharding.balanced(4096, 4, Mask(causal=True)), Sharding.zigzag(4096, 4)
+    for rank in range(4):
+        assert made.positions(rank).tolist() == zigzag.positions(rank).tolist()
+    assert Sharding.balanced(4096, 4, Mask()) == Sharding.balanced(4096, 4, Mask(), chunk=512)
+
+
 def test_fingerprints_tell_shardings_apart() -> None:
     different = [layout(24, 3) for layout in LAYOUTS.values()] + [
         Sharding.contiguous(25, 3),
@@ -60,6 +112,8 @@ def test_fingerprints_tell_shardings_apart() -> None:
         lambda: Sharding.contiguous(-1, 2),
         lambda: Sharding.zigzag(4, 0),
         lambda: Sharding.striped(4, 2, -1),
+        lambda: Sharding.balanced(4, 2, Mask(), chunk=0),
+        lambda: Sharding.balanced(4, 2, Mask(documents=(0, 3))),
         lambda: Sharding.from_positions([]),
         lambda: Sharding.from_positions([[0, 1], [1]]),
         lambda: Sharding.from_positions([[-1]]),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from oracle.attention_features import remainder, token_features
-from oracle.strategies import LAYOUTS, seeds
+from oracle.strategies import DRAWN, seeds
 from oracle.ways import Way, taken, ways
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def pairs(draw: st.DrawFn) -> Pair:
         seq_len=draw(st.integers(0, 19)),
         hidden=draw(st.integers(1, 5)),
         inner=draw(st.integers(1, 9)),
-        layout=draw(st.sampled_from([None, *sorted(LAYOUTS)])),
+        layout=draw(st.sampled_from([None, *sorted(DRAWN)])),
         bias=draw(st.booleans()),
         uneven=draw(st.booleans()),
         frozen=draw(st.integers(0, 7)),
@@ -109,7 +109,7 @@ def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(
         "tp_sp", pair.layout or "not split", pair.seq_len, size, pair.dtype, pair.batch
     )
     features(kind, [remainder(pair.seq_len, size), *taken("tp_sp", way)])
-    sharding = None if pair.layout is None else LAYOUTS[pair.layout](pair.seq_len, size)
+    sharding = None if pair.layout is None else DRAWN[pair.layout](pair.seq_len, size)
 
     def own(whole: Tensor) -> Tensor:
         return whole if sharding is None else sharding.shard(whole, rank, 1)

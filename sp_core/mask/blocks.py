@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_core.mask.definition import Mask, Positions
+from sp_core.mask.definition import Mask, Positions, document_of, position_tensor
 from sp_core.mask.runs import Piece, cut, runs
 from sp_core.segments import concatenated
 
@@ -157,6 +157,18 @@ def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
     """Return the least and greatest visible q - k in one document; `far` stands for no limit."""
     least, greatest = mask.difference_range()
     return -far if least is None else least, far if greatest is None else greatest
+
+
+def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
+    """Count the keys that each query sees, int64 (Sq,). Keys are consecutive positions."""
+    q = position_tensor(queries)
+    least, greatest = limits(mask, 1 << 62)  # the sum with a position fits int64
+    low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
+    if mask.documents is not None and mask.key_documents is not None:
+        document, bounds = document_of(q, mask.documents), torch.tensor(mask.key_documents)
+        low = low.maximum(bounds[document])
+        high = high.minimum(bounds[document + 1] - 1)
+    return (high - low + 1).clamp(min=0)
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:

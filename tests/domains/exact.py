@@ -104,6 +104,41 @@ def from_segments(drawn: Values) -> Call:
     )
 
 
+def masks(drawn: Values) -> dict[str, sp.Mask]:
+    """Return masks for the tokens of a sharding by name."""
+    end = drawn["start"] + drawn["seq_len"]
+    cuts = sorted(Random(drawn["seed"]).randint(0, end) for _ in range(5))
+    return {
+        "causal": sp.Mask(causal=True),
+        "full": sp.Mask(),
+        "window": sp.Mask(causal=drawn["seed"] % 2 > 0, window=7),
+        "documents": sp.Mask(causal=True, documents=(0, *cuts, end)),
+        "other keys": sp.Mask(documents=(0, *cuts, end), kv_documents=(0, *range(4, 24, 4), 30)),
+    }
+
+
+def balanced(drawn: Values) -> Call:
+    """Call `Sharding.balanced`."""
+    mask = masks(drawn)[drawn["mask"]]
+    given = {name: drawn[name] for name in ("seq_len", "size", "start", "chunk")} | {"mask": mask}
+    function = sp.Sharding.balanced
+
+    def judge(made: sp.Sharding) -> None:
+        owned = [made.positions(rank).tolist() for rank in range(drawn["size"])]
+        tokens = range(drawn["start"], drawn["start"] + drawn["seq_len"])
+        judge_made(owned, lambda: function(**given), made)
+        assert sorted(position for positions in owned for position in positions) == [*tokens]
+        keys = range(mask.kv_documents[-1]) if mask.kv_documents else tokens
+        work = mask.allowed(tokens, keys).sum(1)
+        length = drawn["chunk"] or max(32, -(-len(tokens) // (2 * drawn["size"])))
+        heaviest = max((int(chunk.sum()) for chunk in work.split(length)), default=0)
+        loads = [int(work[made.positions(rank) - tokens.start].sum()) for rank in range(made.size)]
+        assert max(loads) - min(loads) <= heaviest
+        assert max(made.lengths) - min(made.lengths) <= length
+
+    return Call(function, given, judge)
+
+
 MADE: dict[str, Callable[[Values], sp.Sharding]] = {
     **{
         layout: lambda v, layout=layout: getattr(sp.Sharding, layout)(
@@ -113,6 +148,9 @@ MADE: dict[str, Callable[[Values], sp.Sharding]] = {
     },
     "dealt": lambda v: sp.Sharding.from_positions(dealt(v)),
     "segments": lambda v: sp.Sharding(runs_of(v)),
+    "balanced": lambda v: sp.Sharding.balanced(
+        v["seq_len"], v["size"], masks(v)["causal"], chunk=5, start=v["start"]
+    ),
     "grouped": lambda v: sp.Sharding.zigzag(v["seq_len"], v["size"], v["start"]).group(groups(v)),
 }
 """Shardings on which methods are called."""
@@ -281,6 +319,15 @@ SUBJECTS = [
     *(
         pure(f"Sharding.{layout}", SPANS, made_by(layout))
         for layout in ("contiguous", "zigzag", "striped")
+    ),
+    pure(
+        "Sharding.balanced",
+        SPANS
+        | {
+            "mask": values("causal", "full", "window", "documents", "other keys"),
+            "chunk": {"none": lambda c, v: None} | spans((1, 3), (4, 50), (64, 4000)),
+        },
+        balanced,
     ),
     *(pure(f"Sharding.{method}", method_factors(method), called(method)) for method in DEFINITIONS),
 ]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from oracle import reference
-from oracle.strategies import DTYPES, LAYOUTS, STORAGES, AttentionProblem
+from oracle.strategies import DRAWN, DTYPES, STORAGES, AttentionProblem
 from sp_core.sharding import Sharding
 
 FEWER = "fewer than ranks"
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     "scheme": ("allgather_kv", "hybrid", "ring", "tp_sp", "ulysses"),
     "ranks": tuple(map(str, range(1, 9))),
-    "layout": tuple(sorted(LAYOUTS)),
+    "layout": tuple(sorted(DRAWN)),
     "tokens": (FEWER, "even", "halves uneven", "uneven"),
     "dtype": DTYPES,
     "keys": ("own", "other"),

@@ -38,6 +38,7 @@ PROBLEMS = {
     "window inside documents": (replace(BASE, mask=Mask(window=3, documents=(0, 7, 16))),),
     "zigzag": (replace(BASE, layout="zigzag", kv_layout="zigzag", mask=Mask(causal=True)),),
     "striped": (replace(BASE, layout="striped", kv_layout="striped", mask=Mask(causal=True)),),
+    "balanced": (replace(BASE, layout="balanced", kv_layout="balanced", mask=Mask(causal=True)),),
     "a length that P does not divide": (replace(BASE, seq_len=18, kv_len=18),),
     "fewer tokens than ranks": (replace(BASE, seq_len=3, kv_len=3),),
     "cross attention, sharded differently": (replace(BASE, kv_len=9, kv_layout="striped"),),

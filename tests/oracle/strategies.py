@@ -20,11 +20,19 @@ from sp_core.mask import Mask
 from sp_core.sharding import Sharding
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-LAYOUTS = {
+
+
+def balanced(length: int, size: int, start: int = 0) -> Sharding:
+    """Return a sharding of short chunks, balanced for a causal window."""
+    return Sharding.balanced(length, size, Mask(causal=True, window=9), chunk=3, start=start)
+
+
+LAYOUTS: dict[str, Callable[..., Sharding]] = {
     "contiguous": Sharding.contiguous,
     "zigzag": Sharding.zigzag,
     "striped": Sharding.striped,
 }
+DRAWN = {**LAYOUTS, "balanced": balanced}
 STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
 
@@ -37,7 +45,7 @@ class AttentionProblem:
         batch, seq_len, kv_len, kv_heads, group, head_dim: sizes; there are `kv_heads * group` query
             heads.
         dtype: name of a torch dtype.
-        layout, kv_layout: names in `LAYOUTS`.
+        layout, kv_layout: names in `DRAWN`.
         mask: who sees whom.
         softmax_scale: None for the default.
         magnitude: the queries are multiplied by this, so logits grow with it.
@@ -83,11 +91,11 @@ class AttentionProblem:
 
     def sharding(self, size: int) -> Sharding:
         """Return who owns which queries, over `size` ranks."""
-        return EVERY_LAYOUT[self.layout](self.seq_len, size, self.start)
+        return SHARDINGS[self.layout](self.seq_len, size, self.start)
 
     def kv_sharding(self, size: int) -> Sharding:
         """Return who owns which keys."""
-        return EVERY_LAYOUT[self.kv_layout](self.kv_len, size, self.kv_start)
+        return SHARDINGS[self.kv_layout](self.kv_len, size, self.kv_start)
 
     def terms(self) -> dict[str, Any]:
         """Return the terms of the logits that there are, as every attention takes them."""
@@ -151,6 +159,7 @@ def listed(length: int, size: int, start: int) -> Sharding:
 
 
 EVERY_LAYOUT: dict[str, Callable[[int, int, int], Sharding]] = {**LAYOUTS, "listed": listed}
+SHARDINGS = DRAWN | EVERY_LAYOUT
 
 
 def seeds() -> st.SearchStrategy[int]:
@@ -226,7 +235,7 @@ def attention_problems(
     """Self and cross attention of every kind that the schemes promise."""
     seq_len = draw(lengths(max_len))
     kv_len = draw(st.just(seq_len) | lengths(max_len))
-    layout = draw(st.sampled_from(sorted(LAYOUTS)))
+    layout = draw(st.sampled_from(sorted(DRAWN)))
     dtype = draw(st.sampled_from(dtypes))
     return AttentionProblem(
         batch=draw(st.integers(1, 3)),
@@ -237,7 +246,7 @@ def attention_problems(
         head_dim=draw(st.sampled_from([1, 4, 5, 8, 16])),
         dtype=dtype,
         layout=layout,
-        kv_layout=layout if seq_len == kv_len else draw(st.sampled_from(sorted(LAYOUTS))),
+        kv_layout=layout if seq_len == kv_len else draw(st.sampled_from(sorted(DRAWN))),
         mask=draw(masks(seq_len, kv_len)),
         softmax_scale=draw(st.none() | st.sampled_from([0.25, 1.0])),
         # at 1e4 the gradients of keys leave the range of float16
