@@ -17,7 +17,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
-from benchmarks.cases.case import CONTROL, Build, Watched, counts_of, meshes
+from benchmarks.cases.case import CONTROL, Watched, counts_of, meshes
+from benchmarks.cases.suite import module_of
 from benchmarks.launching import about, parse
 from benchmarks.records import Case
 from benchmarks.sample import peak_memory
@@ -44,34 +45,24 @@ Table = dict[str, Entry]
 """By "case P=ranks"."""
 
 
-def chosen(ranks: int) -> list[tuple[Case, Build]]:
+def chosen(ranks: int) -> list[Case]:
     """Return the cases of the table on that number of ranks, all of small sizes."""
-    collectives = [
-        case for case in bench_collectives.cases(ranks) if case.shape["elements"] == ELEMENTS
-    ]
     attention = [
         case
         for case in bench_schemes.cases(ranks, shape=ATTENTION)
         if case.transport != bench_schemes.WINDOW
     ]  # their peak depends on who is late
-    layers = bench_layers.cases(ranks, shape=BLOCK)
+    both = [*attention, *bench_layers.cases(ranks, shape=BLOCK)]
+    llama = bench_llama.cases(ranks, shape=MODEL)
     return [
-        *((case, bench_collectives.build) for case in collectives),
-        *(
-            (case, bench_schemes.build)
-            for case in attention
-            if case.direction == "both" or bench_schemes.quick(case)
-        ),
-        *((case, bench_layers.build) for case in layers if case.direction == "both"),
-        *(
-            (case, bench_llama.build)
-            for case in bench_llama.cases(ranks, shape=MODEL)
-            if case.algorithm == bench_llama.LIBRARY
-        ),
+        *(one for one in bench_collectives.cases(ranks) if one.shape["elements"] == ELEMENTS),
+        *(one for one in attention if one.direction != "both" and bench_schemes.quick(one)),
+        *(one for one in both if one.direction == "both"),
+        *(one for one in llama if one.algorithm == bench_llama.LIBRARY),
     ]
 
 
-def count(cases: Sequence[tuple[Case, Build]], comm: Any) -> Table:
+def count(cases: Sequence[Case], comm: Any) -> Table:
     """Count what one step of each case sends and holds; the same on all ranks.
 
     Args:
@@ -79,8 +70,7 @@ def count(cases: Sequence[tuple[Case, Build]], comm: Any) -> Table:
         comm: an mpi4py communicator, or one whose ranks are threads.
     """
     return {
-        f"{case.id} P={case.ranks}": _entry(comm.allgather(_one_rank(case, build, comm)))
-        for case, build in cases
+        f"{case.id} P={case.ranks}": _entry(comm.allgather(_one_rank(case, comm))) for case in cases
     }
 
 
@@ -144,13 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if told else 0
 
 
-def _one_rank(case: Case, build: Build, comm: Any) -> Entry:
+def _one_rank(case: Case, comm: Any) -> Entry:
     import torch
 
     if case.transport != bench_collectives.WINDOW:
         case = replace(case, transport="auto")  # how messages travel is not what is counted here
     with meshes(case, comm, torch.device("cpu")) as mesh:
-        work = build(case, mesh, lambda: None)
+        work = module_of(case.layer).build(case, mesh, lambda: None)
         work.step()  # the first makes what is kept
         watched = [Watched(member) for member in work.phases.comms]
         for member in work.phases.comms:

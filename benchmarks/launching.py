@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -45,6 +46,8 @@ KEEP_MEMORY = (
 Record = dict[str, Any]
 Options = dict[str, Record]
 Progress = Callable[[Record], None]
+Main = Callable[[Sequence[str] | None], int]
+USAGE, INTERRUPTED = 2, 130
 
 
 class UsageError(ValueError):
@@ -95,12 +98,6 @@ about = dict[str, Any]
 """Describe an option by the keywords of `ArgumentParser.add_argument`."""
 
 
-def add(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Add options to a parser; a space stands between two names of one option."""
-    for flags, keywords in options.items():
-        parser.add_argument(*flags.split(), **keywords)
-
-
 def parse(
     name: str,
     text: str | None,
@@ -108,9 +105,13 @@ def parse(
     arguments: Sequence[str] | None,
     **defaults: object,
 ) -> argparse.Namespace:
-    """Read the command line of a program, whose options may have other defaults than given."""
+    """Read the command line of a program, whose options may have other defaults than given.
+
+    A space stands between two names of one option.
+    """
     made = argparse.ArgumentParser(prog=name, description=text)
-    add(made, options)
+    for flags, keywords in options.items():
+        made.add_argument(*flags.split(), **keywords)
     made.set_defaults(**defaults)
     return made.parse_args(arguments)
 
@@ -311,6 +312,26 @@ def git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
+
+
+def program(name: str, interrupted: str = "interrupted.") -> Callable[[Main], Main]:
+    """Make a program say in one line why it was refused or interrupted: exit codes 2 and 130."""
+
+    def decorate(run: Main) -> Main:
+        @functools.wraps(run)
+        def guarded(arguments: Sequence[str] | None = None) -> int:
+            try:
+                return run(arguments)
+            except UsageError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                return USAGE
+            except KeyboardInterrupt:
+                print(f"\n{name}: {interrupted}", file=sys.stderr)
+                return INTERRUPTED
+
+        return guarded
+
+    return decorate
 
 
 def main(program: Callable[[], int]) -> None:

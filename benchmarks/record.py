@@ -78,25 +78,22 @@ OPTIONS: Options = {
 }
 
 
+@launching.program("record")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; 0 if every case came out well, 1 if one did not, 2 for bad options."""
     options = launching.parse("bench", __doc__, OPTIONS, arguments)
-    try:
-        ranks = numbers_of_ranks(options.ranks)
-        launch, setting = Launch(options.launcher, options.timeout), _setting(options)
-        plan = listing(setting, ranks, options.root)
-        if not any(plan.values()):
-            text = "no case has that name. `--list` without `--only` and `--layer` prints all."
-            raise UsageError(text)
-        if not options.list:
-            writable(Path(setting.out))
-    except UsageError as error:
-        print(f"record: {error}", file=sys.stderr)
-        return 2
+    ranks = numbers_of_ranks(options.ranks)
+    launch, setting = Launch(options.launcher, options.timeout), _setting(options)
+    plan = listing(setting, ranks, options.root)
+    if not any(plan.values()):
+        raise UsageError(
+            "no case has that name. `--list` without `--only` and `--layer` prints all."
+        )
     if options.list:
         for size, cases in plan.items():
             print("\n".join(f"{case.id} {size}" for case in cases))
         return 0
+    writable(Path(setting.out))
     return _run_all(plan, setting, launch, options.root)
 
 
@@ -242,8 +239,9 @@ def _setting(options: argparse.Namespace) -> Setting:
     now, root = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), options.root.resolve()
     out = options.out or REPORTS / f"bench-{now}.jsonl"
     if not (root / "sp_core").is_dir():
-        text = f"--root {root} has no folder sp_core. Pass a checkout of this repository."
-        raise UsageError(text)
+        raise UsageError(
+            f"--root {root} has no folder sp_core. Pass a checkout of this repository."
+        )
     return Setting(
         out=str(out.resolve()),
         run_id=f"{now}-{uuid4().hex[:6]}",

@@ -245,15 +245,12 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
             raise UsageError(f"{ranks} ranks, but {gpus} GPUs. {text}")
 
 
+@launching.program("scaling")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for bad options."""
     options = parse(arguments)
-    try:
-        launch, groups = Launch(options.launcher, options.timeout), settings(options)
-        writable(options.out / file_name(groups[0][0], 0))
-    except UsageError as error:
-        print(f"scaling: {error}", file=sys.stderr)
-        return 2
+    launch, groups = Launch(options.launcher, options.timeout), settings(options)
+    writable(options.out / file_name(groups[0][0], 0))
     screen, interrupted = terminal.console(), False
     done: list[list[Outcome]] = [[] for _ in groups]
     warn_of_load(screen)
@@ -269,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupted = True
     show(screen, [outcomes for outcomes in done if outcomes], options)
     right = all(outcome.record.seconds for outcomes in done for outcome in outcomes)
-    return 130 if interrupted else int(not right)
+    return launching.INTERRUPTED if interrupted else int(not right)
 
 
 def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:

@@ -163,7 +163,7 @@ def test_the_table_shows_everything_that_was_chosen(
 ) -> None:
     broken_launch = {("head", ULYSSES, 1, "screen", 2)}
     machine = Machine(slower=SLOWER, lost={("base", LAYER)}, broken=broken_launch)
-    options = command.parser().parse_args(["main", "--ranks", "1,2", *cases])
+    options = command.parse("compare", "", command.OPTIONS, ["main", "--ranks", "1,2", *cases])
     result = command.compare(pair_of_sides(), options, machine, tmp_path)
     shown = capsys.readouterr().out
     assert "screen: 40 of 40 launches" in shown

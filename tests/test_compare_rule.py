@@ -30,14 +30,13 @@ from benchmarks.compare.rule import (
     exit_code,
     gateable_share,
     half_width,
-    interval,
     judge,
     raised_delta,
     suspicion,
 )
 from benchmarks.compare.sides import Side
 from benchmarks.launching import UsageError
-from benchmarks.statistics import chance
+from benchmarks.statistics import chance, exact_interval
 
 pytestmark = pytest.mark.mpi_skip  # plain arithmetic
 
@@ -135,14 +134,24 @@ def test_what_a_verdict_says_is_in_its_interval(
         assert decision.pairs_needed is None or decision.pairs_needed > found.count
 
 
-@pytest.mark.parametrize(("pairs", "place"), [(9, 2), (10, 2), (20, 5), (30, 9), (3, 1)])
-def test_the_interval_is_the_sign_test_inverted(pairs: int, place: int) -> None:
-    """Zero lies below the interval exactly if fewer than 2 in 100 throws show so many heads."""
+@pytest.mark.parametrize(
+    ("pairs", "place", "miss"),
+    [
+        *((pairs, place, 0.02) for pairs, place in ((9, 2), (10, 2), (20, 5), (30, 9), (3, 1))),
+        *((pairs, place, 0.025) for pairs, place in ((12, 3), (6, 1), (20, 6), (1, 1))),
+    ],
+)
+def test_the_interval_is_the_sign_test_inverted(pairs: int, place: int, miss: float) -> None:
+    """Zero lies below the interval exactly if so few throws show so many heads.
+
+    With fewer than 6 values none is that rare, and the widest interval is given.
+    """
     ordered = [float(n) for n in range(1, pairs + 1)]
-    found = interval(random.Random(3).sample(ordered, pairs))
-    assert (found.low, found.high) == (ordered[place - 1], ordered[-place])
+    found = exact_interval(random.Random(3).sample(ordered, pairs), miss)
+    ends = (found.low, found.median, found.high, found.count)
+    assert ends == (ordered[place - 1], (pairs + 1) / 2, ordered[-place], pairs)
     if pairs >= 6:
-        assert chance(pairs, pairs - place + 1) <= 0.02 < chance(pairs, pairs - place)
+        assert chance(pairs, pairs - place + 1) <= miss < chance(pairs, pairs - place)
 
 
 def test_more_pairs_would_decide() -> None:

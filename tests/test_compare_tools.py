@@ -203,7 +203,7 @@ def test_bad_options_are_refused(
     monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
     monkeypatch.setattr(command, "uncommitted", lambda: True)
     monkeypatch.setattr(command, "sides", lambda *arguments: sides(*arguments, alike))
-    assert command.main(arguments.split()) == command.USAGE
+    assert command.main(arguments.split()) == 2
     assert complaint in capsys.readouterr().err
     assert (alike.parent / "full" / "records.jsonl").read_text() == "old"
 

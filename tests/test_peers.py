@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import statistics
 from pathlib import Path
 from typing import Any
@@ -75,18 +74,6 @@ def test_one_rank_that_breaks_fails_the_contestant() -> None:
     right = problem.verdict([fine, fine])
     assert program.judged([right]) == ("ok", "0.0e+00")
     assert program.judged([right, failed])[0] == "failed in 1 of 2 launches: rank 1: TypeError: no"
-
-
-@pytest.mark.parametrize(
-    ("count", "low", "high"), [(12, 3, 10), (6, 1, 6), (20, 6, 15), (3, 1, 3), (1, 1, 1)]
-)
-def test_the_interval_is_that_of_the_sign_test(count: int, low: int, high: int) -> None:
-    """With fewer than 6 values none reaches 95 %, and the widest one is given."""
-    values = [float(x) for x in range(1, count + 1)]
-    random.Random(0).shuffle(values)
-    found = exact_interval(values)
-    wanted = (statistics.median(values), low, high, count)
-    assert (found.median, found.low, found.high, found.count) == wanted
 
 
 def test_a_ratio_pairs_what_was_measured_in_one_launch() -> None:

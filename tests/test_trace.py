@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 import sp_core as sp
 from benchmarks.files import ForeignError
@@ -133,6 +134,14 @@ def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixt
     )
     table = timeline.read(tmp_path / "trace.json").tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 120)), max_size=6))
+def test_communication_is_counted_once_and_inside_its_step(spans: list[tuple[int, int]]) -> None:
+    step = timeline.Event("X", "step", 0, ts=10.0, dur=100.0)
+    calls = [timeline.Event("X", "call", 0, ts=start, dur=length) for start, length in spans]
+    ticks = {tick for start, length in spans for tick in range(start, start + length)}
+    assert timeline.covered(step, calls) == len(ticks & {*range(10, 110)})
 
 
 @spmd(2)

@@ -100,11 +100,6 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     )
 
 
-def bench_collective(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """Time one collective."""
-    parallel_benchmark(case, build)
-
-
 def _input(
     operation: str, elements: int, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Any]]:

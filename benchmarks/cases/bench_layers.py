@@ -98,11 +98,6 @@ def flops(case: Case) -> int:
     return linear + (0 if case.scheme == PAIR else bench_schemes.flops(case))
 
 
-def bench_layer(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """Time one layer."""
-    parallel_benchmark(case, build)
-
-
 def block(case: Case, mesh: Mesh, phases: Named) -> Made:
     """Return a transformer block whose attention is that of the case."""
     shape = case.shape

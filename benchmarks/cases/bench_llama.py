@@ -73,11 +73,6 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     )
 
 
-def bench_llama(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """Time one token, or one prompt."""
-    parallel_benchmark(case, build)
-
-
 def config_of(shape: dict[str, int]) -> LlamaConfig:
     """Return the architecture of a case."""
     return LlamaConfig(

@@ -91,11 +91,6 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     )
 
 
-def bench_scheme(parallel_benchmark: Callable[..., None], case: Case) -> None:
-    """Time one attention."""
-    parallel_benchmark(case, build)
-
-
 def communicators(case: Case, mesh: Mesh) -> list[Communicator]:
     """Return all communicators that the scheme sends on."""
     axes = tuple(case.mesh)

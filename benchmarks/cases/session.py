@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from benchmarks import records
+from benchmarks.cases import suite
 from benchmarks.cases.case import Build, measure as measure_case, problem
-from benchmarks.cases.setting import LAYERS, Setting
-from benchmarks.cases.suite import of_module
+from benchmarks.cases.setting import Setting
 from benchmarks.launching import NO_MEMORY, Record
 from benchmarks.machine import device, facts
 from benchmarks.records import Case, fingerprint
@@ -62,10 +62,9 @@ class Harness:
             config.option.benchmark_quiet = True
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give a module its cases for this number of ranks."""
-        name = f"benchmarks.cases.{metafunc.module.__name__.rsplit('.', 1)[-1]}"
-        cases = of_module(name, self.world.size, self.setting)
-        self.total += len(cases)
+        """Give the suite its cases for this number of ranks."""
+        cases = suite.listed(self.world.size, self.setting)
+        self.total = len(cases)
         metafunc.parametrize("case", cases, ids=[case.id for case in cases])
 
     @pytest.fixture
@@ -163,13 +162,12 @@ def measure(values: Any, rank: Rank) -> Record:
     if rank.world.rank != 0:  # rank 0's pytest prints enough; the runner shows errors of the others
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    suites = [str(Path(__file__).with_name(f"bench_{layer}.py")) for layer in LAYERS]
     options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider"]
     options += [
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
     ]  # sp_core is imported before the plugin in it is found
-    code = pytest.main([*options, *setting.saves, *suites], plugins=[Harness(setting, rank)])
+    code = pytest.main([*options, *setting.saves, suite.__file__], plugins=[Harness(setting, rank)])
     if code:
         raise SystemExit(int(code))
     return {}

@@ -1,14 +1,17 @@
-"""List the cases: `python -m benchmarks.cases.suite LIBRARY SETTING P P ...` prints them as JSON.
+"""List the cases, and time one: what pytest collects, and what the runner asks for.
 
-The runner asks in a process of its own, because the library that it measures need not be the one
-that it could import.
+`python -m benchmarks.cases.suite LIBRARY SETTING P P ...` prints the cases as JSON. The runner asks
+in a process of its own, because the library that it measures need not be the one that it could
+import.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,31 +20,33 @@ from benchmarks.records import Case
 from benchmarks.worker import take_library
 
 
-def of_module(name: str, ranks: int, setting: Setting) -> list[Case]:
-    """Return the cases of one module that the setting asks for."""
-    module = importlib.import_module(name)
+def module_of(layer: str) -> Any:
+    """Return the module that has the cases of a layer."""
+    return importlib.import_module(f"benchmarks.cases.bench_{layer}")
 
-    def chosen(case: Case) -> bool:
-        named = not setting.only or any(part in case.id for part in setting.only)
-        return (
-            named
-            and (not setting.quick or module.quick(case))
-            and (not setting.layers or case.layer in setting.layers)
-        )
 
-    return [case for case in module.cases(ranks, setting.device) if chosen(case)]
+def listed(ranks: int, setting: Setting) -> list[Case]:
+    """Return the cases that the setting asks for, in the order in which they run."""
+    return [
+        case
+        for layer in LAYERS
+        if not setting.layers or layer in setting.layers
+        for case in module_of(layer).cases(ranks, setting.device)
+        if not setting.only or any(part in case.id for part in setting.only)
+        if not setting.quick or module_of(layer).quick(case)
+    ]
+
+
+def bench_case(parallel_benchmark: Callable[..., None], case: Case) -> None:
+    """Time one case."""
+    parallel_benchmark(case, module_of(case.layer).build)
 
 
 def main(library: str, setting: str, *ranks: str) -> None:
-    """Print the cases of every number of ranks, in the order in which they run."""
+    """Print the cases of every number of ranks."""
     take_library(Path(library))
     asked = msgspec.json.decode(setting, type=Setting)
-    modules = [f"benchmarks.cases.bench_{layer}" for layer in LAYERS]
-    found = {
-        size: [case for name in modules for case in of_module(name, int(size), asked)]
-        for size in ranks
-    }
-    print(msgspec.json.encode(found).decode())
+    print(msgspec.json.encode({size: listed(int(size), asked) for size in ranks}).decode())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,74 +24,49 @@ from benchmarks.compare.sides import Bench, Heard, Session, Side, commits, sides
 from benchmarks.launching import (
     REPORTS,
     Launch,
+    Options,
     UsageError,
-    add,
+    about,
     numbers_of_ranks,
+    parse,
     starting,
     writable,
 )
 from benchmarks.reporting import terminal
 from benchmarks.reporting.terminal import Console
 
-USAGE, INTERRUPTED = 2, 130
+KEPT = "interrupted, so nothing is judged; the records so far are kept."
+MEASURING: Options = {
+    "--cases": about(
+        nargs="+", default=[], metavar="TEXT", help="only cases with one of these in their name"
+    ),
+    "--full": about(action="store_true", help="all cases of `nox -s bench`"),
+    **starting(ranks="1,2", timeout=300.0),
+    "--out": about(
+        type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
+    ),
+}
+"""Say what is measured, and where files go."""
+
+OPTIONS: Options = {
+    **MEASURING,
+    "base": about(metavar="BASE", help="branch or commit; base is where HEAD left it"),
+    "head": about(metavar="HEAD", nargs="?", default="HEAD", help="default: HEAD"),
+    "--strict": about(action="store_true", help="exit code 4 where a case is inconclusive"),
+}
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = measuring_parser("compare", __doc__)
-    made.add_argument("base", metavar="BASE", help="branch or commit; base is where HEAD left it")
-    made.add_argument("head", metavar="HEAD", nargs="?", default="HEAD", help="default: HEAD")
-    made.add_argument(
-        "--strict", action="store_true", help="exit code 4 where a case is inconclusive"
-    )
-    return made
-
-
-def measuring_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that say what is measured, and where files go."""
-    made = argparse.ArgumentParser(prog=name, description=(text or "").partition("\n")[0])
-    made.add_argument(
-        "--cases",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="only cases with one of these in their name",
-    )
-    made.add_argument("--full", action="store_true", help="all cases of `nox -s bench`")
-    add(made, starting(ranks="1,2", timeout=300.0))
-    made.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
-    )
-    return made
-
-
+@launching.program("compare", KEPT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = parser().parse_args(arguments)
-
-    def program() -> int:
-        out = fresh_folder(options.out)
-        hashes = commits(options.base, options.head)
-        if uncommitted():
-            changes = "sp_core has changes that are not committed; they are not compared."
-            print(f"note: {changes}", file=sys.stderr)
-        with sides(*hashes, (options.base, options.head)) as pair:
-            return compare(pair, options, bench(options, out.name), out).exit_code
-
-    return guarded("compare", program)
-
-
-def guarded(name: str, program: Callable[[], int]) -> int:
-    """Run a program that measures; say in one line why it was refused or interrupted."""
-    try:
-        return program()
-    except UsageError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        kept = "interrupted, so nothing is judged; the records so far are kept."
-        print(f"\n{name}: {kept}", file=sys.stderr)
-        return INTERRUPTED
+    options = parse("compare", __doc__, OPTIONS, arguments)
+    out = fresh_folder(options.out)
+    hashes = commits(options.base, options.head)
+    if uncommitted():
+        changes = "sp_core has changes that are not committed; they are not compared."
+        print(f"note: {changes}", file=sys.stderr)
+    with sides(*hashes, (options.base, options.head)) as pair:
+        return compare(pair, options, bench(options, out.name), out).exit_code
 
 
 def bench(options: argparse.Namespace, run_id: str) -> Bench:
@@ -112,7 +87,7 @@ def compare(
 
     Args:
         pair: base and head.
-        options: of `measuring_parser`, and `strict`.
+        options: those of `MEASURING`, and `strict`.
         measures: is launched.
         out: an empty folder.
 

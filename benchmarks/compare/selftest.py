@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks import launching
-from benchmarks.compare.__main__ import bench, compare, fresh_folder, guarded, measuring_parser
+from benchmarks.compare.__main__ import KEPT, MEASURING, bench, compare, fresh_folder
 from benchmarks.compare.pairs import SIDES, grouped
 from benchmarks.compare.result import RECORDS, Key, Result, Told
 from benchmarks.compare.rule import (
@@ -34,7 +34,7 @@ from benchmarks.compare.rule import (
     raised_delta,
 )
 from benchmarks.compare.sides import Side, commits, sides
-from benchmarks.launching import UsageError
+from benchmarks.launching import Options, UsageError, about, parse
 from benchmarks.records import read
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"
@@ -64,20 +64,22 @@ Pairs = list[tuple[float, float]]
 """Seconds of both launches of each pair of a screen."""
 
 
+OPTIONS: Options = {
+    **MEASURING,
+    "--same": about(
+        type=int, default=1, metavar="N", help="comparisons of a commit with itself (1)"
+    ),
+    "--slower": about(type=int, default=1, metavar="N", help="comparisons with more work (1)"),
+}
+
+
+@launching.program("bench_selftest", KEPT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the comparison is right, 1 if it is not, 2 for usage."""
-    made = measuring_parser("bench_selftest", __doc__)
-    for flag, what in (("--same", "of a commit with itself"), ("--slower", "with more work")):
-        text = f"comparisons {what} (default: 1)"
-        made.add_argument(flag, type=int, default=1, metavar="N", help=text)
-    options = made.parse_args(arguments, argparse.Namespace(strict=False))
-
-    def program() -> int:
-        complaints = _run(options, fresh_folder(options.out))
-        print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
-        return int(bool(complaints))
-
-    return guarded("bench_selftest", program)
+    options = parse("bench_selftest", __doc__, OPTIONS, arguments, strict=False)
+    complaints = _run(options, fresh_folder(options.out))
+    print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
+    return int(bool(complaints))
 
 
 def _run(options: argparse.Namespace, out: Path) -> list[str]:

@@ -31,7 +31,6 @@ from sp_core.launch.command import find_mpiexec
 from sp_core.machine import busy_share
 
 SCHEMA_VERSION = 3
-INTERRUPTED = 130
 MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
 Plan = Callable[[argparse.Namespace], tuple[Record, list["Entry"]]]
 """Returns what the document says of all launches, and the launches; raises UsageError."""
@@ -99,25 +98,25 @@ class Contest:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
+        return launching.program(self.name)(self._main)(arguments)
+
+    def _main(self, arguments: Sequence[str] | None) -> int:
         options = launching.parse(self.name, self.text, self._options(), arguments)
         if options.show:
             for path in options.show:
                 self._tell(terminal.console(), _finished(json.loads(path.read_text())))
             return 0
-        try:
-            known, entries = self.plan(options)
-            entries = [one for one in entries if one.needed or options.only in one.name]
-            if options.list:
-                print("\n".join(one.name for one in entries))
-                return 0
-            if not entries:
-                raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
-            path = str(options.out)
-            out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
-            fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), **known}
-            document = begun(out, fresh) if options.resume and out.exists() else fresh
-        except UsageError as error:
-            return refused(self.name, error)
+        known, entries = self.plan(options)
+        entries = [one for one in entries if one.needed or options.only in one.name]
+        if options.list:
+            print("\n".join(one.name for one in entries))
+            return 0
+        if not entries:
+            raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
+        path = str(options.out)
+        out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
+        fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), **known}
+        document = begun(out, fresh) if options.resume and out.exists() else fresh
         return self._run(entries, {"busy_before": busy_share(), "launches": [], **document}, out)
 
     def _options(self) -> Options:
@@ -169,7 +168,7 @@ class Contest:
         if self.draw is not None and done["launches"]:
             self.draw(done, out.with_suffix(".png"))
         failed = len(done["launches"]) < len(document["launches"])
-        return INTERRUPTED if interrupted else int(wrong or failed)
+        return launching.INTERRUPTED if interrupted else int(wrong or failed)
 
     def _tell(self, screen: Console, document: Record) -> bool:
         """Print what a document says; return whether something is wrong."""
@@ -225,12 +224,6 @@ def requirements(title: str, lines: Iterable[Requirement], note: str = "") -> Ta
     """Return a table of requirements."""
     columns = ("requirement", "must be", "median, interval", "")
     return make(title, columns, ((line.text, *line.cells()) for line in lines), note)
-
-
-def refused(name: str, error: UsageError) -> int:
-    """Say why options cannot be run. Return the exit code."""
-    print(f"{name}: {error}", file=sys.stderr)
-    return 2
 
 
 def _finished(document: Record) -> Record:

@@ -21,7 +21,7 @@ from benchmarks.reporting import comparison, derive, history, plots, tables, ter
 from benchmarks.reporting.page import Page, Section, write
 from benchmarks.reporting.style import Picture, styled
 
-NOTHING, USAGE = 1, 2
+NOTHING = 1
 NO_HISTORY = (
     "no case was measured in two runs or more on the same machine. "
     "A history needs the records of several runs."
@@ -35,17 +35,14 @@ OPTIONS: Options = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
+@launching.program("report")
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write a report; return 0, 1 if nothing could be used, 2 for arguments that make no sense."""
     options = parse("report", "Tables and plots of benchmark records.", OPTIONS, arguments)
     name, problems = "history" if options.history else "report", list[str]()
-    try:
-        writable(options.out / f"{name}.html")
-        if not (options.records or options.compare or options.trace):
-            raise UsageError("name a file of records, or pass --compare or --trace.")
-    except UsageError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return USAGE
+    writable(options.out / f"{name}.html")
+    if not (options.records or options.compare or options.trace):
+        raise UsageError("name a file of records, or pass --compare or --trace.")
     records = list(_records(options.records, problems))
     with styled():
         sections = _history(records) if options.history else _sections(records, options, problems)

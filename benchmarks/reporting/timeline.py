@@ -38,6 +38,11 @@ class Event(Struct):
         return self.ts or 0.0
 
     @property
+    def end(self) -> float:
+        """Microseconds, by the trace's clock."""
+        return self.start + self.dur
+
+    @property
     def operation(self) -> str:
         """The operation of a communicator."""
         return str(self.args.get("operation", "other"))
@@ -83,7 +88,7 @@ def read(path: Path) -> Section:
 
 def _cells(step: Event, calls: Sequence[Event]) -> tuple[str, ...]:
     mine = [call for call in calls if call.pid == step.pid]
-    spent = sum(call.dur for call in mine)
+    spent = covered(step, mine)
     return (
         str(step.pid),
         milliseconds(step.dur / 1e6),
@@ -92,6 +97,15 @@ def _cells(step: Event, calls: Sequence[Event]) -> tuple[str, ...]:
         count(len(mine)),
         size(sum(call.sent for call in mine)),
     )
+
+
+def covered(step: Event, calls: Sequence[Event]) -> float:
+    """Return the microseconds of a step in which any of the calls was under way."""
+    spent, reached = 0.0, step.start
+    for call in sorted(calls, key=lambda call: call.start):
+        first, last = max(call.start, reached), min(call.end, step.end)
+        spent, reached = spent + max(last - first, 0.0), max(reached, last)
+    return spent
 
 
 def draw(axes: Axes, steps: Sequence[Event], calls: Sequence[Event]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import launching, scaling
-from benchmarks.contests.contest import refused
 from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
 
 LEFT_OUT = ("--preset", "--backward", "--iterations", "--warmup", "--out")
@@ -23,19 +22,16 @@ DEFAULTS = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "
 UNSEEN = {"preset": "trace", "backward": True, "iterations": 1, "warmup": 0, "timeout": 300.0}
 
 
+@launching.program("trace")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
     text = "One step of a transformer block, all ranks side by side."
     options = parse("trace", text, OPTIONS, arguments, **DEFAULTS, **UNSEEN)
-    try:
-        out = writable(options.out.resolve())
-        launch = Launch(options.launcher, options.timeout)
-        settings = [one for group in scaling.settings(options) for one in group]
-        if len(settings) > 1 or len(settings[0].case.mesh) > 1:
-            raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
-    except UsageError as error:
-        return refused("trace", error)
-    (setting,) = settings
+    out = writable(options.out.resolve())
+    launch = Launch(options.launcher, options.timeout)
+    setting, *others = (one for group in scaling.settings(options) for one in group)
+    if others or len(setting.case.mesh) > 1:
+        raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
     out.unlink(missing_ok=True)  # an older trace must not pass for the new one
     measure = "benchmarks.reporting.trace.rank:measure"
     found = launching.run(setting.case.ranks, measure, setting, launch)
