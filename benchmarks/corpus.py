@@ -25,8 +25,9 @@ def source_files() -> list[bytes]:
     library = Path(sysconfig.get_path("stdlib"))
     found = [text for text in _sources(library) if text]
     if not found:
-        text = f"no .py files under {library}: this Python has no source of its standard library."
-        raise RuntimeError(text)
+        raise RuntimeError(
+            f"no .py files under {library}: this Python has no source of its standard library."
+        )
     return found
 
 

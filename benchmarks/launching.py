@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 """Where files go unless `--out` says otherwise: git does not follow what lies there."""
 
-POLL_SECONDS = 0.1
+POLL_SECONDS, ENDING_SECONDS = 0.1, 20.0
 GRACE_SECONDS = 15  # the launcher has the same limit and needs time to say where each rank was
 NO_MEMORY = (
     "OutOfMemoryError",
@@ -78,8 +78,10 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.prefix and "{ranks}" not in self.prefix:
-            text = "does not say where the number of ranks goes; write {ranks} in it."
-            raise UsageError(f"--launcher {self.prefix!r} {text}")
+            raise UsageError(
+                f"--launcher {self.prefix!r} does not say where the number of ranks goes; "
+                "write {ranks} in it."
+            )
         if self.timeout <= 0:
             raise UsageError(f"--timeout is {self.timeout:g}; pass more than 0.")
 
@@ -166,8 +168,9 @@ def writable(path: Path) -> Path:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(0, "it is a folder, or you may not write there")
     except OSError as error:
-        text = f"--out {path} cannot be written: {error.strerror}. Pass a file that you may write."
-        raise UsageError(text) from None
+        raise UsageError(
+            f"--out {path} cannot be written: {error.strerror}. Pass a file that you may write."
+        ) from None
     return path
 
 
@@ -234,9 +237,13 @@ def watch(
     The exit code is None if time ran out.
     """
     code = known = None
-    with (folder / "output").open("w") as output, _process(command, output) as process:
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with (
+        (folder / "output").open("w") as output,
+        process(command, output, ROOT, variables) as started,
+    ):
         end = time.monotonic() + timeout + GRACE_SECONDS
-        while (code := process.poll()) is None and time.monotonic() < end:
+        while (code := started.poll()) is None and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             now = told(folder)
             if now is not None and now != known:
@@ -247,29 +254,29 @@ def watch(
 
 
 @contextlib.contextmanager
-def _process(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a group of its own, and end that with the block.
+def process(
+    command: Sequence[str], output: Any, folder: Path, variables: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process in a group of its own, and end all of the group with the block.
 
     It is asked first, so that a launcher can end its ranks.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
+    started = subprocess.Popen(
         command,
-        cwd=ROOT,
-        env=environment,
+        cwd=folder,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     try:
-        yield process
+        yield started
     finally:
-        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, kind)
-                    process.wait(timeout=10)
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(started.pid, kind)
+                started.wait(timeout=ENDING_SECONDS)
 
 
 def told(folder: Path) -> Record | None:
@@ -334,7 +341,7 @@ def program(name: str, interrupted: str = "interrupted.") -> Callable[[Main], Ma
     return decorate
 
 
-def main(program: Callable[[], int]) -> None:
+def main(program: Main) -> None:
     """Run a program as the command line does. SIGTERM ends it and its ranks like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(program())
+    sys.exit(program(None))

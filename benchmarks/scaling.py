@@ -45,6 +45,7 @@ from benchmarks.reporting.terminal import Console
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
 SHARDINGS = ("contiguous", "zigzag", "striped")
+KIND = {"cpu": "cpu", "cuda": "gpu"}
 SIZES = {
     "hidden": "model dim",
     "heads": "attention heads",
@@ -159,7 +160,9 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
         raise UsageError(f"dtype is {wrong[0]!r}; pass one of {', '.join(DTYPES)}.")
     counts = numbers_of_ranks(options.ranks)
     check_machine(options, max(counts))
-    how = {name: sizes[name] for name in ("iterations", "warmup", "seed") if name in sizes}
+    how: dict[str, Any] = {
+        name: sizes[name] for name in ("iterations", "warmup", "seed") if name in sizes
+    }
     how |= {"device": options.device, "share_gpu": options.share_gpu}
     what = {"layout": options.sharding, "mask": options.mask, "detail": "block"}
     what["direction"] = "both" if options.backward else "forward"
@@ -224,25 +227,32 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
     program = options.launcher.split()[0] if options.launcher else "mpiexec"
     beside = Path(sys.executable).parent
     if shutil.which(program) is None and shutil.which(program, path=str(beside)) is None:
-        text = f"no {program} on the PATH or beside {sys.executable}. Install one: pip install"
-        raise UsageError(f"{text} mpich")
+        raise UsageError(
+            f"no {program} on the PATH or beside {sys.executable}. Install one: pip install mpich"
+        )
     if options.transport != "auto":
         from sp_core.transport import NAMES
 
         choices = NAMES[options.device]
         if options.transport not in choices:
-            text = f"pass auto or one of {', '.join(choices)}."
-            raise UsageError(f"transport {options.transport!r} on {options.device}; {text}")
+            raise UsageError(
+                f"transport {options.transport!r} on {options.device}; "
+                f"pass auto or one of {', '.join(choices)}."
+            )
     if options.device == "cuda":
         import torch  # it is slow to import
 
         gpus = torch.cuda.device_count()
         if gpus == 0:
-            text = "--device cuda, but torch sees no CUDA device here. "
-            raise UsageError(text + "Use --device cpu, or a torch with CUDA and a GPU.")
+            raise UsageError(
+                "--device cuda, but torch sees no CUDA device here. "
+                "Use --device cpu, or a torch with CUDA and a GPU."
+            )
         if ranks > gpus and not options.share_gpu:
-            text = "Pass fewer --ranks, or --share-gpu to let several ranks use one."
-            raise UsageError(f"{ranks} ranks, but {gpus} GPUs. {text}")
+            raise UsageError(
+                f"{ranks} ranks, but {gpus} GPUs. "
+                "Pass fewer --ranks, or --share-gpu to let several ranks use one."
+            )
 
 
 @launching.program("scaling")
@@ -355,7 +365,7 @@ def show(screen: Console, groups: list[list[Outcome]], options: argparse.Namespa
     timed = [outcomes for outcomes in groups if any(outcome.record.seconds for outcome in outcomes)]
     if timed:
         terminal.say(screen, LEGEND, "dim")
-        draw(timed, options.out / f"strong_scaling_sp_{_kind(options.device)}.png", options.device)
+        draw(timed, options.out / f"strong_scaling_sp_{KIND[options.device]}.png", options.device)
     terminal.say(screen, f"files: {options.out}")
 
 
@@ -383,11 +393,7 @@ def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
 def file_name(setting: Setting, number: int) -> str:
     """Return the name of a file; the first dtype has the plain name, others add theirs."""
     suffix = f"_{setting.case.dtype}" if number else ""
-    return f"strong_scaling_sp_{_kind(setting.device)}_p{setting.case.ranks}{suffix}.json"
-
-
-def _kind(device: str) -> str:
-    return "gpu" if device == "cuda" else device
+    return f"strong_scaling_sp_{KIND[setting.device]}_p{setting.case.ranks}{suffix}.json"
 
 
 if __name__ == "__main__":

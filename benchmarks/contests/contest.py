@@ -195,11 +195,14 @@ def begun(path: Path, fresh: Record) -> Record:
         found: Record = json.loads(path.read_text())
         differing = [name for name, value in fresh.items() if found[name] != value]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"--resume: {path} cannot be read ({error!r}); pass another --out."
-        raise UsageError(text) from None
+        raise UsageError(
+            f"--resume: {path} cannot be read ({error!r}); pass another --out."
+        ) from None
     if differing:
-        text = f"--resume: {path} differs in {', '.join(differing)} from what is asked for; "
-        raise UsageError(text + "pass another --out.")
+        raise UsageError(
+            f"--resume: {path} differs in {', '.join(differing)} from what is asked for; "
+            "pass another --out."
+        )
     return found
 
 

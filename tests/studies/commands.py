@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.launching import ROOT as ROOT, process
+
 RANKS = 4
 """As in `nox -s tests`: some tests need four."""
-GRACE_SECONDS = 20.0
 
 
 def on_ranks(seconds: float, *arguments: str, ranks: int = RANKS) -> list[str]:
@@ -34,29 +33,7 @@ def run(
     Returns:
         The exit code; None if the time was up.
     """
-    process = subprocess.Popen(
-        arguments,
-        cwd=folder,
-        env=variables,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it has started; the launcher needs a moment to end its ranks."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(GRACE_SECONDS)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    ended = contextlib.suppress(subprocess.TimeoutExpired)
+    with ended, process(arguments, output, folder, variables) as started:
+        return started.wait(seconds)
+    return None

@@ -288,8 +288,9 @@ def heat(
         error = max(world.allgather(error_of(runner.result(), wanted)))
         scratch[name] = max(world.allgather(runner.scratch()))
         if not error <= (1.0 if name.startswith("bf16") else EXACT):
-            text = f"{name}: {op} of {nbytes} bytes is off by {error:g} roundings to bfloat16"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                f"{name}: {op} of {nbytes} bytes is off by {error:g} roundings to bfloat16"
+            )
     gc.collect()
     calls = {name: runner.call for name, runner in runners.items()}
     return {"samples": interleaved(world, calls, SHARE, LEAST_ROUNDS), "scratch": scratch}

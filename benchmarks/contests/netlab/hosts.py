@@ -167,11 +167,13 @@ def check_system() -> None:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         packages = " and ".join(sorted({PROGRAMS[name] for name in missing}))
-        text = f"{', '.join(missing)} not found on the PATH. Install {packages} with apt-get."
-        raise NetlabError(text)
+        raise NetlabError(
+            f"{', '.join(missing)} not found on the PATH. Install {packages} with apt-get."
+        )
     if not Path("/dev/net/tun").exists():
-        text = "there is no /dev/net/tun, which links with a delay need. Load the module tun."
-        raise NetlabError(text)
+        raise NetlabError(
+            "there is no /dev/net/tun, which links with a delay need. Load the module tun."
+        )
 
 
 def remove_stale(folder: Path) -> list[str]:
@@ -203,8 +205,9 @@ def _locked(path: Path) -> Iterator[Path]:
     try:
         with _held(path) as free:
             if not free:
-                text = f"{path} belongs to somebody else. Does the program run twice in a process?"
-                raise NetlabError(text)
+                raise NetlabError(
+                    f"{path} belongs to somebody else. Does the program run twice in a process?"
+                )
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
