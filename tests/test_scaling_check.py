@@ -8,7 +8,7 @@ from oracle.live_bytes import LiveBytes
 from torch import Tensor
 
 from benchmarks import corpus
-from benchmarks.cases import single
+from benchmarks.cases import block, single
 from benchmarks.corpus import source_bytes
 from benchmarks.records import Case, make_case
 from benchmarks.sample import Samples, makespans
@@ -112,6 +112,21 @@ def test_a_sample_of_tokens_has_the_values_of_the_whole(
     assert rows.tolist() == [0]
     assert positions.tolist() == [0, 12, 24, 35, 47]
     torch.testing.assert_close(sample, whole[rows][:, positions])
+
+
+@pytest.mark.parametrize("fault", ["none", "one token", "own keys only", "output"])
+def test_a_wrong_gradient_is_found(weights: dict[str, Tensor], fault: str) -> None:
+    case = make_case("layers", "ring", {"sp": 2}, SHAPE, "auto", mask="causal", direction="both")
+    x, y, _ = outputs(weights, torch.float32, case)
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    grad = single.gradient(x, weights, case, upstream)
+    if fault == "one token":
+        grad[1, 7] = grad[1, 8]
+    if fault == "own keys only":
+        shards = zip(x.chunk(2, 1), upstream.chunk(2, 1), strict=True)
+        grad = torch.cat([single.gradient(a, weights, case, b) for a, b in shards], 1)
+    verdict = block.judged(y + (fault == "output"), [grad], x, upstream, weights, case)
+    assert verdict.passed == (fault == "none")
 
 
 def test_an_error_beside_the_sample_is_found(

@@ -102,7 +102,7 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
     if shards is not None:
         whole, upstream = (corpus.tokens(case, every, seed).to(x) for seed in seeds)
         y, *grad = (_unshard(parts, case).to(x) for parts in zip(*shards, strict=True))
-        verdict = _judged(y, grad, whole, upstream, layer.state_dict(), case)
+        verdict = judged(y, grad, whole, upstream, layer.state_dict(), case)
     meet_asleep(world)
     agreed: Verdict = world.bcast(verdict)
     return agreed
@@ -116,7 +116,7 @@ def _unshard(parts: Sequence[Any], case: Case) -> Tensor:
     return whole
 
 
-def _judged(
+def judged(
     y: Tensor,
     grad: Sequence[Tensor],
     whole: Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import re
@@ -37,16 +36,13 @@ def parse(line: bytes) -> Record:
         line: UTF-8 text of one JSON object, without the end of line.
 
     Raises:
-        RecordError: the line is no JSON, has a key twice or a number that is not finite, is too
-            long, or is no record.
+        RecordError: the line is no JSON, has a number that is not finite, is too long, or is no
+            record. Of a key that is there twice the last value counts.
     """
     if len(line) > MAX_LINE:
         raise RecordError(f"the line has {len(line)} bytes, {MAX_LINE} are allowed.")
     try:
         record = _DECODER.decode(line)
-        json.loads(line, object_pairs_hook=_unique)
-    except RecordError:
-        raise
     except msgspec.ValidationError as error:
         raise RecordError(short(error)) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -78,13 +74,6 @@ def reason(told: str) -> str:
         "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:MAX_REASON]
         or "no text"
     )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RecordError(f"the key {short(repr(twice))} is there twice.")
 
 
 def _contradictions(record: Record) -> Iterator[str]:

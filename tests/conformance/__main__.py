@@ -6,7 +6,6 @@ is not shown by its script, or a fault planted in a library is not seen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 
 from studies.commands import ROOT
 
-from benchmarks.launching import commit
+from benchmarks import launching
+from benchmarks.launching import Options, UsageError, commit, parse
 from benchmarks.machine import environment
 from conformance.launching import (
     CONDEMNED,
@@ -36,7 +36,7 @@ from conformance.report import document, joined, known_cells, read, write
 from conformance.script import last_words, script, shows
 
 NAMES = [one.name for one in LIBRARIES]
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: Options = {
     "--only": {"nargs": "+", "default": [], "choices": NAMES, "metavar": "LIBRARY"},
     "--ranks": {"nargs": "+", "type": int, "default": [2, 3, 4], "help": "from 2"},
     "--examples": {"type": int, "default": 20, "help": "of each cell and number of ranks"},
@@ -47,14 +47,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@launching.program("conformance")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="nox -s conformance --", description=__doc__)
-    for name, option in OPTIONS.items():
-        parser.add_argument(name, **option)
-    options = parser.parse_args(arguments)
+    options = parse("nox -s conformance --", __doc__, OPTIONS, arguments)
     if min(options.ranks) < 2 or options.examples < 1:
-        parser.error("--ranks are 2 or more, --examples 1 or more")
+        raise UsageError("--ranks are 2 or more, --examples 1 or more")
     if options.script:
         return _print_script(options.out / "REPORT.json", *options.script)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -177,11 +175,7 @@ def _print_script(report: Path, name: str, capability: str) -> int:
     data = json.loads(report.read_text())
     verdict = data["verdicts"][name][capability]
     if "problem" not in verdict:
-        print(
-            f"{name}, {capability}: {verdict['verdict']}, so there is nothing to show",
-            file=sys.stderr,
-        )
-        return 2
+        raise UsageError(f"{name}, {capability}: {verdict['verdict']}, so nothing can be shown")
     version = next(column["version"] for column in data["libraries"] if column["name"] == name)
     print(script(named(name), verdict, version))
     return 0
@@ -196,4 +190,4 @@ def _mpi() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from studies.records import add_line
 
 from conformance.gloo import Gloo
 from conformance.libraries import named
@@ -38,8 +39,7 @@ def gloo() -> Gloo:
 def note(comm: Any, line: dict[str, Any]) -> None:
     """Leave a line for the runner."""
     if comm.rank == 0:
-        with (FOLDER / "verdicts.jsonl").open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        add_line(FOLDER / "verdicts.jsonl", line)
 
 
 def announce(problem: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Bring emulated hosts up, and take them down whatever happens.
 
-A cluster has a folder that is locked as long as its maker lives. The next start takes a folder that
-nobody holds any more for what a killed run has left, and removes its namespaces; those of others it
-does not touch, because it does not know them.
+A cluster has a folder, named after the process that made it. The next start takes a folder whose
+process has ended for what a killed run has left, and removes its namespaces. Those of others it
+does not touch.
 
 Every host is a network namespace. Without delay all hosts hang on one bridge, by pairs of virtual
 interfaces shaped on both ends:
@@ -18,7 +18,6 @@ one to the other.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -150,9 +149,12 @@ def cluster(hosts: int, rate: float, delay: float, folder: Path = FOLDER) -> Ite
     check_system()
     remove_stale(folder)
     plan = Plan(f"spnl{os.getpid()}", hosts, rate, delay)
-    with _locked(folder / plan.prefix) as own, contextlib.ExitStack() as stack:
-        (own / "hosts").write_text(plan.hosts_file())
+    own = folder / plan.prefix
+    own.mkdir(parents=True, mode=0o700)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, own)
         stack.callback(remove, plan.prefix)
+        (own / "hosts").write_text(plan.hosts_file())
         if delay:
             stack.enter_context(_switch(plan))
         for command in plan.commands():
@@ -177,15 +179,12 @@ def check_system() -> None:
 
 
 def remove_stale(folder: Path) -> list[str]:
-    """Remove what killed runs have left. Return the prefixes of their names."""
-    found = []
-    for path in sorted(folder.glob("spnl*")):
-        with _held(path) as free:
-            if free:
-                remove(path.name)
-                shutil.rmtree(path, ignore_errors=True)
-                found.append(path.name)
-    return found
+    """Remove what killed runs have left. Return the prefixes of their names, which end in a pid."""
+    ended = [path for path in folder.glob("spnl*") if not Path("/proc", path.name[4:]).exists()]
+    for path in ended:
+        remove(path.name)
+        shutil.rmtree(path)
+    return sorted(path.name for path in ended)
 
 
 def remove(prefix: str) -> None:
@@ -196,33 +195,6 @@ def remove(prefix: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         _ran(f"ip netns del {name}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[Path]:
-    """Make a folder that is ours while the block lasts, and gone after it."""
-    path.mkdir(parents=True, mode=0o700)
-    try:
-        with _held(path) as free:
-            if not free:
-                raise NetlabError(
-                    f"{path} belongs to somebody else. Does the program run twice in a process?"
-                )
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[bool]:
-    """Give whether the lock of a folder was free, and hold it. The kernel frees it in the end."""
-    with (path / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 @contextlib.contextmanager
