@@ -314,6 +314,7 @@ class Communicator(NotCopied):
         """
         if self.is_made:
             self.decline(f"an error made it leave {self.name}")
+            observer_of(self._comm).abandoned()
         self._leave(together=False)
 
     def decline(self, why: str) -> None:

@@ -146,9 +146,8 @@ class Mesh(NotCopied):
     def to_device_mesh(self) -> DeviceMesh:
         """Return torch's DeviceMesh with the same axes, such as for `fully_shard`.
 
-        Communication:
-            One all-gather of a number; then every rank of the default process group calls this,
-            because torch makes a process group for each axis.
+        Every rank of the default process group calls this, because torch makes a process group for
+        each axis.
 
         Raises:
             RankError: torch.distributed has not been started.

@@ -38,6 +38,9 @@ class Observer:
     def watch(self, what: str) -> None:
         """Hear that this rank still waits for something that is no call of MPI."""
 
+    def abandoned(self) -> None:
+        """Hear that this rank stops using the communicator because of an error."""
+
     def alone(self) -> Any:
         """Return a communicator of this rank alone, or None for a duplicate of MPI.COMM_SELF."""
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,28 @@ def test_the_laws_hold_over_gloo_without_mpi4py(processes: int, files: tuple[str
     code, output = torchrun(processes, *files)
     assert (code, output.count(" passed in ")) == (0, processes), output
     assert "skipped" not in output
+
+
+LOSSES = (
+    *(("exit", "messages"), ("kill", "window"), ("error", "window"), ("error", "gloo")),
+    *(("exit", "fence"), ("kill", "ring"), ("error", "started")),
+)
+"""Ways to lose rank 1, and the call in which the others wait for it."""
+
+
+@pytest.mark.parametrize(("way", "call"), LOSSES)
+def test_a_rank_that_is_lost_is_an_error_on_all_others(way: str, call: str, tmp_path: Path) -> None:
+    """Nobody ends these processes from outside, and the survivors wait for each other."""
+    command = (sys.executable, str(KIT / "case_group_death.py"))
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(3):
+            arguments = (*command, str(rank), "3", str(tmp_path / "store"), way, call)
+            process = stack.enter_context(subprocess.Popen(arguments, env=variables()))
+            stack.callback(process.kill)
+            ranks.append(process)
+        codes = [process.wait(timeout=60) for process in ranks]
+    assert codes == [0, {"exit": 3, "kill": -signal.SIGKILL, "error": 0}[way], 0]
+    told = {path.suffix: path.read_text().split(":")[0] for path in tmp_path.glob("*.[0-9]")}
+    lost = {".1": "KeyError"} if way == "error" else {}
+    assert told == {".0": "PeerFailed", ".2": "PeerFailed"} | lost

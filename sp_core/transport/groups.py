@@ -8,11 +8,13 @@ nothing, and only the ranks of the mesh take part in making it.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,22 +24,27 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from sp_core.errors import PeerFailed, RankError
+from sp_core.launch.deaths import stat
 from sp_core.observer import Observer, observer_of
 from sp_core.transport.base import Transfer, wait
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.host import Array, HostTransport
+from sp_core.transport.shared import this_machine
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 CPU = torch.device("cpu")
+WATCH_SECONDS = 0.1
+"""Time between two looks for ranks that have left or died."""
 
 
 class GroupComm(Observer):
     """Ranks that torch.distributed has started, with the methods of an mpi4py communicator.
 
-    Messages and exchanges are gloo's. A rank that dies closes its connections, so every transfer
-    with it fails; and no transfer takes longer than `limit`.
+    Messages and exchanges are gloo's. No transfer takes longer than `limit`. A rank that dies
+    closes its connections, so every transfer with it fails. Whoever waits also looks into the store
+    for ranks that have left because of an error, and for dead processes of its own machine.
 
     Args:
         store: of torch.distributed, through which the ranks connect.
@@ -52,6 +59,8 @@ class GroupComm(Observer):
     def __init__(self, store: Any, name: str, rank: int, size: int, limit: timedelta) -> None:
         self._store, self._name, self._limit = store, name, limit
         self.rank, self.size, self._children = rank, size, itertools.count()
+        self._next_look = 0.0
+        store.set(f"{name}/{rank}", pickle.dumps((this_machine(), os.getpid())))
         try:
             self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, limit)
         except RuntimeError as error:
@@ -119,6 +128,35 @@ class GroupComm(Observer):
         """Return a communicator of this rank alone."""
         return GroupComm(HashStore(), "alone", 0, 1, self._limit)
 
+    def abandoned(self) -> None:
+        """Tell the ranks that wait for this one."""
+        self._store.compare_set(f"{self._name}/left", "", str(self.rank))  # the first one stays
+
+    def watch(self, what: str) -> None:
+        """Notice, ten times a second, that a rank has left because of an error or has died.
+
+        Raises:
+            PeerFailed: it has.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + WATCH_SECONDS
+        if self._store.check([f"{self._name}/left"]):
+            rank = self._store.get(f"{self._name}/left").decode()
+            raise PeerFailed(
+                f"{what} cannot end: rank {rank} has left because of an error; see what it says."
+            )
+        dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
+        if dead:
+            raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; see what it says.")
+
+    @cached_property
+    def _near(self) -> dict[int, int]:
+        """The processes of the other ranks on this machine."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        told = {rank: pickle.loads(self._store.get(f"{self._name}/{rank}")) for rank in others}
+        return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
+
     def make_counter(self) -> StoreCounter:
         """Return a counter in the store."""
         return StoreCounter(self._store, f"{self._name}.{next(self._children)}")
@@ -140,7 +178,7 @@ class GroupComm(Observer):
         if not buf.size:  # both sides know
             return Request([])
         flat = torch.from_numpy(buf.view(np.uint8))
-        return self._request(Waited(post([flat], peer, tag)), what, flat)
+        return self._request(Waited(partial(post, [flat], peer, tag)), what, flat)
 
 
 class Request(Transfer):
@@ -154,12 +192,19 @@ class Request(Transfer):
 
 
 class Waited:
-    """Let a thread wait for a message of gloo, which cannot be asked whether it is complete."""
+    """Let a thread wait for a message of gloo, which cannot be asked whether it is complete.
 
-    def __init__(self, work: Any) -> None:
+    Args:
+        post: begins the message; a closed connection is an error of the message, too.
+    """
+
+    def __init__(self, post: Callable[[], Any]) -> None:
         self._ended: Future[Any] = Future()
         self.is_completed, self.wait = self._ended.done, self._ended.result
-        Thread(target=self._run, args=(work,), daemon=True).start()
+        try:
+            Thread(target=self._run, args=(post(),), daemon=True).start()
+        except RuntimeError as error:
+            self._ended.set_exception(error)
 
     def _run(self, work: Any) -> None:
         try:
