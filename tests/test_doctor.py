@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from mpi4py import MPI
@@ -18,6 +19,7 @@ from sp_core import doctor, machine, probing
 from sp_core.__main__ import main
 from sp_core.errors import DeviceError
 from sp_core.mesh import fingerprint
+from sp_core.tuning import FileError
 
 pytestmark = [
     pytest.mark.mpi_skip,
@@ -67,6 +69,7 @@ HERE = dict.fromkeys(
 )
 
 
+@pytest.mark.every_mpi
 def test_a_machine_that_works() -> None:
     code, text = examined(*DOCTOR)
     assert code == 0, text
@@ -107,12 +110,19 @@ def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.M
     ] * 2
 
 
-def test_constants_that_cannot_be_kept_are_an_error_on_every_rank() -> None:
-    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, "--measure", SP_TUNING_DIR="/proc/nope")
-    assert code != 0, text
-    assert text.count("measured, but not kept") == 1, text
-    assert "Set SP_TUNING_DIR to a folder" in text
-    assert "Traceback" not in text
+def test_constants_that_were_measured_and_cannot_be_kept_are_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Mock(side_effect=FileError("Set SP_TUNING_DIR"))
+    monkeypatch.setattr(doctor.measuring, "keep", kept)
+    for ranks, measure in ((2, False), (1, True)):
+        monkeypatch.setattr(MPI, "COMM_WORLD", SimpleNamespace(size=ranks))
+        assert doctor._constants(measure=measure).status == "note"
+    assert not kept.called
+    monkeypatch.setattr(MPI, "COMM_WORLD", SimpleNamespace(size=2))
+    found = doctor._constants(measure=True)
+    assert (found.status, found.text) == ("broken", "measured, but not kept")
+    assert found.remedy == "Set SP_TUNING_DIR"
 
 
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
@@ -125,6 +135,7 @@ def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
     assert int(before["cores"]) <= (os.cpu_count() or 1)
 
 
+@pytest.mark.every_mpi
 def test_on_two_ranks_there_is_one_report(tmp_path: Path) -> None:
     code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, SP_TUNING_DIR=str(tmp_path))
     assert code == 0, text

@@ -83,6 +83,7 @@ def pytest_here(
     return run_here
 
 
+@pytest.mark.every_mpi
 def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     files = f"--junitxml={tmp_path / 'junit.xml'}", f"--basetemp={tmp_path / 'base'}"
     code, text = pytest_on(3, "--with-mpi", "-q", *files, "case_session.py")
@@ -128,6 +129,7 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
         ("loop", r"rank 1 waits for nobody: it is at .*sut\.py", "in Allgatherv"),
     ],
 )
+@pytest.mark.every_mpi
 def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str) -> None:
     begin = time.monotonic()
     limit = {"SUT_FAULT": fault, "SP_WATCHDOG_S": "2"}
@@ -227,6 +229,7 @@ def test_the_report_has_the_counts_of_the_workers_of_xdist() -> None:
     assert "worst error over bound: 0.6 in of one test" in text
 
 
+@pytest.mark.every_mpi
 def test_a_single_process_may_be_a_launch() -> None:
     options = ("--with-mpi", "--sp-expect-ranks", "1")
     code, text = run(*PYTEST, *options, "case_small.py", CASE_TIER="mpi")
@@ -271,6 +274,7 @@ KILL = "import os, time; time.sleep(1); os.kill(os.getpid(), 9 * MPI.COMM_WORLD.
         ),
     ],
 )
+@pytest.mark.every_mpi
 def test_any_program_may_be_launched_and_its_end_is_told(
     program: str, codes: set[int], said: str
 ) -> None:
@@ -279,6 +283,7 @@ def test_any_program_may_be_launched_and_its_end_is_told(
     assert re.search(said, text), text
 
 
+@pytest.mark.every_mpi
 def test_a_launch_that_takes_too_long_is_killed_with_all_its_processes(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     program = (
@@ -328,6 +333,7 @@ def test_the_stacks_of_a_plain_program_that_hangs_are_told(way: str, tmp_path: P
     assert "watch.py" not in first + second
 
 
+@pytest.mark.every_mpi
 def test_a_rank_that_waits_for_the_others_at_its_end_is_told_apart() -> None:
     program = (
         "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nif comm.rank == 0: comm.recv(source=1)\n"
@@ -341,6 +347,7 @@ def test_a_rank_that_waits_for_the_others_at_its_end_is_told_apart() -> None:
     assert [rank for rank in others if f"last place: {watch.ENDED}" not in rank] == []
 
 
+@pytest.mark.every_mpi
 def test_a_rank_killed_in_shared_memory_is_reported_soon_and_leaves_no_file() -> None:
     begin = time.monotonic()
     code, text = launched(2, str(KIT / "killed.py"))

@@ -18,11 +18,10 @@ from oracle.strategies import LAYOUTS
 from oracle.ways import Way, taken, ways
 from torch import Tensor
 
-import sp_core as sp
-from sp_core.llama import Grid, Llama
+from sp_core.llama import Llama
 from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import event, features, given, spmd
+from sp_core.testing import event, features, given
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 BATCH = 4
@@ -104,56 +103,3 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
 def split(model: Llama) -> tuple[tuple[range, ...], ...]:
     """The vocabulary of each tensor rank."""
     return placement_of(model.embed_tokens.weight).held
-
-
-@spmd(1, 2, 3, 4)
-def test_each_rank_holds_its_part_of_the_weights_and_no_more(comm: Any) -> None:
-    """Bytes of all parameters.
-
-    1/tp of what is split, rounded up to a slice, and the norms; key/value heads once per reader.
-    """
-    case = Case((4, 4), ffn=8, vocab=16)
-    total = sum(x.numel() for x in case.weights().values())
-    norms = (2 * case.layers + 1) * case.hidden
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        held = sum(p.numel() for p in case.model(mesh).parameters())
-        shared = sum(p.numel() for p in Case((6, 1), ffn=8, vocab=16).model(mesh).parameters())
-    assert held <= (total - norms) * max(-(-n // comm.size) / n for n in (4, 8, 16)) + norms
-    one = Case((6, 1), ffn=8, vocab=16)
-    kv = 2 * one.layers * one.head_dim * one.hidden
-    split_whole = sum(x.numel() for x in one.weights().values()) - norms - kv
-    assert shared <= split_whole * max(-(-n // comm.size) / n for n in (6, 8, 16)) + norms + kv
-
-
-WRONG: dict[str, tuple[type[Exception], str, Any]] = {
-    "a token beyond the vocabulary": (ValueError, "vocabulary has 0..12", lambda x: x + 13),
-    "tokens of another dtype": (sp.DtypeError, "int64", lambda x: x.int()),
-    "another shard": (sp.ShapeError, "own shard", lambda x: x[:, 1:]),
-}
-
-
-@pytest.mark.parametrize("wrong", sorted(WRONG))
-@spmd(2, 4)
-def test_bad_tokens_on_one_rank_are_refused_on_all(comm: Any, wrong: str) -> None:
-    kind, text, change = WRONG[wrong]
-    case = Case((4, 2), layers=1)
-    with sp.Mesh(comm, dp=comm.size // 2, ring=2) as mesh, torch.no_grad():
-        model, sharding = case.model(mesh), sp.Sharding.contiguous(6, 2)
-        good = case.tokens(1, 3)
-        with pytest.raises(kind, match=text):
-            model(change(good) if comm.rank == comm.size - 1 else good, sharding=sharding)
-        assert model(good, sharding=sharding).shape == (1, 3, 13)
-
-
-@spmd(1, 3)
-def test_meshes_and_ranks_that_a_model_cannot_use_are_refused(comm: Any) -> None:
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        with pytest.raises(ValueError, match="scheme 'hybrid' was asked for"):
-            Grid.of(mesh, "hybrid")
-        if comm.size == 3:
-            with pytest.raises(
-                sp.ShapeError, match="3 tensor ranks are too many for num_attention_heads=2"
-            ):
-                Llama(Case((2, 2)).config, Grid.of(mesh))
-    with sp.Mesh(comm, sp=comm.size) as mesh, pytest.raises(sp.ShapeError, match="a LLaMA can use"):
-        Grid.of(mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from sp_core.collectives import execution
 from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.schedules import SCHEDULED
 from sp_core.testing import run_threads, spmd
+from sp_core.tuning import FileError
 
 
 @spmd(2, 3)
@@ -24,6 +26,17 @@ def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
             "window"
         }  # which is there where ranks share memory
     assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
+
+
+@spmd(2)
+def test_constants_that_cannot_be_kept_are_an_error_on_every_rank(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = partial(measuring.measure, seconds=0.0, sizes=(64, 256))
+    monkeypatch.setattr(measuring, "measure", few)
+    monkeypatch.setenv("SP_TUNING_DIR", "/proc/nope")
+    with pytest.raises(FileError, match="Set SP_TUNING_DIR to a folder that can"):
+        measuring.keep(comm)
 
 
 def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from oracle.schedule_cases import nodes_of
+from refusals.calls import hybrid
 
 import sp_core as sp
 from sp_core.counters import Count, Counters
@@ -57,14 +58,6 @@ def test_ranks_are_numbered_with_the_last_axis_fastest(
         assert sp.all_gather(torch.tensor([comm.rank]), comm=group).tolist() == members
         assert [mesh[name].rank for name in names] == [mine[name] for name in names]
         assert mesh[chosen] is group
-
-
-@spmd()
-def test_unknown_and_repeated_axes_are_refused(comm: Any) -> None:
-    with sp.Mesh(comm, a=comm.size, b=1) as mesh:
-        for axes in ("c", ("a", "a")):
-            with pytest.raises(sp.ShapeError, match="axes"):
-                mesh[axes]
 
 
 @pytest.mark.parametrize(
@@ -176,15 +169,6 @@ def test_every_communicator_knows_the_node_of_each_of_its_ranks(
             assert group.nodes == tuple(order.index(node) for node in members)
 
 
-@spmd(2)
-def test_nodes_that_are_not_one_per_rank_are_refused(comm: Any) -> None:
-    for nodes in ([0], [0, 1, 2], ["a", "b"], ["--3", "1"], ["1_0", "1"], 2):
-        with pytest.raises(ValueError, match="one whole number per rank"):
-            sp.Mesh(comm, nodes=nodes, sp=2)
-    with pytest.raises(sp.CollectiveMismatch, match="nodes="):
-        sp.Mesh(comm, nodes=[0, comm.rank], sp=2)
-
-
 def test_the_environment_says_where_the_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SP_NODES", "7,3,7")
 
@@ -208,8 +192,55 @@ def test_a_device_that_is_not_there_on_one_rank(comm: Any) -> None:
         sp.Mesh(comm, device="cuda" if comm.rank else "cpu", sp=comm.size)
 
 
-@spmd(2, 3)
-def test_meshes_that_differ(comm: Any) -> None:
-    axes = {"a": comm.size, "b": 1} if comm.rank else {"a": 1, "b": comm.size}
-    with pytest.raises(sp.CollectiveMismatch, match="axes"):
-        sp.Mesh(comm, **axes)
+@pytest.mark.parametrize("others", ["call", "leave"])
+@spmd(2, 3, 4)
+def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: str) -> None:
+    """Of the caller's own code; the others are inside a collective, or leave the mesh as usual."""
+    here = comm.rank == comm.size - 1
+
+    def work() -> None:
+        with sp.Mesh(comm, data=1, ring=comm.size) as mesh:
+            if here:
+                raise KeyError("mine")
+            if others == "call":
+                sp.all_reduce(torch.ones(1), comm=mesh["ring"])
+
+    with pytest.raises(KeyError if here else sp.PeerFailed) as caught:
+        work()
+    assert here or f"rank {comm.size - 1} has left" in str(caught.value)
+    assert (
+        here
+        or f"rank 0: {'all_reduce(tensor' if others == 'call' else 'free() of mesh'}"
+        in str(caught.value)
+    )
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        assert sp.all_reduce(torch.ones(1), comm=mesh["ring"]).item() == comm.size
+
+
+@pytest.mark.parametrize("wrong", [("ring", "tp"), ("ring", "missing"), ("ring",), None])
+@spmd(4)
+def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
+    comm: Any, wrong: Any
+) -> None:
+    """First on one rank, then on all, after which the mesh still works."""
+    lengths = {"tp": 1, "ring": 2, "ulysses": 2}
+    with pytest.raises((sp.ShapeError, sp.PeerFailed)) as caught, sp.Mesh(comm, **lengths) as mesh:
+        hybrid(axes=wrong)(mesh, comm.rank == 0)
+    assert isinstance(caught.value, sp.ShapeError) == (comm.rank == 0)
+    assert "axes=" in str(caught.value) or comm.rank
+    with sp.Mesh(comm, **lengths) as mesh:
+        with pytest.raises(sp.ShapeError, match="Name two axes of the mesh"):
+            hybrid(axes=wrong)(mesh, True)
+        hybrid(axes=("ring", "ulysses"))(mesh, True)
+
+
+@spmd(4, 6)
+def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
+    """Also that of no axes. Asking sends nothing; a rank alone can use the latter."""
+    with sp.Mesh(comm, a=2, b=comm.size // 2) as mesh:
+        if comm.rank == 1:
+            assert mesh["b", "a"].rank == mesh["b"].rank * 2 + mesh["a"].rank
+            assert sp.all_reduce(torch.ones(1), comm=mesh[()]).item() == 1
+        assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
+        order = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["b", "a"]).tolist()
+        assert order == [rank for b in range(comm.size // 2) for rank in (b, b + comm.size // 2)]

@@ -27,8 +27,6 @@ from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
 
-Wrong = Any
-
 
 @given(
     max_examples=30,
@@ -245,65 +243,6 @@ def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default() -> N
     assert (
         run_threads(4, body) == [(2 * piece, 3 * piece)] * 4
     )  # the ring needs two pieces of scratch, pairwise P - 1
-
-
-WRONG: dict[str, tuple[str, Wrong]] = {
-    "an unknown algorithm": (
-        "bruck",
-        lambda c: sp.all_gather(torch.ones(2), comm=c, algorithm="rabenseifner"),
-    ),
-    "no algorithm for a shift": (
-        "there are",
-        lambda c: sp.shift(torch.ones(2), comm=c, algorithm="ring"),
-    ),
-    "an order that is not of the ranks": (
-        "deterministic",
-        lambda c: sp.all_reduce(torch.ones(2), comm=c, algorithm="ring", deterministic=True),
-    ),
-    "the library is not deterministic": (
-        "deterministic",
-        lambda c: sp.reduce_scatter(torch.ones(2), comm=c, algorithm="mpi", deterministic=True),
-    ),
-    "a gradient in place": (
-        "gradient",
-        lambda c: sp.all_reduce_(torch.ones(2, requires_grad=True), comm=c),
-    ),
-    "shared elements in place": (
-        "share memory",
-        lambda c: sp.all_reduce_(torch.ones(1).expand(3), comm=c),
-    ),
-    "overlapping rows in place": (
-        "share memory",
-        lambda c: sp.all_reduce_(torch.ones(4).unfold(0, 2, 1), comm=c),
-    ),
-    "no such plan": ("all_swap", lambda c: sp.plan("all_swap", torch.ones(1), comm=c)),
-    "only here": (
-        "disagree",
-        lambda c: sp.all_reduce(
-            torch.ones(2), comm=c, algorithm="ring" if c.rank else "rabenseifner"
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", sorted(WRONG))
-@spmd(2, 3)
-def test_what_is_wrong_is_raised_on_all_ranks(comm: Any, case: str) -> None:
-    text, wrong = WRONG[case]
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        with pytest.raises((ValueError, sp.CollectiveMismatch), match=text):
-            wrong(mesh["sp"])
-        assert mesh["sp"].counters.total().calls == 0
-        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"], algorithm="ring").item() == comm.size
-
-
-@spmd(2)
-def test_a_mesh_with_a_wrong_default_is_refused_on_all_ranks(comm: Any) -> None:
-    for wrong in ("magic", {"all_reduce": "bruck"}, "all_swap=ring"):
-        with pytest.raises(ValueError, match="there are"):
-            sp.Mesh(comm, algorithm=wrong, sp=comm.size)
-    with pytest.raises(sp.CollectiveMismatch, match="algorithm"):
-        sp.Mesh(comm, algorithm="ring" if comm.rank else "auto", sp=comm.size)
 
 
 @spmd(1)

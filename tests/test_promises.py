@@ -30,7 +30,7 @@ from sp_core.testing import given, spmd
 from sp_core.transport import NAMES
 
 BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"}
-"""Their bytes and messages are laws of `test_cost.py`."""
+"""Their bytes and messages are judged in `domains/cost.py`."""
 
 
 @pytest.mark.parametrize("names", sorted(EVERY_ROW), ids=" ".join)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi, pytest.mark.every_mpi]
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from domains import situations
+from domains import attention, collectives, meshes, plans, situations
 from domains.declared import Subject
 from domains.subjects import SUBJECTS
 from promises.public import code_of, everything
@@ -26,10 +26,10 @@ from resources.held import MEMORY, caches, communicators, counting, counts, left
 import sp_core as sp
 from sp_core.collectives import maps
 from sp_core.communicator import MAX_TAG
-from sp_core.testing import run_threads, spmd
+from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
 
-ROUNDS = 5
+ROUNDS = 12  # the memory of a single call settles late
 pytestmark = pytest.mark.usefixtures("short_slots")
 
 
@@ -47,10 +47,17 @@ BY_RANKS: dict[int, list[Subject]] = {2: [], 4: []}
 for _subject in SUBJECTS:
     BY_RANKS[max(2, _subject.ranks(_subject.draw(_subject.base, 1)))].append(_subject)
 
+ON_MPI = [
+    subject for family in (attention, collectives, plans, meshes) for subject in family.SUBJECTS
+]
+"""Calls that hold memory and objects of MPI themselves: under mpiexec these, as threads the rest,
+which is built of these."""
+
 
 def sized(size: int, parts: int) -> pytest.MarkDecorator:
-    """Return the parametrization by parts of the subjects of so many ranks."""
-    chosen = [BY_RANKS[size][part::parts] for part in range(parts)]
+    """Return the parametrization by parts of the subjects of so many ranks in this tier."""
+    mine = [subject for subject in BY_RANKS[size] if (subject in ON_MPI) == (tier() == "mpi")]
+    chosen = [mine[part::parts] for part in range(min(parts, len(mine)))]
     return pytest.mark.parametrize("subjects", chosen, ids=lambda x: x[0].name)
 
 

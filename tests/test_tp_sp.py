@@ -18,7 +18,7 @@ from oracle.ways import Way, taken, ways
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.testing import device, features, given, spmd
+from sp_core.testing import device, features, given
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -140,26 +140,3 @@ def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(
         assert torch.equal(mine.grad.cpu(), own(x.grad))
         check_parameters(column, up, 0, rank)
         check_parameters(row, down, 1, rank)
-
-
-@spmd(2, 3)
-def test_bad_input_is_refused_on_every_rank(comm: Any) -> None:
-    linear = nn.Linear(4, 6)
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group, sharding = mesh["sp"], sp.Sharding.contiguous(6, comm.size)
-        with pytest.raises(sp.ShapeError, match="add up to 6"):
-            sp.ColumnParallelLinear.from_linear(
-                linear, comm=group, sharding=sharding, sizes=[1] * comm.size
-            )
-        with pytest.raises(sp.ShapeError, match="ranks"):
-            sp.RowParallelLinear.from_linear(
-                linear, comm=group, sharding=sp.Sharding.contiguous(6, comm.size + 1)
-            )
-        with pytest.raises(sp.CollectiveMismatch, match="from_linear"):
-            sp.ColumnParallelLinear.from_linear(
-                nn.Linear(4, 6 + comm.rank), comm=group, sharding=sharding
-            )
-        column = sp.ColumnParallelLinear.from_linear(linear, comm=group, sharding=sharding)
-        with pytest.raises(sp.ShapeError, match="is needed on rank"):
-            column(torch.ones(1, 6 // comm.size + (comm.rank == 1), 4))
-        assert column(torch.ones(1, 6 // comm.size, 4)).shape == (1, 6, 6 // comm.size)

@@ -9,35 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_cases import Case, mesh_of
 
-import sp_core as sp
 from benchmarks import launching
 from benchmarks.training import setting as faults
 from benchmarks.training.__main__ import allowed, complaints, divergence, train, yardstick
 from benchmarks.training.runs import run_alone, run_place
 from benchmarks.training.setting import DTYPES, Place, Setting, places
-from sp_core.llama.train import backward
-from sp_core.testing import run_threads, spmd
-
-
-@spmd(1, 3)
-def test_sequences_that_cannot_be_trained_on_are_refused(comm: Any) -> None:
-    case = Case((6, 3), layers=1)
-    with mesh_of(comm, 0) as mesh:
-        model = case.model(mesh)
-        with pytest.raises(ValueError, match="sequence 1 is empty"):
-            backward(model, [[1, 2], []])
-        with pytest.raises(ValueError, match="vocabulary"):
-            backward(model, [[1, 13]])
-        for hopeless in ([], [[1], [2]]):
-            with pytest.raises(ValueError, match="none of the labels"):
-                backward(model, hopeless)
-        if comm.size > 1:
-            with pytest.raises(sp.CollectiveMismatch, match="backward"):
-                backward(model, [[1, comm.rank]])
-        assert backward(model, [[1, 2]]) > 0
-
+from sp_core.testing import run_threads
 
 SMALL = Setting(
     steps=4,

@@ -6,10 +6,8 @@ In the caller's order, each as it would be alone.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from llama_cases import Case
@@ -97,41 +95,3 @@ def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
             counter.free()
             found = sorted(number for numbers in comm.allgather(mine) for number in numbers)
             assert found == list(range(50))
-
-
-WRONG: dict[str, tuple[str, Any]] = {
-    "another length": ("Make a plan for these", lambda texts, plan: ([[1], *texts], plan)),
-    "other ranks": (
-        "Make a plan for these",
-        lambda texts, plan: (texts, balanced(plan.lengths, 3, Work(1, 1))),
-    ),
-    "no token": (
-        "sequence 1 without tokens",
-        lambda texts, plan: ([*texts[:1], []], Plan((3, 0), (), ((0,), (1,)))),
-    ),
-    "a token beyond the vocabulary": (
-        "vocabulary has 0..12",
-        lambda texts, plan: ([[13, 13, 13], texts[1]], plan),
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", sorted(WRONG))
-@spmd(2)
-def test_what_cannot_be_planned_is_refused_on_every_rank(comm: Any, wrong: str) -> None:
-    text, change = WRONG[wrong]
-    case = Case((4, 2), layers=1)
-    texts, plan = texts_of(case, [3, 2]), balanced([3, 2], 2, Work(1, 1))
-    with sp.Mesh(comm, ring=2) as mesh:
-        model = case.model(mesh)
-        with pytest.raises(ValueError, match=text):
-            prefill_unequal(model, *(change(texts, plan) if comm.rank else (texts, plan)))
-        with pytest.raises(sp.CollectiveMismatch, match="a plan #"):
-            prefill_unequal(
-                model,
-                texts,
-                replace(plan, sharded=(), packed=((0,), (1,)) if comm.rank else ((1,), (0,))),
-            )
-        assert prefill_unequal(model, texts, plan).shape == (2, 13)
-    with sp.Mesh(comm, dp=2) as mesh, pytest.raises(sp.ShapeError, match="Leave dp out"):
-        prefill_unequal(case.model(mesh), texts, balanced([3, 2], 1, Work(1, 1)))

@@ -167,6 +167,7 @@ SUBJECTS = [
         TOKENS | ATTENTION | MASK | more | COMMON | LOWER,
         partial(masked, kind),
         covers=(f"{kind.made.__name__}.forward",),
+        together=({"rope": "given"},),
     )
     for more, kind in KINDS
 ]

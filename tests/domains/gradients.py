@@ -27,6 +27,8 @@ KINDS = {
     "two": ("float32", "bfloat16"),
     "three": ("float64", "float16", "float32"),
 }
+UNITS = {"float64": 1 + 2**-40, "float32": 1 + 2**-16}
+"""Numbers whose small multiples a dtype has, and no narrower one."""
 
 
 class Parameters:
@@ -60,11 +62,12 @@ class Parameters:
         return self.stage > 0 and number % 3 == 0
 
     def whole(self, number: int, *key: int, stage: int = 0) -> Tensor:
-        """Return a gradient of the whole parameter, as small whole numbers."""
+        """Return a gradient of the whole parameter, as small multiples of a unit."""
         seed = hash((self.drawn["seed"], number, stage * (number % 3 != 0), *key)) % 2**60
         kinds = KINDS[self.drawn["parameters.dtypes"]]
-        x = whole(seed, self.placements[number].shape, kinds[number % len(kinds)], -4, 4)
-        return x * self.drawn["parameters.magnitude"]
+        kind = kinds[number % len(kinds)]
+        x = whole(seed, self.placements[number].shape, kind, -4, 4)
+        return x * UNITS.get(kind, 1) * self.drawn["parameters.magnitude"]
 
     def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
         """Return what a rank of the tensor axis holds."""

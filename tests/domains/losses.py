@@ -140,6 +140,10 @@ def judge_loss(
     assert loss.dtype == accumulation_dtype(x.dtype)
     assert loss.requires_grad == drawn["logits.gradient"]
     near("loss", loss, want.loss, bound(want.loss_scale, loss.dtype, growth))
+    with torch.no_grad():
+        mine = labels[data.rank]
+        again = next_token_loss(x, mine, tensor=tensor, data=data, count=drawn["count"])
+    same(again, loss.detach())
     if not loss.requires_grad:
         return
     (grad,) = torch.autograd.grad(loss, x, torch.tensor(drawn["(upstream)"], dtype=loss.dtype))

@@ -30,7 +30,7 @@ class Mutant:
         file: that is changed.
         old: text that occurs in it exactly once, however the formatter breaks its lines.
         new: what takes its place.
-        tests: files that run first, those of the file's own room before others.
+        tests: files, or ids of tests, that run first; those of the file's own room before others.
         family: the class of bugs.
     """
 

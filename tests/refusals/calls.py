@@ -1,0 +1,309 @@
+"""Wrong calls of collectives, attention and layers, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES
+
+S, K, D = 12, 2, 8
+Wrong = Callable[[sp.Mesh, bool], object]
+"""A wrong call; the flag says whether the rank is the last."""
+Row = tuple[type[Exception], str, Wrong]
+"""An error, a part of its text, and the call."""
+Table = dict[str, dict[str, Row]]
+"""Rows by the axes of the mesh."""
+
+
+def comm_of(mesh: sp.Mesh) -> sp.Communicator:
+    return mesh[tuple(mesh.axes)]
+
+
+def attention(mesh: sp.Mesh, scheme: Any = sp.allgather_kv_attention, **changes: Any) -> Any:
+    """A valid call of a scheme, with changes."""
+    ranks, comm = mesh.size, comm_of(mesh)
+    given = {"heads": 2 * K, "kv_heads": K, "seq": S, **changes}
+    tokens = sp.Sharding.contiguous(given.pop("seq"), ranks).local_len(comm.rank)
+    shapes = [(2, tokens, given.pop(name), D) for name in ("heads", "kv_heads")]
+    q, k, v = (torch.ones(shapes[place]) for place in (0, 1, 1))
+    where = {"mesh": mesh} if scheme is sp.hybrid_attention else {"comm": comm}
+    return scheme(q, k, v, **where | {"sharding": sp.Sharding.contiguous(S, ranks)} | given)
+
+
+def scheme(change: Any = sp.allgather_kv_attention, **changes: Any) -> Any:
+    """Attention with changes on every rank."""
+    return lambda mesh, here: attention(mesh, change, **changes)
+
+
+def hybrid(**changes: Any) -> Any:
+    """Hybrid attention with changes on the last rank."""
+    return lambda mesh, here: attention(mesh, sp.hybrid_attention, **(changes if here else {}))
+
+
+def call(name: str, x: Any, **named: Any) -> Any:
+    """A collective of all ranks."""
+    return lambda mesh, here: getattr(sp, name)(x, comm=comm_of(mesh), **named)
+
+
+def either(name: str, other: str, *shape: int) -> Any:
+    """Another collective on the last rank."""
+    return lambda mesh, here: getattr(sp, other if here else name)(
+        torch.ones(shape or 2), comm=comm_of(mesh)
+    )
+
+
+def linear(kind: Any, x: Tensor | None = None, **changes: Any) -> Any:
+    """A parallel layer with changed arguments, called on tokens that the last rank may change."""
+
+    def make(mesh: sp.Mesh, here: bool) -> object:
+        tokens = sp.Sharding.contiguous(3 * mesh.size, mesh.size)
+        made = kind.from_linear(
+            nn.Linear(4, 6), **{"comm": comm_of(mesh), "sharding": tokens} | changes
+        )
+        return made(x if here else torch.ones(1, 3, 4))
+
+    return make
+
+
+EVERYWHERE: Table = {
+    "ring": {
+        "heads that do not divide": (sp.ShapeError, "heads", scheme(heads=5)),
+        "a mask for another length": (
+            sp.ShapeError,
+            "13",
+            scheme(mask=sp.Mask(documents=(0, 5, 13))),
+        ),
+        "a sharding for another length": (
+            sp.ShapeError,
+            "12",
+            lambda mesh, here: attention(mesh, seq=S + 2 * mesh.size),
+        ),
+        "integers": (
+            sp.DtypeError,
+            "int64",
+            lambda mesh, here: sp.ring_attention(
+                *(torch.ones(1, 2, 1, 4).long() for _ in "qkv"),
+                comm=comm_of(mesh),
+                sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size),
+            ),
+        ),
+        "a DTensor": (
+            sp.DtypeError,
+            "to_local",
+            call("all_gather", torch.ones(2).as_subclass(type("DTensor", (Tensor,), {}))),
+        ),
+        "a dim that is not there": (
+            sp.ShapeError,
+            "dim 3",
+            call("all_gather", torch.ones(2), dim=3),
+        ),
+        "a complex sum": (
+            sp.DtypeError,
+            "complex64",
+            call("all_reduce", torch.ones(2, dtype=torch.complex64)),
+        ),
+        "a sum of bools": (sp.DtypeError, "bool", call("all_reduce", torch.ones(2) > 0)),
+        "an unknown reduction": (ValueError, "prod", call("all_reduce", torch.ones(2), op="prod")),
+        "a gradient of max": (
+            ValueError,
+            "max",
+            call("all_reduce", torch.ones(2, requires_grad=True), op="max"),
+        ),
+        "a root that is not there": (
+            sp.ShapeError,
+            "root=9",
+            call("broadcast", torch.ones(2), root=9),
+        ),
+        "one dim twice": (
+            sp.ShapeError,
+            "different",
+            call("all_to_all", torch.ones(4, 4), split_dim=0, concat_dim=-2),
+        ),
+        "an algorithm of another collective": (
+            ValueError,
+            "bruck",
+            call("all_gather", torch.ones(2), algorithm="rabenseifner"),
+        ),
+        "no algorithm for a shift": (
+            ValueError,
+            "there are",
+            call("shift", torch.ones(2), algorithm="ring"),
+        ),
+        "an order that is not of the ranks": (
+            ValueError,
+            "deterministic",
+            call("all_reduce", torch.ones(2), algorithm="ring", deterministic=True),
+        ),
+        "the library is not deterministic": (
+            ValueError,
+            "deterministic",
+            call("reduce_scatter", torch.ones(2), algorithm="mpi", deterministic=True),
+        ),
+        "a gradient in place": (
+            ValueError,
+            "gradient",
+            call("all_reduce_", torch.ones(2, requires_grad=True)),
+        ),
+        "shared elements in place": (
+            sp.ShapeError,
+            "share memory",
+            call("all_reduce_", torch.ones(1).expand(3)),
+        ),
+        "overlapping rows in place": (
+            sp.ShapeError,
+            "share memory",
+            call("all_reduce_", torch.ones(4).unfold(0, 2, 1)),
+        ),
+        "no such plan": (
+            ValueError,
+            "all_swap",
+            lambda mesh, here: sp.plan("all_swap", torch.ones(1), comm=comm_of(mesh)),
+        ),
+        "an axis that is not there": (sp.ShapeError, "axes", lambda mesh, here: mesh["c"]),
+        "an axis twice": (sp.ShapeError, "axes", lambda mesh, here: mesh["ring", "ring"]),
+        "heads of a layer": (
+            sp.ShapeError,
+            "num_heads=5",
+            lambda mesh, here: sp.SelfAttention(16, 5, comm=comm_of(mesh)),
+        ),
+        "an unknown norm": (
+            ValueError,
+            "batch",
+            lambda mesh, here: sp.TransformerBlock(16, 4, norm="batch", comm=comm_of(mesh)),
+        ),
+        "features that do not add up": (
+            sp.ShapeError,
+            "add up to 6",
+            linear(sp.ColumnParallelLinear, sizes=[4, *[3] * 3]),
+        ),
+        "a layer for more ranks": (
+            sp.ShapeError,
+            "ranks",
+            linear(sp.RowParallelLinear, sharding=sp.Sharding.contiguous(6, 5)),
+        ),
+    }
+}
+"""What is wrong on every rank."""
+
+ON_ONE_RANK: Table = {
+    "ring": {
+        **{
+            f"{other} for {name}": (sp.CollectiveMismatch, other, either(name, other))
+            for name, other in (
+                ("all_reduce", "copy_to_group"),
+                ("all_reduce", "reduce_from_group"),
+                ("all_gather", "gather_replicated"),
+                ("all_gather", "all_gather_start"),
+                ("all_gather", "reduce_scatter"),
+            )
+        },
+        "another scheme": (
+            sp.CollectiveMismatch,
+            "ring_attention",
+            lambda mesh, here: attention(
+                mesh, sp.ring_attention if here else sp.allgather_kv_attention
+            ),
+        ),
+        "a softcap": (
+            sp.CollectiveMismatch,
+            "softcap",
+            lambda mesh, here: attention(mesh, softcap=2.0 if here else 1.0),
+        ),
+        "a term that there is not": (
+            TypeError,
+            "softcup",
+            lambda mesh, here: attention(mesh, **({"softcup": 1.0} if here else {})),
+        ),
+        "heads of q": (
+            sp.CollectiveMismatch,
+            "rank",
+            lambda mesh, here: attention(mesh, heads=4 * K if here else 2 * K),
+        ),
+        "other sizes": (
+            sp.CollectiveMismatch,
+            "sizes",
+            lambda mesh, here: sp.reduce_scatter(
+                torch.ones(4), comm=comm_of(mesh), sizes=[1, 3] if here else [2, 2]
+            ),
+        ),
+        "the number of tensors": (
+            sp.CollectiveMismatch,
+            "copy_all_to_group",
+            lambda mesh, here: sp.copy_all_to_group(
+                [torch.ones(2)] * (1 + here), comm=comm_of(mesh)
+            ),
+        ),
+        "another algorithm": (
+            sp.CollectiveMismatch,
+            "disagree",
+            lambda mesh, here: sp.all_reduce(
+                torch.ones(2), comm=comm_of(mesh), algorithm="ring" if here else "rabenseifner"
+            ),
+        ),
+        "a layer of another shape": (
+            sp.CollectiveMismatch,
+            "from_linear",
+            lambda mesh, here: sp.ColumnParallelLinear.from_linear(
+                nn.Linear(4, 6 + here), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(6, 2)
+            ),
+        ),
+        "tokens of a layer": (
+            sp.ShapeError,
+            "is needed on rank",
+            linear(sp.ColumnParallelLinear, torch.ones(1, 4, 4)),
+        ),
+        "a missing seed": (
+            ValueError,
+            "without seed=",
+            lambda mesh, here: sp.TransformerBlock(8, 2, comm=comm_of(mesh), dropout=0.1)(
+                torch.ones(1, 1, 8),
+                sharding=sp.Sharding.contiguous(2, 2),
+                seed=None if here else 3,
+            ),
+        ),
+    },
+    "ring ulysses": {
+        **{
+            f"the axes {axes!r}": (sp.ShapeError, "axes", hybrid(axes=axes))
+            for axes in (
+                ("ring", "tp"),
+                ("ring", "ring"),
+                ("ring", ["ulysses"]),
+                ("ring", "ulysses", 1),
+            )
+        },
+        "another axis of the exchange": (
+            sp.CollectiveMismatch,
+            "'ulysses'), ring]",
+            hybrid(ulysses="ring"),
+        ),
+        "another communicator of a hybrid": (
+            sp.ShapeError,
+            "comm is mesh",
+            lambda mesh, here: attention(
+                mesh, sp.hybrid_attention, comm=mesh["ring"] if here else comm_of(mesh)
+            ),
+        ),
+        **{
+            f"the log-sum-exp of {name}": (
+                sp.CollectiveMismatch,
+                "return_lse=True",
+                lambda mesh, here, scheme=scheme: attention(mesh, scheme, return_lse=here),
+            )
+            for name, scheme in {**SCHEMES, "hybrid": sp.hybrid_attention}.items()
+        },
+        "a product in another order": (
+            sp.CollectiveMismatch,
+            "mesh['ulysses', 'ring']",
+            lambda mesh, here: sp.all_reduce(
+                torch.ones(2), comm=mesh["ulysses", "ring"] if here else mesh["ring", "ulysses"]
+            ),
+        ),
+    },
+}
+"""What is wrong on the last rank only, or needs several."""

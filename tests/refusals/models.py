@@ -1,0 +1,345 @@
+"""Wrong calls of models, losses, gradients and pipelines, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from llama_cases import Case
+from refusals.calls import Table, Wrong, comm_of
+from torch import Tensor, nn
+
+import sp_core as sp
+from sp_core.llama import Decoder, Grid, Llama, generate, prefill_unequal
+from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
+from sp_core.llama.train import backward
+from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
+from sp_core.scheduling import Plan, Work, balanced
+
+CASE = Case((4, 2), layers=2)
+PLAN = balanced([3, 2], 2, Work(1, 1))
+TEXTS = [[1, 2, 3], [4, 5]]
+
+
+def reduced(mesh: sp.Mesh, *, without: bool = False, shape: tuple[int, ...] = (4, 2)) -> None:
+    parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))]
+    for parameter in parameters[without:]:
+        place(parameter, Placement.replicated(shape, mesh["ulysses"].size, partial=True))
+    reduce_gradients(parameters, data=mesh["ring"], tensor=mesh["ulysses"])
+
+
+def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: float = 1.0, placed: bool = True) -> float:
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), grad)
+    if placed:
+        place(parameter, Placement.replicated((4,), mesh["ulysses"].size))
+    return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
+
+
+def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, everywhere: bool) -> Any:
+    """The loss of changed labels."""
+
+    def compute(mesh: sp.Mesh, here: bool) -> Tensor:
+        tensor, data = mesh["ulysses"], mesh["ring"]
+        good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
+        bad = change(*good) if everywhere or data.rank == data.size - 1 else good
+        return next_token_loss(*bad, tensor=tensor, data=data)
+
+    return compute
+
+
+def sending(wrong: Wrong) -> Wrong:
+    """Let a call send messages before it can tell what is wrong."""
+
+    def call(mesh: sp.Mesh, here: bool) -> object:
+        try:
+            return wrong(mesh, here)
+        finally:
+            comm_of(mesh).counters.reset()
+
+    return call
+
+
+def logits(change: Callable[[Tensor], Tensor]) -> Any:
+    """The logits of tokens that are changed on the last rank."""
+    return lambda mesh, here: CASE.model(mesh)(
+        change(CASE.tokens(1, 3)) if here else CASE.tokens(1, 3),
+        sharding=sp.Sharding.contiguous(3 * mesh.size, mesh.size),
+    )
+
+
+def generated(prompts: list[list[int]], count: int) -> Any:
+    return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
+
+
+def decoded(tokens: list[list[int]]) -> Any:
+    def decode(mesh: sp.Mesh, here: bool) -> object:
+        decoder = Decoder(CASE.model(mesh), [3, 2])
+        decoder.prefill([[1, 2], []])
+        return decoder.decode(tokens)
+
+    return decode
+
+
+def unequal(texts: list[list[int]], plan: Plan) -> Any:
+    """Sequences or a plan that are wrong on the last rank."""
+    return lambda mesh, here: prefill_unequal(
+        CASE.model(mesh), *((texts, plan) if here else (TEXTS, PLAN))
+    )
+
+
+def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool) -> Any:
+    """A step of a pipeline with changed micro-batches."""
+
+    def step(mesh: sp.Mesh, here: bool) -> Tensor:
+        model = CASE.model(mesh)
+        sharding = sp.Sharding.contiguous(4, 1)
+        tokens = CASE.tokens(1, 4)
+        labels = next_token_labels(tokens, comm=model.grid.sequence, sharding=sharding)
+        good = MicroBatch(tokens, labels, sharding)
+        return loss_and_gradients(model, change(good) if here or everywhere else [good])
+
+    return step
+
+
+EVERYWHERE: Table = {
+    "ring": {
+        "labels of another shard": (
+            sp.ShapeError,
+            "own shard",
+            lambda mesh, here: next_token_labels(
+                torch.zeros(1, 3, dtype=torch.int64),
+                comm=comm_of(mesh),
+                sharding=sp.Sharding.contiguous(3 * mesh.size + 1, mesh.size),
+            ),
+        ),
+        "a scheme without its axes": (
+            ValueError,
+            "scheme 'hybrid' was asked for",
+            lambda mesh, here: Grid.of(mesh, "hybrid"),
+        ),
+        "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
+        "too many positions": (
+            ValueError,
+            "exceeds the model's 128 positions",
+            generated([[1]], 128),
+        ),
+        "a prompt beyond the vocabulary": (
+            ValueError,
+            "vocabulary has 0..12",
+            generated([[13]], 1),
+        ),
+        "a negative number of tokens": (ValueError, "max_tokens=-1", generated([[1]], -1)),
+        "tokens without room": (sp.ShapeError, "room for 3", sending(decoded([[1, 2], [3]]))),
+        "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
+        "no token to decode": (ValueError, "no token", sending(decoded([[], []]))),
+        "an empty sequence": (
+            ValueError,
+            "sequence 1 is empty",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2], []]),
+        ),
+        "a sequence beyond the vocabulary": (
+            ValueError,
+            "vocabulary",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 13]]),
+        ),
+        "no sequence": (
+            ValueError,
+            "none of the labels",
+            sending(lambda mesh, here: backward(CASE.model(mesh), [])),
+        ),
+        "sequences without a label": (
+            ValueError,
+            "none of the labels",
+            sending(lambda mesh, here: backward(CASE.model(mesh), [[1], [2]])),
+        ),
+    },
+    "sp": {
+        "a LLaMA over an axis that it does not know": (
+            sp.ShapeError,
+            "a LLaMA can use",
+            lambda mesh, here: Grid.of(mesh),
+        ),
+    },
+}
+"""What is wrong on every rank."""
+
+ON_ONE_RANK: Table = {
+    "ring": {
+        "a token beyond the vocabulary": (
+            ValueError,
+            "vocabulary has 0..12",
+            logits(lambda x: x + 13),
+        ),
+        "tokens of another dtype": (sp.DtypeError, "int64", logits(lambda x: x.int())),
+        "another shard": (sp.ShapeError, "own shard", logits(lambda x: x[:, 1:])),
+        "a plan for other lengths": (
+            sp.ShapeError,
+            "Make a plan for these",
+            unequal([[1], *TEXTS], PLAN),
+        ),
+        "a plan for more ranks": (
+            sp.ShapeError,
+            "Make a plan for these",
+            unequal(TEXTS, balanced(PLAN.lengths, 3, Work(1, 1))),
+        ),
+        "a sequence without tokens": (
+            ValueError,
+            "sequence 1 without tokens",
+            unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
+        ),
+        "a sequence beyond the vocabulary": (
+            ValueError,
+            "vocabulary has 0..12",
+            unequal([[13] * 3, TEXTS[1]], PLAN),
+        ),
+    },
+    "dp": {
+        "unequal sequences on replicas": (
+            sp.ShapeError,
+            "Leave dp out",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
+            ),
+        ),
+    },
+    "tp": {
+        "too many tensor ranks": (
+            sp.ShapeError,
+            "2 tensor ranks are too many for num_attention_heads=1",
+            lambda mesh, here: Llama(Case((1, 1)).config, Grid.of(mesh)),
+        ),
+    },
+    "pp": {
+        "a call of one stage": (
+            sp.ShapeError,
+            "Use Decoder",
+            lambda mesh, here: CASE.model(mesh)(
+                CASE.tokens(1, 4), sharding=sp.Sharding.contiguous(4, 1)
+            ),
+        ),
+        "more stages than layers": (
+            sp.ShapeError,
+            "Use pp <= 1",
+            lambda mesh, here: Llama(Case((4, 2), layers=1).config, Grid.of(mesh)),
+        ),
+        "no micro-batch for a decoder": (
+            sp.ShapeError,
+            "micro_batches=0",
+            lambda mesh, here: Decoder(CASE.model(mesh), [3], micro_batches=0),
+        ),
+        "more micro-batches": (
+            sp.CollectiveMismatch,
+            "2 micro-batches",
+            micro_batches(lambda good: [good] * 2, everywhere=False),
+        ),
+        "no valid label": (
+            ValueError,
+            "no label of any micro-batch is valid",
+            micro_batches(
+                lambda good: [replace(good, labels=torch.full_like(good.labels, IGNORED))],
+                everywhere=True,
+            ),
+        ),
+        **{
+            f"{name} on {'every' if everywhere else 'one'} rank": (
+                kind,
+                text,
+                micro_batches(change, everywhere=everywhere),
+            )
+            for everywhere in (False, True)
+            for name, kind, text, change in (
+                ("no micro-batch", sp.ShapeError, "no micro-batch", lambda good: []),
+                (
+                    "a token beyond the vocabulary",
+                    ValueError,
+                    "vocabulary has 0..12",
+                    lambda good: [replace(good, tokens=good.tokens + 13)],
+                ),
+                (
+                    "labels of fewer tokens",
+                    sp.ShapeError,
+                    "needed as many",
+                    lambda good: [replace(good, labels=good.labels[:, 1:])],
+                ),
+                (
+                    "labels of another dtype",
+                    sp.ShapeError,
+                    "needed as many, of int64",
+                    lambda good: [replace(good, labels=good.labels.double())],
+                ),
+                (
+                    "a label beyond the vocabulary",
+                    ValueError,
+                    "vocabulary has 0..12",
+                    lambda good: [replace(good, labels=good.labels + 13)],
+                ),
+                (
+                    "documents for another length",
+                    sp.ShapeError,
+                    "documents",
+                    lambda good: [replace(good, mask=sp.Mask(documents=(0, 3)))],
+                ),
+            )
+        },
+    },
+    "ring ulysses": {
+        "a missing placement": (
+            sp.ShapeError,
+            "no placement",
+            lambda mesh, here: reduced(mesh, without=here),
+        ),
+        "a placement of another shape": (
+            sp.ShapeError,
+            "does not hold that shape",
+            lambda mesh, here: reduced(mesh, shape=(5, 2) if here else (4, 2)),
+        ),
+        "a placement missing for the norm": (
+            sp.ShapeError,
+            "no placement",
+            lambda mesh, here: clipped(mesh, placed=not here),
+        ),
+        "a norm that is not finite": (
+            ValueError,
+            "norm of the gradients is inf",
+            sending(lambda mesh, here: clipped(mesh, grad=torch.inf)),
+        ),
+        "another norm": (
+            sp.CollectiveMismatch,
+            "max_norm=2.0",
+            lambda mesh, here: clipped(mesh, 2.0 if here else 1.0),
+        ),
+        **{
+            f"a norm of {wrong}": (
+                ValueError,
+                f"max_norm={wrong!r}",
+                lambda mesh, here, wrong=wrong: clipped(mesh, wrong if here else 1.0),
+            )
+            for wrong in (0.0, -1.0, True)
+        },
+        "a label beyond the vocabulary": (
+            ValueError,
+            "vocabulary has 0..3",
+            loss(lambda x, y: (x, y + 4), everywhere=False),
+        ),
+        "labels of another shape": (
+            sp.ShapeError,
+            "needed (..., V/T",
+            loss(lambda x, y: (x, y[:, 1:]), everywhere=False),
+        ),
+        "labels of another dtype": (
+            sp.DtypeError,
+            "int64",
+            loss(lambda x, y: (x, y.int()), everywhere=False),
+        ),
+        "no valid label": (
+            ValueError,
+            "none of the labels",
+            loss(lambda x, y: (x, torch.full_like(y, IGNORED)), everywhere=True),
+        ),
+    },
+}
+"""What is wrong on the last rank only, or needs several."""
