@@ -84,6 +84,16 @@ def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
     return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
 
 
+@given(st.data(), st.integers(0, 40), st.integers(0, 40), st.integers(0, 9))
+def test_the_count_of_visible_keys_is_the_definition(
+    data: st.DataObject, length: int, kv_length: int, start: int
+) -> None:
+    mask = data.draw(masks(length, kv_length))
+    queries, keys = range(min(start, length), length), range(min(start, kv_length), kv_length)
+    expected = mask.allowed(queries, keys).sum(1).tolist()
+    assert plans.count_visible(mask, queries, keys).tolist() == expected
+
+
 def visible_in(
     block: Block, mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]
 ) -> Tensor:

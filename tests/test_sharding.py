@@ -52,7 +52,8 @@ def test_zigzag_balances_causal_work_exactly_and_contiguous_does_not(chunk: int,
 
 def loads(sharding: Sharding, mask: Mask) -> list[int]:
     """Count the visible pairs of each rank."""
-    work = mask.allowed(range(sharding.seq_len), range(sharding.seq_len)).sum(1)
+    keys = mask.kv_documents[-1] if mask.kv_documents else sharding.seq_len
+    work = mask.allowed(range(sharding.seq_len), range(keys)).sum(1)
     return [int(work[sharding.positions(rank)].sum()) for rank in range(sharding.size)]
 
 
@@ -89,8 +90,28 @@ def test_chunks_are_chosen_so_that_work_is_even_within_2_percent(mask: Mask, siz
     assert max(work) * size <= 1.02 * sum(work)
 
 
-def test_chunks_stay_as_long_as_the_work_allows() -> None:
+def test_a_last_chunk_that_is_short_and_heavy_is_dealt_last() -> None:
+    made = Sharding.balanced(11, 2, Mask(causal=True), chunk=4)
+    assert sorted(made.lengths) == [4, 7]
+
+
+def test_work_is_counted_on_the_keys_of_other_documents() -> None:
+    mask = Mask(documents=(0, 1, 2, 3, 4), kv_documents=(0, 10, 110, 200, 205))
+    assert sorted(loads(Sharding.balanced(4, 2, mask, chunk=1), mask)) == [100, 105]
+
+
+@pytest.mark.parametrize("bounds", [(0, 3000, 4096), (0, 700, 800, 2000, 2050, 4096)])
+def test_chunks_are_halved_only_until_the_work_is_even(bounds: tuple[int, ...]) -> None:
     """Long runs of positions are fast in kernels."""
+    mask = Mask(causal=True, documents=bounds)
+    lengths = [512 >> halved for halved in range(5)]
+    made = [Sharding.balanced(4096, 4, mask, chunk=length) for length in lengths]
+    even = [max(loads(x, mask)) * 4 <= 1.02 * sum(loads(x, mask)) for x in made]
+    assert not even[0]
+    assert Sharding.balanced(4096, 4, mask) == made[even.index(True)]
+
+
+def test_zigzag_is_what_causal_work_needs() -> None:
     made, zigzag = Sharding.balanced(4096, 4, Mask(causal=True)), Sharding.zigzag(4096, 4)
     for rank in range(4):
         assert made.positions(rank).tolist() == zigzag.positions(rank).tolist()
