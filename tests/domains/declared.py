@@ -137,6 +137,7 @@ SLOW = {
         ("(call)", "100th"),
         ("comm.ranks", "9 to 17"),
         ("q.seq_len", "thousands"),
+        ("x.seq_len", "thousands"),
     ),
     *(
         ("mesh.ring", "4 to 5"),
