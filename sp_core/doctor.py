@@ -29,7 +29,7 @@ from sp_core.machine import cores, cpu_model, loaded_library
 from sp_core.mesh import Mesh, read_nodes
 from sp_core.probing import bounded, in_job, last_line, launch_problem
 from sp_core.schedules import defaults
-from sp_core.transport import NAMES
+from sp_core.transport import NAMES, count_devices
 from sp_core.transport.cuda_aware import no_device_memory
 from sp_core.tuning import FileError, find
 
@@ -324,7 +324,7 @@ def _transports(device: str | None) -> Iterator[Finding]:
     from mpi4py import MPI
 
     for kind, names in NAMES.items():
-        present = kind == "cpu" or torch.cuda.is_available()
+        present = kind == "cpu" or count_devices(kind) > 0
         for name in names:
             if present:
                 yield _try(MPI.COMM_WORLD, kind, name)
@@ -365,9 +365,9 @@ def _gather(world: Intracomm, kind: str, name: str) -> str:
     Return why shared memory is not used although it was asked for, or nothing.
     """
     device = (
-        torch.device(kind, world.rank % torch.cuda.device_count())
-        if kind == "cuda"
-        else torch.device(kind)
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, world.rank % count_devices(kind))
     )
     with Mesh(world, device=device, transport=name, all=world.size) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)

@@ -21,7 +21,7 @@ from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
-from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, choose, wait
+from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, choose, count_devices, wait
 from sp_core.tuning import Tuning, find
 
 if TYPE_CHECKING:
@@ -348,21 +348,21 @@ def _device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, TypeError) as error:
         text = str(error).splitlines()[0]
         raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
-    if found.type != "cuda":
+    if (kind := found.type) == "cpu" or kind not in NAMES:  # `choose` refuses the latter
         return found
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = count_devices(kind)
     if count == 0:
         raise DeviceError(
-            "device 'cuda' was asked for, but torch sees no CUDA device. Pass device='cpu', or "
-            "install torch with CUDA."
+            f"device {kind!r} was asked for, but torch sees no {kind.upper()} device. Pass "
+            f"device='cpu', or install torch with {kind.upper()}."
         )
-    index = torch.cuda.current_device() if found.index is None else found.index
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
     if index >= count:
         raise DeviceError(
-            f"device {str(found)!r} was asked for; there are {count} CUDA devices, cuda:0 to "
-            f"cuda:{count - 1}."
+            f"device {str(found)!r} was asked for; there are {count} {kind.upper()} devices, "
+            f"{kind}:0 to {kind}:{count - 1}."
         )
-    return torch.device("cuda", index)
+    return torch.device(kind, index)
 
 
 def fingerprint() -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -77,16 +76,11 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """A runtime, and a torch.cuda that has nothing to do."""
-    made = Runtime()
-    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
-    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    """A runtime, and streams that have nothing to do."""
+    made, stream = Runtime(), MagicMock(native_handle=0)
     monkeypatch.setattr(cuda, "_runtime", lambda: made)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
     return made
 
 

@@ -44,7 +44,8 @@ def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind:
             torch.full((1, 8 // comm.size), 3)
             if kind == "llama"
             else torch.ones(1, 8 // comm.size, 8)
-        )
+        ).to(mesh.device)
+        layer.to(mesh.device)
         call = layer if kind == "column" else partial(layer, sharding=sharding)
         other = copy.deepcopy(layer)
         before = call(x)

@@ -71,8 +71,10 @@ def test_ranks_are_numbered_with_the_last_axis_fastest(
 def test_a_gpu_is_the_current_one_unless_it_is_numbered(
     asked: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"is_available": True, "device_count": 2, "current_device": 1}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    cuda, answers = torch.device("cuda"), {"device_count": 2, "current_device_index": 1}
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     if found.startswith("cuda"):
         assert str(_device(asked)) == found
         return

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,16 +82,23 @@ class Stream(threading.local):
     def __init__(self) -> None:
         self.name, self.waited = "first", []
 
-    def current(self, _: Any = None) -> SimpleNamespace:
-        name = self.name
-        wait = lambda stream: self.waited.append((name, stream.name))  # noqa: E731
-        return SimpleNamespace(name=name, device=torch.device("cuda", 0), wait_stream=wait)
+    def current(self, _: Any = None) -> Any:
+        streams, name = self, self.name
 
-    @contextmanager
-    def on(self, stream: SimpleNamespace) -> Iterator[None]:
-        before, self.name = self.name, stream.name
-        yield
-        self.name = before
+        class Current(ExitStack):
+            device = torch.device("cuda", 0)
+
+            def wait_stream(self, stream: Any) -> None:
+                streams.waited.append((name, stream.name))
+
+            def __enter__(self) -> Any:
+                self.callback(setattr, streams, "name", streams.name)
+                streams.name = name
+                return self
+
+        current = Current()
+        current.name = name
+        return current
 
 
 def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
@@ -101,8 +106,7 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
 ) -> None:
     """Whoever polls: here both ranks do so on another stream."""
     stream = Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", stream.current)
-    monkeypatch.setattr(torch.cuda, "stream", stream.on)
+    monkeypatch.setattr(torch.accelerator, "current_stream", stream.current)
 
     def body(comm: Any) -> tuple[set[str], list[tuple[str, str]], Tensor]:
         with sp.Mesh(comm, sp=comm.size) as mesh:

@@ -204,7 +204,7 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
         ]
         pairs += [(grads["dk"], *shards.keys(want.dk)), (grads["dv"], *shards.keys(want.dv))]
         squares = torch.stack([(a.detach().cpu().double() - b).square().mean() for a, b in pairs])
-        return sp.all_reduce(squares, comm=group).div(group.size).sqrt()
+        return sp.all_reduce(squares.to(group.device), comm=group).div(group.size).sqrt().cpu()
 
     with sp.Mesh(comm, device=device(), one=1, four=4) as mesh:
         ratios = errors(mesh["four"]) / errors(mesh["one"])

@@ -29,6 +29,8 @@ from sp_core.attention.merge import accumulation_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
+FUSED = {"cuda"}
+"""Kinds of device that have torch's CUDA kernels."""
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Strip = tuple[slice, slice, Tensor | None]
@@ -65,7 +67,7 @@ def backend_for(
         return "plain"
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"
-    if device_type != "cuda" or kind == "partial" or logits.softmax_scale <= 0:
+    if device_type not in FUSED or kind == "partial" or logits.softmax_scale <= 0:
         return "plain"
     if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
         return "flash_cuda"

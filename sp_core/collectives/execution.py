@@ -250,7 +250,7 @@ class Running:
             tuple[int, Handle]
         ] = []  # sends, and the step that has to wait for them
         self._stream = (
-            torch.cuda.current_stream(bound.device) if bound.device.type == "cuda" else None
+            None if bound.device.type == "cpu" else torch.accelerator.current_stream(bound.device)
         )
         self._post()
 
@@ -258,10 +258,10 @@ class Running:
         """Combine what has arrived and post the next steps. Return True once all is done."""
         if self._stream is None:
             return self._advance()
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             complete = self._advance()
         if complete:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         return complete
 
     def _advance(self) -> bool:

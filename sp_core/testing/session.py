@@ -280,23 +280,24 @@ def tier() -> Literal["threads", "mpi"]:
 def device() -> torch.device:
     """Return the device that the tests of this rank use, as `--sp-device` says.
 
-    For CUDA it is the GPU of this rank's number on its machine. With `--sp-share-gpu` there may be
-    fewer GPUs than ranks, which are then given out round-robin.
+    For an accelerator it is the one of this rank's number on its machine. With `--sp-share-gpu`
+    there may be fewer of them than ranks, which are then given out round-robin.
 
     Raises:
         DeviceError: there are fewer GPUs than ranks on this machine, and sharing was not asked for.
     """
     import torch
 
-    if current.device != "cuda":
-        return torch.device(current.device)
+    if current.device == "cpu":
+        return torch.device("cpu")
     from sp_core.errors import DeviceError
+    from sp_core.transport import count_devices
 
     local = next((int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ), 0)
-    count = torch.cuda.device_count()
+    count = count_devices(current.device)
     if local >= count and not (current.share_gpu and count):
         raise DeviceError(
-            f"local rank {local} has no GPU of its own: this machine offers {count}. "
+            f"local rank {local} has no {current.device} device of its own: torch sees {count}. "
             "Pass --sp-share-gpu or start fewer ranks."
         )
-    return torch.device("cuda", local % count)
+    return torch.device(current.device, local % count)

@@ -33,6 +33,7 @@ __all__ = [
     "Transport",
     "Window",
     "choose",
+    "count_devices",
     "make_transport",
     "make_window",
     "wait",
@@ -114,6 +115,12 @@ def choose(name: str | HostWrapper, device: torch.device) -> str | HostWrapper:
     )
 
 
+def count_devices(kind: str) -> int:
+    """Return how many devices of a kind torch sees; 0 if its accelerator is of another kind."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.device_count() if found and found.type == kind else 0
+
+
 def _staged(
     name: str, host: HostTransport, device: torch.device, size: int, poll: Callable[[], None]
 ) -> Transport:
@@ -131,7 +138,9 @@ def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Tr
     cuda_aware.refuse_host_only(
         comm, lambda: why_not or (cuda_aware.no_device_memory(device.type) if first else "")
     )
-    return cuda_aware.DeviceTransport(comm, lambda: torch.cuda.current_stream(device).synchronize())
+    return cuda_aware.DeviceTransport(
+        comm, lambda: torch.accelerator.current_stream(device).synchronize()
+    )
 
 
 def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:

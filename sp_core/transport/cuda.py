@@ -34,11 +34,9 @@ class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-def _reached(stream: torch.cuda.Stream) -> Transfer:
+def _reached(stream: torch.Stream) -> Transfer:
     """Return a handle of what has been asked of a stream so far."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return Transfer([event.query])
+    return Transfer([stream.record_event().query])
 
 
 class CudaStreams:
@@ -46,8 +44,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
+        self._down = torch.Stream(device)
+        self._up = torch.Stream(device)
 
     def buffer(self, nbytes: int) -> Tensor:
         """Page-locked host memory."""
@@ -55,18 +53,18 @@ class CudaStreams:
 
     def begin(self) -> None:
         """Let both copy streams wait for the current stream."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
         self._down.wait_stream(current)
         self._up.wait_stream(current)
 
     def download(self, host: Tensor, device: Tensor) -> None:
         """Begin a copy on the stream that goes down."""
-        with torch.cuda.stream(self._down):
+        with self._down:
             host.copy_(device, non_blocking=True)
 
     def upload(self, device: Tensor, host: Tensor) -> None:
         """Begin a copy on the stream that goes up."""
-        with torch.cuda.stream(self._up):
+        with self._up:
             device.copy_(host, non_blocking=True)
 
     def downloaded(self) -> Transfer:
@@ -79,7 +77,7 @@ class CudaStreams:
 
     def finish(self) -> None:
         """Let the current stream wait for the stream that goes up."""
-        torch.cuda.current_stream(self._device).wait_stream(self._up)
+        torch.accelerator.current_stream(self._device).wait_stream(self._up)
 
 
 class CudaStream:
@@ -91,15 +89,15 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
 
     def begin(self) -> None:
         """Let the stream wait for the current one."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def launch(self, work: Sequence[Work]) -> Transfer:
         """Launch on the stream."""
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             for item in work:
                 item()
         return _reached(self._stream)
@@ -107,7 +105,7 @@ class CudaStream:
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """Return a copy on the stream, wherever its two sides are."""
         sides = _pointer(into), _pointer(part)
-        stream = ctypes.c_void_p(self._stream.cuda_stream)
+        stream = ctypes.c_void_p(self._stream.native_handle)  # type: ignore[attr-defined]
         return partial(
             _call,
             "cudaMemcpyAsync",
@@ -128,7 +126,7 @@ class CudaMemory(CudaStream):
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
         """Memory from cudaMalloc, outside of torch's allocator."""
         pointer, handle = ctypes.c_void_p(), Handle()
-        with torch.cuda.device(self._device):
+        with torch.accelerator.device_index(self._device.index):
             _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
             try:
                 _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
@@ -147,7 +145,7 @@ class CudaMemory(CudaStream):
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
         pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(offer.handle)
-        with torch.cuda.device(self._device):
+        with torch.accelerator.device_index(self._device.index):
             _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), handle, ctypes.c_uint(PEER_ACCESS))
         self._opened.add(int(pointer.value or 0))
         return tensor_at(int(pointer.value or 0), offer.nbytes, self._device)
@@ -156,12 +154,12 @@ class CudaMemory(CudaStream):
         """Unmap what a handle led to."""
         if x.data_ptr() in self._opened:
             self._opened.remove(x.data_ptr())
-            with torch.cuda.device(self._device):
+            with torch.accelerator.device_index(self._device.index):
                 _call("cudaIpcCloseMemHandle", _pointer(x))
 
     def free(self, x: Tensor) -> None:
         """Give memory back to the runtime."""
-        with torch.cuda.device(self._device):
+        with torch.accelerator.device_index(self._device.index):
             _call("cudaFree", _pointer(x))
 
 
@@ -190,7 +188,7 @@ class PinnedMemory(CudaStream):
 
     def close(self, x: Tensor) -> None:
         """Let the device forget it, and unmap it."""
-        with torch.cuda.device(self._device):
+        with torch.accelerator.device_index(self._device.index):
             _call("cudaHostUnregister", _pointer(x))
         del _REGISTERED[x.data_ptr()]
 
@@ -198,7 +196,7 @@ class PinnedMemory(CudaStream):
 
     def _registered(self, host: Tensor) -> Tensor:
         flags = ctypes.c_uint(0)
-        with torch.cuda.device(self._device):
+        with torch.accelerator.device_index(self._device.index):
             _call("cudaHostRegister", _pointer(host), ctypes.c_size_t(host.nbytes), flags)
         _REGISTERED[host.data_ptr()] = host
         return tensor_at(host.data_ptr(), host.nbytes, self._device)

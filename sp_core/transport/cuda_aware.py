@@ -50,7 +50,7 @@ from mpi4py import MPI
 from sp_core.transport.cuda_aware import memory
 x = torch.arange(1 << 18, dtype=torch.int32, device=sys.argv[1])
 y, z = torch.zeros_like(x), torch.zeros_like(x)
-settle = torch.cuda.synchronize if x.is_cuda else int
+settle = int if x.is_cpu else torch.accelerator.synchronize
 settle()
 MPI.COMM_SELF.Sendrecv(memory(x), 0, 0, memory(y), 0, 0)
 MPI.COMM_SELF.Allreduce(memory(x), memory(z))
