@@ -168,6 +168,9 @@ PROGRAMS = {
     "mpi4py": Program(
         "Run mpi4py's own tests through the checked communicator.", "mpi4py_suite", MPIS
     ),
+    "device": Program(
+        "Run the code for CUDA on a device without hardware; needs a C++ compiler.", "device"
+    ),
     "docs": Program(
         "Build the documentation into site/; a warning is an error.",
         "mkdocs build --quiet",

@@ -1,0 +1,421 @@
+// The device `late` for torch: allocators, streams, copies, views and kernels of attention.
+// Everything else runs on the CPU, on copies (`fallback`); its results arrive late, too.
+#include "runtime.h"
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+namespace {
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceType;
+using Sizes = at::IntArrayRef;
+
+constexpr auto LATE = DeviceType::PrivateUse1;
+
+thread_local int current_device = 0;
+thread_local std::int64_t current_stream[late::DEVICES] = {};
+thread_local bool in_fallback = false; // what is copied up then belongs to nobody else
+
+late::Stream* stream_on(const Device& device) {
+  int index = device.has_index() ? device.index() : current_device;
+  return late::stream_of(index, current_stream[index]);
+}
+
+// ---- memory
+
+struct Block { // what the storage of a tensor holds
+  void* place;
+  std::size_t nbytes;
+  late::Stream* stream;
+  std::vector<late::Event> users; // other streams that use it, by `record_stream`
+};
+
+void poison(late::Stream* stream, void* place, std::size_t nbytes) {
+  late::add(stream, [to = late::shadow(place), nbytes] { std::memset(to, late::POISON, nbytes); });
+}
+
+// As CUDA's allocator: freed memory waits for no other stream than its own and the recorded ones.
+void free_block(void* given) {
+  std::unique_ptr<Block> block(static_cast<Block*>(given));
+  for (auto& event : block->users) late::block(event, block->stream);
+  poison(block->stream, block->place, block->nbytes);
+  late::add(block->stream, [place = block->place] { late::release(place); });
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    Device device(LATE, static_cast<c10::DeviceIndex>(current_device));
+    if (nbytes == 0) return {nullptr, nullptr, nullptr, device};
+    auto* block = new Block{late::allocate(nbytes), nbytes, stream_on(device), {}};
+    poison(block->stream, block->place, nbytes);
+    return {block->place, block, &free_block, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void*, const void*, std::size_t) const override {
+    TORCH_CHECK(false, "late: storages cannot be copied");
+  }
+};
+
+void free_pinned(void* place) {
+  late::unpin(place);
+  std::free(place);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    void* place = std::aligned_alloc(64, (nbytes / 64 + 1) * 64);
+    std::memset(place, late::POISON, nbytes);
+    late::pin(place, nbytes);
+    return {place, place, &free_pinned, Device(DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* into, const void* part, std::size_t nbytes) const override {
+    std::memcpy(into, part, nbytes);
+  }
+};
+
+DeviceAllocator device_allocator;
+PinnedAllocator pinned_allocator;
+REGISTER_ALLOCATOR(LATE, &device_allocator);
+
+// ---- devices, streams and events
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = LATE;
+  static late::Stream* native(const c10::Stream& stream) {
+    return late::stream_of(stream.device_index(), stream.id());
+  }
+  static c10::Stream named(const late::Stream* stream) {
+    Device device(LATE, static_cast<c10::DeviceIndex>(stream->device));
+    return c10::Stream(c10::Stream::UNSAFE, device, stream->id);
+  }
+  DeviceType type() const override { return LATE; }
+  c10::DeviceIndex deviceCount() const noexcept override { return late::DEVICES; }
+  Device getDevice() const override {
+    return {LATE, static_cast<c10::DeviceIndex>(current_device)};
+  }
+  void setDevice(Device device) const override {
+    TORCH_CHECK(device.index() < late::DEVICES, "late: there are ", late::DEVICES, " devices");
+    uncheckedSetDevice(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.has_index()) current_device = device.index();
+  }
+  Device exchangeDevice(Device device) const override {
+    Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::Stream getStream(Device device) const override { return named(stream_on(device)); }
+  c10::Stream getDefaultStream(Device device) const override {
+    return named(late::stream_of(device.has_index() ? device.index() : current_device, 0));
+  }
+  c10::Stream getNewStream(Device device, int) const override {
+    return named(late::new_stream(device.has_index() ? device.index() : current_device));
+  }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return native(stream); }
+  bool queryStream(const c10::Stream& stream) const override { return late::query(native(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    late::run_all(native(stream));
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { late::run_device(device); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<late::Event*>(event);
+  }
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex device,
+      const c10::EventFlag) const override {
+    TORCH_CHECK(
+        device == -1 || device == stream.device_index(), "late: the event belongs to device ",
+        device, ", the stream to device ", stream.device_index());
+    if (!*event) *event = new late::Event;
+    late::record(*static_cast<late::Event*>(*event), native(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) late::block(*static_cast<late::Event*>(event), native(stream));
+  }
+  bool queryEvent(void* event) const override {
+    return !event || late::query(*static_cast<late::Event*>(event));
+  }
+  void synchronizeEvent(void* given) const override {
+    auto* event = static_cast<late::Event*>(given);
+    if (event && event->stream) late::run_to(event->stream, event->point);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    auto* block = static_cast<Block*>(data.get_context());
+    if (!block || data.get_deleter() != &free_block) return;
+    late::Event event;
+    late::record(event, native(stream));
+    block->users.push_back(event);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return late::DEVICES; }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(current_device);
+  }
+  void setCurrentDevice(c10::DeviceIndex device) const override { exchangeDevice(device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return Guard().exchangeDevice({LATE, device}).index();
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+  bool isPinnedPtr(const void* data) const override { return late::is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+};
+
+Hooks hooks;
+[[maybe_unused]] const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
+
+// ---- copies
+
+// View the memory of a device tensor as a tensor of the host, for kernels only.
+Tensor open(const Tensor& x) {
+  void* place = x.numel() ? late::shadow(x.data_ptr()) : nullptr;
+  TORCH_CHECK(place || !x.numel(), "late: ", x.data_ptr(), " is no memory of this device");
+  return at::from_blob(place, x.sizes(), x.strides(), x.options().device(at::kCPU));
+}
+
+void copy_now(const Tensor& into, const Tensor& part) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard no_python(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  into.copy_(part);
+}
+
+Tensor copy_from(const Tensor& part, const Tensor& into, bool non_blocking) {
+  bool down = into.is_cpu(), up = part.is_cpu();
+  auto* stream = stream_on((down ? part : into).device());
+  if (down) {
+    late::add(stream, [into = into.detach(), part = open(part)] { copy_now(into, part); });
+    if (!non_blocking || !into.is_pinned()) late::run_all(stream);
+    return into;
+  }
+  // Pageable memory is read before the call returns. Pinned memory stays until the copy was made.
+  bool is_kept = !up || in_fallback || (non_blocking && part.is_pinned());
+  Tensor from = up ? (is_kept ? part.detach() : part.clone()) : open(part);
+  if (!up && part.device() != into.device()) {
+    late::Event event; // the stream of the other device goes first
+    late::record(event, stream_on(part.device()));
+    late::block(event, stream);
+  }
+  late::add(stream, [into = open(into), from] { copy_now(into, from); });
+  if (up && !non_blocking && !in_fallback) late::run_all(stream);
+  return into;
+}
+
+void record_stream(Tensor& x, c10::Stream stream) {
+  Guard().recordDataPtrOnStream(x.storage().data_ptr(), stream);
+}
+
+at::Scalar local_scalar(const Tensor& x) {
+  return x.cpu().item();
+}
+
+// ---- making and viewing
+
+using Bool = std::optional<bool>;
+
+Tensor empty(
+    Sizes sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device> device, Bool, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_generic(
+      sizes, &device_allocator, keys, c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(
+    Sizes sizes, Sizes strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device> device, Bool) {
+  c10::OptionalDeviceGuard guard(device);
+  constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  return at::detail::empty_strided_generic(
+      sizes, strides, &device_allocator, keys, c10::dtype_or_default(dtype));
+}
+
+const Tensor& resize_storage(const Tensor& x, Sizes sizes, std::optional<at::MemoryFormat>) {
+  auto* impl = x.unsafeGetTensorImpl();
+  auto nbytes = at::detail::computeStorageNbytesContiguous(
+      sizes, x.element_size(), static_cast<std::size_t>(x.storage_offset()));
+  if (nbytes > x.storage().nbytes()) {
+    c10::DeviceGuard guard(x.device());
+    auto fresh = device_allocator.allocate(nbytes);
+    if (x.storage().nbytes())
+      late::add(
+          stream_on(x.device()),
+          [to = late::shadow(fresh.get()), from = late::shadow(x.storage().data()),
+           size = x.storage().nbytes()] { std::memmove(to, from, size); });
+    x.storage().set_data_ptr_noswap(std::move(fresh));
+    x.storage().set_nbytes(nbytes);
+  }
+  impl->set_sizes_contiguous(sizes);
+  return x;
+}
+
+Tensor copy_from_and_resize(const Tensor& part, const Tensor& into) {
+  if (part.sizes() != into.sizes()) resize_storage(into, part.sizes(), {});
+  return copy_from(part, into, false);
+}
+
+Tensor& set_storage(Tensor& x, at::Storage source, std::int64_t offset, Sizes sizes, Sizes strides) {
+  x.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  x.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return x;
+}
+
+Tensor& set_whole_storage(Tensor& x, at::Storage source) {
+  auto count = static_cast<std::int64_t>(source.nbytes() / x.element_size());
+  return set_storage(x, std::move(source), 0, {count}, {1});
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  bool before = std::exchange(in_fallback, true);
+  try {
+    at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+  } catch (...) {
+    in_fallback = before;
+    throw;
+  }
+  in_fallback = before;
+}
+
+// ---- kernels of attention, with the demands and the layouts of CUDA's
+
+using Scale = std::optional<double>;
+using Some = std::initializer_list<Tensor>;
+
+void demand_alignment(Some tensors) {
+  for (const Tensor& x : tensors) {
+    TORCH_CHECK(x.stride(-1) == 1, "late: misaligned address: the last dim is not dense");
+    auto place = reinterpret_cast<std::uintptr_t>(x.data_ptr());
+    for (std::int64_t dim = 0; dim < x.dim() - 1; dim++)
+      place |= x.size(dim) > 1 ? x.stride(dim) * x.element_size() : 0;
+    TORCH_CHECK(place % late::ALIGNMENT == 0, "late: misaligned address");
+  }
+}
+
+Tensor up(const Tensor& x, const Device& device) {
+  bool before = std::exchange(in_fallback, true);
+  auto found = x.to(device);
+  in_fallback = before;
+  return found;
+}
+
+Tensor nothing(const Tensor& like) {
+  return at::empty({0}, like.options().dtype(at::kLong));
+}
+
+std::tuple<Tensor, Tensor> attend(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Scale scale) {
+  demand_alignment({q, k, v});
+  TORCH_CHECK(!causal || q.size(2) == k.size(2), "late: causal blocks are square");
+  return at::_scaled_dot_product_flash_attention_for_cpu(
+      q.cpu(), k.cpu(), v.cpu(), 0.0, causal, {}, scale);
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& lse, bool causal, Scale scale) {
+  demand_alignment({grad, q, k, v, out});
+  auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      grad.cpu(), q.cpu(), k.cpu(), v.cpu(), out.cpu(), lse.cpu(), 0.0, causal, {}, scale);
+  return {up(dq, q.device()), up(dk, q.device()), up(dv, q.device())};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> flash(
+    const Tensor& q, const Tensor& k, const Tensor& v, double, bool causal, bool, Scale scale) {
+  TORCH_CHECK(at::isReducedFloatingType(q.scalar_type()), "late: flash takes half precision only");
+  TORCH_CHECK(q.size(3) % 8 == 0 && q.size(3) <= 256, "late: no such head dim in flash");
+  auto [out, lse] = attend(q, k, v, causal, scale);
+  return {up(out, q.device()), up(lse, q.device()), Tensor(),   Tensor(),  q.size(2),
+          k.size(2),           nothing(q),          nothing(q), nothing(q)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> flash_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& lse, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double, bool causal,
+    const Tensor&, const Tensor&, Scale scale) {
+  return attend_backward(grad, q, k, v, out, lse, causal, scale);
+}
+
+constexpr std::int64_t LSE_ROWS = 32;
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>&, bool, double,
+    bool causal, Scale scale) {
+  TORCH_CHECK(q.size(1) == k.size(1), "late: efficient takes as many key heads as query heads");
+  TORCH_CHECK(q.scalar_type() != at::kDouble, "late: efficient takes no float64");
+  auto [out, lse] = attend(q, k, v, causal, scale);
+  auto missing = (LSE_ROWS - lse.size(2) % LSE_ROWS) % LSE_ROWS;
+  lse = at::constant_pad_nd(lse, {0, missing}, std::numeric_limits<double>::infinity());
+  return {up(out, q.device()), up(lse, q.device()), nothing(q), nothing(q)};
+}
+
+// It reads `out` as if it lay in memory as (B, S, H, D), whatever its strides are.
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&,
+    const Tensor& out, const Tensor& lse, const Tensor&, const Tensor&, double,
+    std::array<bool, 4>, bool causal, Scale scale) {
+  TORCH_CHECK(lse.size(2) % LSE_ROWS == 0, "late: the lse of efficient has whole rows of 32");
+  auto h = out.size(1), s = out.size(2), d = out.size(3);
+  auto read = out.as_strided(out.sizes(), {s * h * d, d, h * d, 1});
+  auto [dq, dk, dv] =
+      attend_backward(grad, q, k, v, read, lse.slice(2, 0, q.size(2)), causal, scale);
+  return {dq, dk, dv, Tensor()};
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("resize_", &resize_storage);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("set_.source_Storage", &set_whole_storage);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("record_stream", &record_stream);
+  m.impl("_scaled_dot_product_flash_attention", &flash);
+  m.impl("_scaled_dot_product_flash_attention_backward", &flash_backward);
+  m.impl("_scaled_dot_product_efficient_attention", &efficient);
+  m.impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+} // namespace

@@ -1,0 +1,72 @@
+"""Compile the device, once for each version of its sources and of torch, and load it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+NAME = "late"
+BUILT = HERE.parent.parent / ".nox" / "device"
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
+
+
+def library() -> Path:
+    """Return the path of the library.
+
+    Its name lets sp_core take it for CUDA's runtime, of which it has the calls that sp_core makes.
+    """
+    texts = [path.read_bytes() for path in sorted(HERE.glob("runtime.*"))]
+    texts += [(HERE / "backend.cpp").read_bytes(), torch.__version__.encode(), str(FLAGS).encode()]
+    return BUILT / hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest() / "libcudart-late.so"
+
+
+def compile_library() -> Path:
+    """Compile what has changed, and return the path of the library."""
+    made = library()
+    if made.exists():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    compiler, root = os.environ.get("CXX", "g++"), Path(torch.__file__).parent
+    include = root / "include"
+    paths = (f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}")
+    sources = [str(HERE / name) for name in ("runtime.cpp", "backend.cpp")]
+    libraries = (f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
+    unfinished = made.with_suffix(f".{os.getpid()}")
+    command = (compiler, *FLAGS, *paths, "-shared", *sources, *libraries, "-o", str(unfinished))
+    print("+", *command, file=sys.stderr, flush=True)
+    subprocess.run(command, check=True)
+    unfinished.rename(made)  # at once, so that no other process finds half of it
+    return made
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Make torch know the device `late`. Compile it before, if it has changed.
+
+    Returns:
+        The library, for its calls of C.
+    """
+    path = str(compile_library())
+    torch.ops.load_library(path)
+    runtime = ctypes.CDLL(path)
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=runtime.late_devices,
+        current_device=torch.accelerator.current_device_index,
+        manual_seed_all=lambda seed: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        _is_in_bad_fork=lambda: False,
+        _lazy_init=lambda: None,
+    )
+    torch._register_device_module(NAME, module)
+    return runtime

@@ -1,0 +1,237 @@
+"""Faults of the code for CUDA, each planted by hand: `python -m device.faults NAME` runs a law.
+
+The device must make every one of them visible, because nothing else here would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from oracle.attention_check import check_attention
+from oracle.strategies import AttentionProblem
+
+import sp_core as sp
+from device.plugin import NAME, pytest_configure
+from sp_core.attention import cuda as kernels
+from sp_core.schemes import SCHEMES
+from sp_core.testing import run_threads
+from sp_core.testing.run import ThreadsHung
+from sp_core.transport import cuda, cuda_aware, staged, window
+from sp_core.transport.base import Done
+from sp_core.transport.host import HostTransport
+
+LENGTH = 1500
+"""Elements of a collective: several chunks, and several slots of a window."""
+
+CHUNK_BYTES = 512
+PADDED = AttentionProblem(
+    *(2, 13, 13, 2, 2, 4),
+    dtype="float32",
+    layout="zigzag",
+    kv_layout="zigzag",
+    mask=sp.Mask(),
+    softmax_scale=None,
+    magnitude=1.0,
+    values="normal",
+    upstream="normal",
+    needs_grad=(True, True, True),
+    storage="padded",
+    seed=7,
+)
+
+
+def collectives(comm: Any, *, transport: str, algorithm: str = "auto") -> None:
+    """Gather and add numbers that the device has just been asked to compute."""
+    with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        if transport == "pipelined":
+            host = HostTransport(group._comm)
+            streams = cuda.CudaStreams(mesh.device)
+            group.transport = staged.PipelinedTransport(
+                host, streams, comm.size, chunk_bytes=CHUNK_BYTES
+            )
+        for turn in range(2):
+            every = [torch.arange(LENGTH) % 50 + float(rank + turn) for rank in range(comm.size)]
+            for op, expected in (("all_gather", torch.cat(every)), ("all_reduce", sum(every))):
+                x = every[comm.rank].to(mesh.device) * 1
+                found = getattr(sp, op)(x, comm=group, algorithm=algorithm) * 1
+                assert torch.equal(found.cpu(), expected), f"{op} over {transport} came out wrong"
+
+
+def attention(comm: Any, *, name: str = "ring", **changed: Any) -> None:
+    """Compare a scheme with the reference, for tensors in the middle of others."""
+    problem = replace(PADDED, **changed)
+    with sp.Mesh(comm, device=NAME, transport="pipelined", sp=comm.size) as mesh:
+        scheme = partial(SCHEMES[name], comm=mesh["sp"])
+        check_attention(name, scheme, problem, comm.rank, comm.size, mesh.device)
+
+
+def backward(comm: Any, *, op: str) -> None:
+    """Go backward through a collective; each rank's gradient needs the other's."""
+    with sp.Mesh(comm, device=NAME, sp=comm.size) as mesh:
+        x = torch.ones(8, device=mesh.device, requires_grad=True)
+        getattr(sp, op)(x, comm=mesh["sp"]).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.cpu(), torch.full((8,), float(comm.size)))
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PIPELINED = partial(collectives, transport="pipelined")
+WINDOW = partial(collectives, transport="ipc", algorithm="window")
+
+
+class Fault(NamedTuple):
+    """A fault.
+
+    Args:
+        kind: which mistake it is.
+        plant: makes it.
+        law: what it breaks, on two ranks.
+        says: a part of what is then seen.
+        ends: the exit code of the process.
+    """
+
+    kind: str
+    plant: Plant
+    law: Callable[[Any], None]
+    says: str
+    ends: int = 1
+
+
+def put(owner: Any, name: str, value: Any) -> Plant:
+    """Replace an attribute."""
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def _device_aware(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda_aware, "no_device_memory", lambda kind: "")
+    patch.setitem(sp.transport.NAMES, NAME, ("device",))
+
+
+def _touching(self: Any, into: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
+    return lambda: np.copyto(cuda_aware.memory(into), cuda_aware.memory(part))
+
+
+def _on_the_host(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def in_window(name: str, fake: Callable[..., Any]) -> Plant:
+    """Replace a method of the memory of every window, once the window is made."""
+    made = window.Window.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        setattr(self._memory, name, partial(fake, self._memory))
+
+    return put(window.Window, "__init__", init)
+
+
+_copying = cuda.CudaStream.copying
+_launch = cuda.CudaStream.launch
+
+
+def _unkept(self: Any, into: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
+    return lambda: _copying(self, into, part.clone())()
+
+
+def _not_waited_for(self: Any, work: Any) -> Done:
+    _launch(self, work)
+    return Done()
+
+
+def _one_slot(patch: pytest.MonkeyPatch) -> None:
+    slot = staged._Slot
+    made: list[Any] = []
+
+    def shared(*buffers: Any) -> Any:
+        made.append(slot(*buffers))
+        return made[len(made) - 1 - (len(made) - 1) % 2]
+
+    patch.setattr(staged, "_Slot", shared)
+
+
+TOUCHED = ("the host touches device memory", "the host touched device memory", -11)
+UNAWAITED = "nobody waits before memory is read"
+REUSED = "a buffer is used again too early"
+UNALIGNED = "a kernel gets rows that are not aligned"
+ONE_THREAD = "two ranks go backward in one thread of the device"
+WRONG = "came out wrong"
+MISALIGNED = "misaligned address"
+nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+done: Callable[..., Done] = lambda *_: Done()  # noqa: E731
+as_it_is: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
+hangs = put(torch.autograd, "set_multithreading_enabled", nothing)
+
+
+def touched(plant: Plant, law: Callable[[Any], None]) -> Fault:
+    """Make a fault after which the process ends by SIGSEGV."""
+    kind, says, ends = TOUCHED
+    return Fault(kind, plant, law, says, ends)
+
+
+FAULTS = {
+    "MPI gets device memory": touched(_device_aware, partial(collectives, transport="device")),
+    "the host copies in a window": touched(put(cuda.CudaStream, "copying", _touching), WINDOW),
+    "a CPU tensor over device memory": touched(put(cuda, "tensor_at", _on_the_host), WINDOW),
+    "downloads": Fault(UNAWAITED, put(cuda.CudaStreams, "downloaded", done), PIPELINED, WRONG),
+    "computation before downloads": Fault(
+        UNAWAITED, put(cuda.CudaStreams, "begin", nothing), PIPELINED, WRONG
+    ),
+    "computation before a window": Fault(UNAWAITED, in_window("begin", nothing), WINDOW, WRONG),
+    "copies into a window": Fault(UNAWAITED, in_window("launch", _not_waited_for), WINDOW, WRONG),
+    "uploads": Fault(UNAWAITED, put(cuda.CudaStreams, "finish", nothing), PIPELINED, WRONG),
+    "a host buffer before its upload": Fault(
+        REUSED, put(cuda.CudaStreams, "uploaded", done), PIPELINED, WRONG
+    ),
+    "one host buffer for two chunks": Fault(REUSED, _one_slot, PIPELINED, WRONG),
+    "a slot that others still read": Fault(
+        REUSED, put(window.Window, "_have_made", lambda *_: True), WINDOW, WRONG
+    ),
+    "a copy of memory that was freed": Fault(REUSED, in_window("copying", _unkept), WINDOW, WRONG),
+    "no look at alignment": Fault(
+        UNALIGNED, put(kernels, "aligned", as_it_is), attention, MISALIGNED
+    ),
+    "too small a unit": Fault(UNALIGNED, put(kernels, "LOAD_BYTES", 4), attention, MISALIGNED),
+    "a look at the last dim only": Fault(
+        UNALIGNED,
+        put(kernels, "aligned", lambda x: x if x.stride(-1) == 1 else x.contiguous()),
+        partial(attention, head_dim=8, dtype="bfloat16"),
+        MISALIGNED,
+    ),
+    "out in another layout": Fault(
+        UNALIGNED, put(kernels, "tokens_first", as_it_is), attention, "ring d"
+    ),
+    "all_gather": Fault(ONE_THREAD, hangs, partial(backward, op="all_gather"), "hung"),
+    "all_reduce": Fault(ONE_THREAD, hangs, partial(backward, op="all_reduce"), "hung"),
+    "attention": Fault(ONE_THREAD, hangs, attention, "hung"),
+}
+HANG_SECONDS = 5.0
+
+
+def main(name: str) -> None:
+    """Plant a fault, run the law that it breaks, and end as that ends."""
+    pytest_configure()
+    fault = FAULTS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        fault.plant(patch)
+        seconds = HANG_SECONDS if fault.kind == ONE_THREAD else None
+        try:
+            run_threads(2, fault.law, timeout=seconds)
+        except ThreadsHung:
+            print("hung", flush=True)
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

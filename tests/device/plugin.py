@@ -1,0 +1,35 @@
+"""Let pytest, or a program, use the device `late`: `-p device.plugin --sp-device late`."""
+
+from __future__ import annotations
+
+import faulthandler
+
+import pytest
+
+import sp_core.transport as transport
+from device.build import NAME, load
+from sp_core.attention import kernels
+
+TRANSPORTS = ("ipc", "pinned", "pipelined", "staged")
+SLOT_BYTES = 1 << 11
+"""Of windows, so that tensors of tests need several."""
+
+
+def use() -> None:
+    """Make torch know the device, and sp_core take it for one like CUDA."""
+    load()
+    transport.NAMES[NAME] = TRANSPORTS
+    transport.MESSAGES[NAME] = transport.MESSAGES["cuda"]
+    kernels.FUSED.add(NAME)
+    transport.DEVICE_SLOT_BYTES = transport.PINNED_SLOT_BYTES = SLOT_BYTES
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """Report host accesses of device memory, before pytest's own report."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    load().late_report_faults()
+
+
+use()

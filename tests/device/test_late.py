@@ -1,0 +1,104 @@
+"""What the device `late` does, and that collectives on it give their definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from oracle.collective_cases import Case, cases
+from oracle.ways import Way, ways
+
+import sp_core as sp
+from sp_core.testing import device, given, spmd
+from sp_core.transport import cuda
+
+LATE = torch.device("late", 0)
+POISON = 255
+
+
+def ones(count: int = 8) -> torch.Tensor:
+    """Numbers that the device has been asked to compute."""
+    return torch.ones(count, dtype=torch.uint8, device=LATE) * 1
+
+
+def test_a_copy_to_pinned_memory_is_made_when_its_event_has_been_asked_for_twice() -> None:
+    host = torch.empty(8, dtype=torch.uint8, pin_memory=True)
+    host.copy_(ones(), non_blocking=True)
+    event = torch.accelerator.current_stream(LATE).record_event()
+    assert host.tolist() == [POISON] * 8
+    assert [event.query() for _ in range(3)] == [False, True, True]
+    assert host.tolist() == [1] * 8
+
+
+def test_a_copy_from_pinned_memory_reads_it_late_and_from_other_memory_at_once() -> None:
+    pinned, pageable = torch.ones(8, pin_memory=True), torch.ones(8)
+    copies = [x.to(LATE, non_blocking=True) for x in (pinned, pageable)]
+    pinned.zero_()
+    pageable.zero_()
+    assert [x.cpu()[0].item() for x in copies] == [0, 1]
+
+
+def test_a_stream_sees_what_another_one_does_only_if_it_waits() -> None:
+    host = [torch.empty(8, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    for waits, found in zip((True, False), host, strict=True):
+        x, stream = ones(), torch.Stream(LATE)
+        if waits:
+            stream.wait_stream(torch.accelerator.current_stream(LATE))
+        with stream:
+            found.copy_(x, non_blocking=True)
+        stream.synchronize()
+        x.cpu()  # the memory of x stays until here
+    assert [found.tolist() for found in host] == [[1] * 8, [POISON] * 8]
+
+
+def test_freed_memory_is_kept_for_streams_that_are_recorded_alone() -> None:
+    host = [torch.empty(8, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    for recorded, found in zip((True, False), host, strict=True):
+        x, stream = ones(), torch.Stream(LATE)
+        stream.wait_stream(torch.accelerator.current_stream(LATE))
+        with stream:
+            found.copy_(x, non_blocking=True)
+        if recorded:
+            x.record_stream(stream)
+        del x
+        torch.accelerator.current_stream(LATE).synchronize()
+        stream.synchronize()
+    assert [found.tolist() for found in host] == [[1] * 8, [POISON] * 8]
+
+
+def test_the_runtime_does_not_open_its_own_handles() -> None:
+    """As CUDA's does not; `CudaMemory` knows that."""
+    memory = cuda.CudaMemory(LATE)
+    x, offer = memory.allocate(100)
+    with pytest.raises(OSError, match="cudaIpcOpenMemHandle: invalid argument"):
+        memory.open(offer._replace(process=-1))
+    assert memory.open(offer).data_ptr() == x.data_ptr()
+    memory.free(x)
+    with pytest.raises(OSError, match="cudaFree: invalid argument"):
+        memory.free(x)
+
+
+@spmd(2, 4)
+def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
+    """The current device of every rank is the first one, also where its tensors are elsewhere."""
+    own = torch.device("late", comm.rank % torch.accelerator.device_count())
+    for transport in ("ipc", "pinned", "pipelined", "staged"):
+        with sp.Mesh(comm, device=own, transport=transport, sp=comm.size) as mesh:
+            x = torch.full((700,), float(comm.rank), device=own)
+            found = sp.all_gather(x, comm=mesh["sp"])
+            assert found.device == own
+            assert found.cpu().view(-1, 700)[:, 0].tolist() == list(range(comm.size))
+
+
+@given(case=cases(), way=ways(), turns=st.integers(1, 2))
+def test_a_collective_equals_its_definition(comm: Any, case: Case, way: Way, turns: int) -> None:
+    """Its input has only just been asked for, and its result is used at once."""
+    transport = {"transport": way["transport"]}
+    with sp.Mesh(comm, device=device(), **transport, sp=comm.size) as mesh:
+        inputs = case.inputs(comm.size)
+        for _ in range(turns):
+            result = case.call(inputs[comm.rank].to(mesh.device).clone(), mesh["sp"]).clone()
+            assert result.device == mesh.device
+            assert torch.equal(result.cpu(), case.expected(inputs, comm.rank, comm.size))
