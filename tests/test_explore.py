@@ -15,7 +15,7 @@ from oracle import explore
 from oracle.attention_features import attention_features, points, universe
 from oracle.capabilities import BASE
 from oracle.explore import EXAMPLES, LEAST_HITS, judge, told
-from oracle.ways import to_be_called, to_be_taken
+from oracle.ways import offered, to_be_called, to_be_taken
 
 from sp_core import Mask
 from sp_core.testing.session import Remarks, Tally
@@ -33,6 +33,21 @@ def complete() -> Tally:
     )
     pairs = Counter(dict.fromkeys(POSSIBLE, LEAST_HITS))
     return Tally(EXAMPLES, 0, Counter({3: EXAMPLES}), features, pairs, {"ring out": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("named", "drawn"),
+    [
+        ("", ("ipc", "pinned", "pipelined", "staged")),
+        ("host", ("ipc", "pinned", "pipelined", "staged")),
+        ("device", ("device",)),
+    ],
+)
+def test_tests_on_a_gpu_draw_transports_that_are_there_or_the_one_that_is_named(
+    named: str, drawn: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SP_TRANSPORT", named)
+    assert offered("cuda") == drawn
 
 
 def test_a_complete_search_has_no_fault_and_tells_its_counts() -> None:

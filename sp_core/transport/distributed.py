@@ -117,9 +117,10 @@ class DistributedTransport(OverHost):
         """Give the group up."""
         super().close(together=together)
         held, self._group = [self._group], None
-        if (
-            not together
-        ):  # its end waits for what is under way, until the others have gone or its time is up
+        if together:  # NCCL's end without a shutdown aborts what another rank may still do
+            self._comm.Barrier()
+            held[0].shutdown()
+        else:  # its end waits for what is under way, until the others have gone or its time is up
             threading.Thread(target=held.clear, daemon=True).start()
 
     def _transfer(self, what: str, work: Any, keep: object, after: Calls) -> Handle:

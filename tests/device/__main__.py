@@ -1,10 +1,11 @@
-"""`nox -s device`: test the code for CUDA on a device without hardware.
+"""`nox -s device`: test the code for CUDA on a device without hardware, or on a GPU.
 
-Arguments go to pytest. Ranks are threads first, then processes of `mpiexec -n 4`.
+Ranks are threads first, then processes of `mpiexec -n 4`. Other arguments go to pytest.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -14,21 +15,24 @@ from device.build import NAME, compile_library
 FILES = ("schemes", "scheme_laws", "tp_sp", "layers", "dropout", "algorithms")
 """Those that ask the kit for the device of their tensors."""
 
-TESTS = ("tests/device", *(f"tests/test_{name}.py" for name in FILES))
 RANKS = 4
 LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1200", "--")
 
 
-def main(arguments: list[str]) -> int:
-    """Run the tests on threads and on processes. Return the first exit code that is not 0."""
-    compile_library()
-    device = ("-p", "device.plugin", "--sp-device", NAME, "--sp-share-gpu")
-    pytest = (sys.executable, "-m", "pytest", *TESTS, *device)
+def main(words: list[str]) -> int:
+    """Run the tests on threads and on processes. Return the larger exit code."""
+    parser = argparse.ArgumentParser("python -m device", description=__doc__)
+    parser.add_argument("--on", default=NAME, help="the kind of device (default: %(default)s)")
+    options, rest = parser.parse_known_args(words)
+    tests = [f"tests/test_{name}.py" for name in FILES]
+    if options.on == NAME:
+        compile_library()
+        tests += ["tests/device", "-p", "device.plugin"]
+    pytest = (sys.executable, "-m", "pytest", *tests, "--sp-device", options.on, "--sp-share-gpu")
     ranks = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
     environment = {"SP_PROFILE": "brief", **os.environ}
-    commands = (*pytest, *arguments), (sys.executable, *LAUNCH, *pytest, *ranks, *arguments)
-    codes = [subprocess.run(command, env=environment).returncode for command in commands]
-    return max(codes)
+    commands = (*pytest, *rest), (sys.executable, *LAUNCH, *pytest, *ranks, *rest)
+    return max(subprocess.run(command, env=environment).returncode for command in commands)
 
 
 if __name__ == "__main__":
