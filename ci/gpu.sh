@@ -63,12 +63,12 @@ install() {
     local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
     site=$("$venv/bin/python" -c "$where")
     "$python" -c "$where" >"$site/machine.pth"
-    "$venv/bin/python" -m pip install --quiet --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root"
-    touch "$venv/complete"
+    "$venv/bin/python" -m pip install --quiet --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
+        touch "$venv/complete"
 }
 
 suite() {
-    SP_TRANSPORT=$1 PYTHONPATH=tests python -m device --on cuda
+    SP_TRANSPORT=$1 PYTHONPATH=$root/tests python -m device --on cuda
 }
 
 experiment() {

@@ -260,6 +260,7 @@ case "$*" in
         mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
     *) echo "${SP_TRANSPORT:-} $*" >>"$CALLS" ;;
 esac
+case "$*" in *"pip install"*) exit "${PIP_ENDS:-0}" ;; esac
 case "$*" in *contests.gpu*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
 """
 
@@ -277,6 +278,9 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(tmp_path: Path) -> N
         **{name: str(path) for name, path in chosen.items()},
         "OUT": str(out),
     }
+    broken = run({**environment, "PIP_ENDS": "1"}, ROOT / "ci" / "gpu.sh", wheels, out, code=1)
+    assert "could not be installed" in broken.stderr
+    calls.unlink()
     for steps in ("tests-ipc table", "tests-pinned"):
         run(environment, ROOT / "ci" / "gpu.sh", wheels, out, steps)
     assert [path.name for path in out.iterdir()] == ["sp_core-gpu.tar.gz"]

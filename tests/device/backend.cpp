@@ -26,9 +26,14 @@ using Sizes = at::IntArrayRef;
 
 constexpr auto LATE = DeviceType::PrivateUse1;
 
-thread_local int current_device = 0;
+thread_local c10::DeviceIndex current_device = 0;
 thread_local std::int64_t current_stream[late::DEVICES] = {};
 thread_local bool in_fallback = false; // what is copied up then belongs to nobody else
+
+struct InFallback {
+  bool before = std::exchange(in_fallback, true);
+  ~InFallback() { in_fallback = before; }
+};
 
 late::Stream* stream_on(const Device& device) {
   int index = device.has_index() ? device.index() : current_device;
@@ -58,7 +63,7 @@ void free_block(void* given) {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
-    Device device(LATE, static_cast<c10::DeviceIndex>(current_device));
+    Device device(LATE, current_device);
     if (nbytes == 0) return {nullptr, nullptr, nullptr, device};
     auto* block = new Block{late::allocate(nbytes), nbytes, stream_on(device), {}};
     poison(block->stream, block->place, nbytes);
@@ -105,9 +110,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceType type() const override { return LATE; }
   c10::DeviceIndex deviceCount() const noexcept override { return late::DEVICES; }
-  Device getDevice() const override {
-    return {LATE, static_cast<c10::DeviceIndex>(current_device)};
-  }
+  Device getDevice() const override { return {LATE, current_device}; }
   void setDevice(Device device) const override {
     TORCH_CHECK(device.index() < late::DEVICES, "late: there are ", late::DEVICES, " devices");
     uncheckedSetDevice(device);
@@ -126,9 +129,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getNewStream(Device device, int) const override {
     return named(late::new_stream(device.has_index() ? device.index() : current_device));
-  }
-  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
-    return getNewStream(device, 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto before = getStream(stream.device());
@@ -179,9 +179,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return late::DEVICES; }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return static_cast<c10::DeviceIndex>(current_device);
-  }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchangeDevice(device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     return Guard().exchangeDevice({LATE, device}).index();
@@ -237,9 +235,7 @@ void record_stream(Tensor& x, c10::Stream stream) {
   Guard().recordDataPtrOnStream(x.storage().data_ptr(), stream);
 }
 
-at::Scalar local_scalar(const Tensor& x) {
-  return x.cpu().item();
-}
+at::Scalar local_scalar(const Tensor& x) { return x.cpu().item(); }
 
 // ---- making and viewing
 
@@ -299,22 +295,15 @@ Tensor& set_whole_storage(Tensor& x, at::Storage source) {
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  bool before = std::exchange(in_fallback, true);
-  try {
-    at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
-  } catch (...) {
-    in_fallback = before;
-    throw;
-  }
-  in_fallback = before;
+  InFallback now;
+  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
 // ---- kernels of attention, with the demands and the layouts of CUDA's
 
 using Scale = std::optional<double>;
-using Some = std::initializer_list<Tensor>;
 
-void demand_alignment(Some tensors) {
+void demand_alignment(std::initializer_list<Tensor> tensors) {
   for (const Tensor& x : tensors) {
     TORCH_CHECK(x.stride(-1) == 1, "late: misaligned address: the last dim is not dense");
     auto place = reinterpret_cast<std::uintptr_t>(x.data_ptr());
@@ -325,15 +314,11 @@ void demand_alignment(Some tensors) {
 }
 
 Tensor up(const Tensor& x, const Device& device) {
-  bool before = std::exchange(in_fallback, true);
-  auto found = x.to(device);
-  in_fallback = before;
-  return found;
+  InFallback now;
+  return x.to(device);
 }
 
-Tensor nothing(const Tensor& like) {
-  return at::empty({0}, like.options().dtype(at::kLong));
-}
+Tensor nothing(const Tensor& like) { return at::empty({0}, like.options().dtype(at::kLong)); }
 
 std::tuple<Tensor, Tensor> attend(
     const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Scale scale) {
