@@ -79,7 +79,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """A runtime, and streams that have nothing to do."""
     made, stream = Runtime(), MagicMock(native_handle=0)
     monkeypatch.setattr(cuda, "_runtime", lambda: made)
-    monkeypatch.setattr(torch, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch, "Stream", lambda *_, **__: stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
     return made
 

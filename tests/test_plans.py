@@ -107,6 +107,7 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
     """Whoever polls: here both ranks do so on another stream."""
     stream = Stream()
     monkeypatch.setattr(torch.accelerator, "current_stream", stream.current)
+    monkeypatch.setattr(execution, "on_stream", lambda found: found)
 
     def body(comm: Any) -> tuple[set[str], list[tuple[str, str]], Tensor]:
         with sp.Mesh(comm, sp=comm.size) as mesh:

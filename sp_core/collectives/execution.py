@@ -38,7 +38,7 @@ from sp_core.schedules import (
     wide_length,
 )
 from sp_core.scratch import Scratch
-from sp_core.transport import Bound, Done, Handle, wait
+from sp_core.transport import Bound, Done, Handle, on_stream, wait
 
 
 def bind(
@@ -258,7 +258,7 @@ class Running:
         """Combine what has arrived and post the next steps. Return True once all is done."""
         if self._stream is None:
             return self._advance()
-        with self._stream:
+        with on_stream(self._stream):
             complete = self._advance()
         if complete:
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)

@@ -12,7 +12,16 @@ import torch
 
 from sp_core.errors import DeviceError
 from sp_core.observer import observer_of
-from sp_core.transport.base import Bound, Done, Handle, HostWrapper, Messages, Transport, wait
+from sp_core.transport.base import (
+    Bound,
+    Done,
+    Handle,
+    HostWrapper,
+    Messages,
+    Transport,
+    on_stream,
+    wait,
+)
 from sp_core.transport.host import HostTransport
 from sp_core.transport.shared import NotShared, this_machine
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
@@ -36,6 +45,7 @@ __all__ = [
     "count_devices",
     "make_transport",
     "make_window",
+    "on_stream",
     "wait",
 ]
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
@@ -137,6 +138,20 @@ class Transfer:
         if after is not None:
             after()
         return True
+
+
+def on_stream(stream: torch.Stream) -> torch.Stream:
+    """Return a context in which work is launched on a stream.
+
+    Until torch 2.11 a stream cannot be entered twice, nor by two threads, so this is another one.
+
+    Source: pytorch issue 176560.
+    """
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 SPIN_SECONDS = 2e-5

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_core.machine import loaded_library
-from sp_core.transport.base import Transfer
+from sp_core.transport.base import Transfer, on_stream
 from sp_core.transport.shared import HOST, Offer, Work
 
 HANDLE_BYTES = 64
@@ -59,12 +59,12 @@ class CudaStreams:
 
     def download(self, host: Tensor, device: Tensor) -> None:
         """Begin a copy on the stream that goes down."""
-        with self._down:
+        with on_stream(self._down):
             host.copy_(device, non_blocking=True)
 
     def upload(self, device: Tensor, host: Tensor) -> None:
         """Begin a copy on the stream that goes up."""
-        with self._up:
+        with on_stream(self._up):
             device.copy_(host, non_blocking=True)
 
     def downloaded(self) -> Transfer:
@@ -97,7 +97,7 @@ class CudaStream:
 
     def launch(self, work: Sequence[Work]) -> Transfer:
         """Launch on the stream."""
-        with self._stream:
+        with on_stream(self._stream):
             for item in work:
                 item()
         return _reached(self._stream)

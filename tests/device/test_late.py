@@ -12,7 +12,7 @@ from oracle.ways import Way, ways
 
 import sp_core as sp
 from sp_core.testing import device, given, spmd
-from sp_core.transport import cuda
+from sp_core.transport import cuda, on_stream
 
 LATE = torch.device("late", 0)
 POISON = 255
@@ -51,6 +51,19 @@ def test_a_stream_sees_what_another_one_does_only_if_it_waits() -> None:
         stream.synchronize()
         x.cpu()  # the memory of x stays until here
     assert [found.tolist() for found in host] == [[1] * 8, [POISON] * 8]
+
+
+def test_a_stream_can_be_entered_twice() -> None:
+    """In torch 2.11 the object of a stream cannot."""
+    stream, entered = torch.Stream(LATE), []
+    for context in (stream, on_stream(stream), on_stream(stream)):
+        with context:
+            entered.append(torch.accelerator.current_stream(LATE))
+    with on_stream(stream), on_stream(stream):
+        entered.append(torch.accelerator.current_stream(LATE))
+    assert entered == [stream] * 4
+    assert on_stream(stream) is not stream
+    assert torch.accelerator.current_stream(LATE).stream_id == 0
 
 
 def test_freed_memory_is_kept_for_streams_that_are_recorded_alone() -> None:
