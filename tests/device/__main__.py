@@ -12,7 +12,8 @@ import sys
 
 from device.build import NAME, compile_library
 
-FILES = ("schemes", "scheme_laws", "tp_sp", "layers", "dropout", "algorithms")
+MODELS = ("llama", "llama_decode", "loss", "pipeline", "training", "unequal")
+FILES = ("schemes", "scheme_laws", "tp_sp", "layers", "dropout", "algorithms", *MODELS)
 """Those that ask the kit for the device of their tensors."""
 
 RANKS = 4
