@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import sp_core as sp
 from sp_core.counters import Count, Counters
 from sp_core.mesh import _device
 from sp_core.testing import given, run_threads, spmd
+from sp_core.transport import HostTransport
+from sp_core.transport.distributed import DistributedTransport
 
 SHAPES = {
     1: (1, 1, 1),
@@ -246,3 +249,20 @@ def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
         assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
         order = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["b", "a"]).tolist()
         assert order == [rank for b in range(comm.size // 2) for rank in (b, b + comm.size // 2)]
+
+
+def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
+    """A group that is only dropped aborts what others still do, if it is NCCL's."""
+    done: list[int] = []
+
+    def body(comm: Any) -> None:
+        seen: list[int] = []
+        group = SimpleNamespace(shutdown=lambda: seen.append(len(done)))
+        messages = HostTransport(comm)
+        made = DistributedTransport(comm, group, messages, torch.device("cpu"))
+        time.sleep(0.02 * comm.rank)
+        done.append(comm.rank)
+        made.close(together=True)
+        assert seen == [comm.size]
+
+    run_threads(3, body)
