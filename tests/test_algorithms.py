@@ -14,7 +14,7 @@ from oracle.collective_cases import DTYPES, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
 from oracle.ways import CALLS, CARRIERS, called, refuses
-from oracle.window_cases import OPS as WINDOW_OPS, use_window
+from oracle.window_cases import use_window
 
 import sp_core as sp
 from sp_core.collectives import execution
@@ -219,33 +219,6 @@ def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str, op: 
 
 
 @pytest.mark.explore
-@given(
-    max_examples=20,
-    problem=vectors(("all_reduce",)),
-    other=st.sampled_from(["", "mpi", "window"]),
-    gaps=st.booleans(),
-)
-def test_in_place_is_the_same_in_the_memory_of_the_input(
-    comm: Any, problem: Vectors, other: str, gaps: bool
-) -> None:
-    algorithm = other or problem.algorithm
-    x = problem.inputs(comm.size)[comm.rank]
-    with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
-        poison(mesh["sp"])
-        if other == "window":
-            use_window(mesh["sp"])
-        wanted = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
-        room = torch.stack([x, -x], 1)
-        mine, between = (room[:, 0] if gaps else x), -x
-        address = mine.data_ptr()
-        result = sp.all_reduce_(mine, comm=mesh["sp"], algorithm=algorithm)
-        assert torch.equal(mine, wanted)
-        assert torch.equal(result, wanted)
-        assert torch.equal(room[:, 1], between)
-        assert result.data_ptr() == address
-
-
-@pytest.mark.explore
 @pytest.mark.usefixtures("short_slots")
 @given(
     max_examples=10,
@@ -264,39 +237,3 @@ def test_several_under_way_may_read_the_same_memory(comm: Any, names: list[str],
         for view, sums in zip(views, pending, strict=True):
             assert torch.equal(sums.wait(), (view - comm.rank) * comm.size + sum(range(comm.size)))
         assert torch.equal(x, torch.arange(60.0) + comm.rank)
-
-
-@st.composite
-def planned(draw: st.DrawFn) -> Case:
-    op = draw(st.sampled_from(WINDOW_OPS))
-    return draw(cases(DTYPES, [op], draw(st.sampled_from(ALGORITHMS[op]))))
-
-
-@pytest.mark.explore
-@given(
-    max_examples=40,
-    case=planned(),
-    transport=st.sampled_from(sorted({*TRANSPORTS} - {"link"})),
-    started=st.booleans(),
-)
-def test_a_plan_runs_on_what_its_input_holds(
-    comm: Any, case: Case, transport: str, started: bool
-) -> None:
-    """In shared memory the others read the input in place, where it is contiguous."""
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        group = mesh["sp"]
-        group.transport = TRANSPORTS[transport](group)
-        x = case.inputs(comm.size)[comm.rank].clone()
-        if case.algorithm == "window":
-            use_window(group)
-            x = sp.shared_empty(x.shape, dtype=x.dtype, comm=group) if case.view == "plain" else x
-        plan = sp.plan(case.op, x, comm=group, **case.arguments(comm.size))
-        for seed in (case.seed, case.seed + 1):
-            other = replace(case, seed=seed)
-            inputs = [
-                other._tensor(rank, mine.shape[case.dim])
-                for rank, mine in enumerate(case.inputs(comm.size))
-            ]
-            x.copy_(inputs[comm.rank])
-            result = plan.finish(plan.start()) if started else plan.run()
-            assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 from llama_cases import Case, mesh_of
-from tokenizers import pre_tokenizers
 
 import sp_core as sp
 from sp_core.llama import byte_tokenizer, checkpoint, create, load, save
@@ -122,17 +120,6 @@ def test_what_a_killed_save_leaves_does_not_load(comm: Any, tmp_path: Path) -> N
         assert (left / "model.safetensors").exists()
         with pytest.raises(sp.CheckpointError, match=r"config\.json is not there"):
             load(left, mesh)
-
-
-@given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_the_tokens_of_bytes_are_the_bytes(text: str) -> None:
-    tokens = byte_tokenizer().encode(text).ids
-    assert tokens == list(text.encode())
-    assert byte_tokenizer().decode(tokens) == text
-
-
-def test_every_byte_has_a_token() -> None:
-    assert sorted(byte_tokenizer().get_vocab()) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @pytest.mark.mpi_skip

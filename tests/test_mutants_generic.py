@@ -88,18 +88,6 @@ def test_a_small_room_gets_the_least_number_and_a_large_one_its_proportion() -> 
     assert sum(sample.shares({"a": 900, "b": 300, "c": 30}, 7).values()) == 7
 
 
-def test_every_edit_can_be_drawn(found: list[Edit]) -> None:
-    few = [edit for edit in found if sample.room_of(edit.file) == "mask"][::4]
-    drawn = Counter(
-        edit.id for seed in range(300) for edit in sample.drawn(few, len(few) // 3, seed)
-    )
-    assert drawn.keys() == {edit.id for edit in few}
-    assert max(drawn.values()) < 2 * min(drawn.values())
-    assert Counter(edit.id for edit in sample.drawn(few, 10**6, 0)) == Counter(
-        edit.id for edit in few
-    )
-
-
 def test_a_change_elsewhere_leaves_the_sample_as_it_is(found: list[Edit]) -> None:
     number, file = 300, found[0].file
     gone = {edit.id for place, edit in enumerate(found) if edit.file == file and not place % 2}

@@ -13,14 +13,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from oracle.fake_device import DelayedStreams
-from oracle.live_bytes import LiveBytes
 from oracle.schedule_cases import vectors
+from oracle.window_cases import use_window
 from torch import Tensor
 
 import sp_core as sp
 from sp_core.collectives import execution, maps
 from sp_core.collectives.execution import BoundProgram
-from sp_core.schedules import ALGORITHMS, LIBRARY
+from sp_core.schedules import ALGORITHMS
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
@@ -31,28 +31,32 @@ from sp_core.transport.staged import PipelinedTransport
     problems=st.lists(vectors(), min_size=2, max_size=4),
     order=st.integers(0, 99),
     split=st.booleans(),
-    staged=st.booleans(),
+    way=st.sampled_from(["host", "staged", "window", "device window"]),
 )
 def test_many_are_under_way_on_several_communicators(
-    comm: Any, problems: list[Any], order: int, split: bool, staged: bool
+    comm: Any, problems: list[Any], order: int, split: bool, way: str
 ) -> None:
     """Start one after the other. Each rank polls and waits in an order of its own."""
     problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
     half = 2 if split and comm.size % 2 == 0 else 1
     random = Random(order * 31 + comm.rank)
     with sp.Mesh(comm, one=half, two=comm.size // half) as mesh:
-        for axes in ("one", "two", ("one", "two")) if staged else ():
-            host = HostTransport(mesh[axes]._comm)
-            mesh[axes].transport = PipelinedTransport(
-                host, DelayedStreams(polls=comm.rank % 3), mesh[axes].size
-            )
+        for group in (mesh["one"], mesh["two"], mesh["one", "two"]):
+            if way == "staged":
+                streams = DelayedStreams(polls=comm.rank % 3)
+                host = HostTransport(group._comm)
+                group.transport = PipelinedTransport(host, streams, group.size)
+            elif way != "host":
+                use_window(group, on_device=way == "device window")
         under_way = []
         for place, problem in enumerate(problems):
             group = mesh[("two", "one")[place % 2]] if split else mesh["one", "two"]
             x = problem.inputs(group.size)[group.rank]
-            arguments = {"comm": group, "algorithm": problem.algorithm}
+            algorithm = "window" if "window" in way else problem.algorithm
+            arguments = {"comm": group, "algorithm": algorithm}
             wanted = getattr(sp, problem.op)(x, **arguments)
             under_way.append((getattr(sp, f"{problem.op}_start")(x, **arguments), wanted))
+            time.sleep(0.001 * random.randrange(2))
             for _ in range(random.randrange(4)):
                 mesh["one"].poll()
         random.shuffle(under_way)
@@ -182,28 +186,6 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     monkeypatch.setattr(maps.Map, "chosen", chosen)
     run_threads(3, body)
     assert seen == [{72 * (3 if op == "all_gather" else 1)}] * 3
-
-
-@pytest.mark.parametrize(
-    "algorithm", [name for name in ALGORITHMS["all_reduce"] if name not in LIBRARY]
-)
-def test_a_plan_makes_no_tensor(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
-
-    def body(comm: Any) -> tuple[int, int]:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            x = torch.ones(1000, dtype=torch.bfloat16)
-            plan = sp.plan("all_reduce_", x, comm=mesh["sp"], algorithm=algorithm)
-            assert plan._bound is not None
-            scratch = plan._bound._block
-            with LiveBytes([x, scratch]) as live:
-                plan.run()
-                assert plan.run() is x
-            return live.peak - x.nbytes, scratch.nbytes
-
-    found = run_threads(3, body)
-    assert all(beside == scratch for beside, scratch in found)
-    assert any(scratch for _, scratch in found)
 
 
 def test_the_default_of_a_mesh_is_used_where_a_call_says_auto() -> None:

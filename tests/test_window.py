@@ -6,9 +6,7 @@ import errno
 import os
 import re
 import threading
-import time
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -197,41 +195,6 @@ def test_tensors_of_the_others_are_read_in_place(comm: Any) -> None:
         with pytest.raises(sp.DtypeError, match="rank 0"):
             sp.shared_empty((1,), dtype=torch.complex64, comm=group)
     assert y[0, 0].item() == -comm.rank - 2  # the communicator is gone, the memory is not
-
-
-OPERATIONS = st.lists(
-    st.sampled_from(["all_reduce", "all_gather", "shift"]), min_size=2, max_size=5
-)
-
-
-@given(max_examples=30, ops=OPERATIONS, on_device=st.booleans(), seed=st.integers(0, 99))
-def test_many_are_under_way_and_waited_for_in_any_order(
-    comm: Any, ops: list[str], on_device: bool, seed: int
-) -> None:
-    """Also on two communicators at once, with ranks that come late or poll often."""
-    own = Random(seed * 31 + comm.rank)
-    with sp.Mesh(comm, a=comm.size, b=1) as mesh:
-        groups = [mesh["a"], mesh["a", "b"]]
-        for group in groups:
-            use_window(group, on_device=on_device)
-        pending = []
-        for place, op in enumerate(ops):
-            x = torch.full((10 * place + 1,), float(comm.rank + place))
-            time.sleep(0.001 * own.randrange(2))
-            pending.append((getattr(sp, f"{op}_start")(x, comm=groups[place % 2]), op, place))
-            for _ in range(own.randrange(3)):
-                groups[own.randrange(2)].poll()
-        Random(seed).shuffle(pending)
-        for handle, op, place in pending:
-            every = [float(rank + place) for rank in range(comm.size)]
-            values = {
-                "all_reduce": [sum(every)],
-                "all_gather": every,
-                "shift": [every[comm.rank - 1]],
-            }[op]
-            assert torch.equal(
-                handle.wait(), torch.tensor(values).repeat_interleave(10 * place + 1)
-            )
 
 
 def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
