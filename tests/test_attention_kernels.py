@@ -26,7 +26,6 @@ from sp_core.attention import (
     merge,
 )
 from sp_core.attention.shards import _with_lse_columns
-from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -178,12 +177,6 @@ def test_the_backend_can_be_asked(
     assert backend_for(device, dtype, head_dim, kind, Logits(1.0)) == expected
 
 
-def test_a_kernel_that_there_is_not_is_refused() -> None:
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="'magic', needed flash_cuda"):
-        block_attention(q, q, q, logits=Logits(1.0), backend="magic")
-
-
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
     """exp(s - lse) of such a row would be infinite.
 
@@ -209,39 +202,3 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
     assert (wide_q[..., 3:] == 0).all()
     assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)
     assert torch.equal(do @ wide_v.mT, q @ k.mT)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dtypes", "error"),
-    [
-        (((1, 3, 2, 4), (1, 3, 2, 5)), (torch.float32,) * 2, ShapeError),
-        (((1, 3, 3, 4), (1, 3, 2, 4)), (torch.float32,) * 2, ShapeError),
-        (((2, 3, 2, 4), (1, 3, 2, 4)), (torch.float32,) * 2, ShapeError),
-        (((3, 2, 4), (3, 2, 4)), (torch.float32,) * 2, ShapeError),
-        (((1, 3, 2, 4), (1, 3, 0, 4)), (torch.float32,) * 2, ShapeError),
-        (((1, 3, 2, 0), (1, 3, 2, 0)), (torch.float32,) * 2, ShapeError),
-        (((1, 3, 2, 4), (1, 3, 2, 4)), (torch.float32, torch.float64), DtypeError),
-        (((1, 3, 2, 4), (1, 3, 2, 4)), (torch.int64,) * 2, DtypeError),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(
-    shapes: Any, dtypes: Any, error: type[Exception]
-) -> None:
-    q, k = (torch.ones(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    with pytest.raises(error, match="needed"):
-        local_attention(q, k, k)
-
-
-def test_masks_and_positions_for_another_length_are_refused() -> None:
-    q = torch.randn(1, 3, 1, 2)
-    with pytest.raises(ShapeError, match="needed seq_len = 3"):
-        local_attention(q, q, q, mask=Mask(documents=(0, 4)))
-    with pytest.raises(ShapeError, match="needed 3"):
-        local_attention(q, q, q, q_positions=range(4))
-
-
-@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan"), True, "5"])
-def test_a_softcap_that_is_not_positive_is_refused(softcap: Any) -> None:
-    q = torch.randn(1, 3, 1, 2)
-    with pytest.raises(TypeError, match="pass a positive number, or None"):
-        local_attention(q, q, q, softcap=softcap)

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, models
+from refusals import calls, models, pure
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -144,6 +144,15 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
     fits = kinds[0] == kinds[1] and (":" not in wanted or tensor == wanted)
     with nullcontext() if fits else refused:
         check_tensor(x, comm)
+
+
+@pytest.mark.parametrize(("kind", "text", "call"), pure.ROWS)
+def test_what_needs_no_ranks_is_refused(
+    kind: type[Exception], text: str, call: Callable[[], object]
+) -> None:
+    with pytest.raises(kind, match=text) as caught:
+        call()
+    assert type(caught.value) is kind
 
 
 def test_an_error_shows_an_argument_of_80_letters_and_cuts_a_longer_one() -> None:

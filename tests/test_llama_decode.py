@@ -46,12 +46,3 @@ def test_sampled_tokens_depend_on_the_seed_and_on_nothing_else(comm: Any, mesh: 
         assert found != generate(
             GREEDY.model(alone_mesh), PROMPTS, max_tokens=3, sampling=Sampling(1.5, 20, 0.95, 4)
         )
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [((-1.0,), "temperature"), ((1.0, 0), "top_k"), ((1.0, None, 0.0), "top_p")],
-)
-def test_sampling_that_makes_no_sense_is_refused(options: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Sampling(*options)

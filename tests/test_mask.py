@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
-from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
 from sp_core.mask.runs import runs
 
@@ -251,48 +249,3 @@ def test_positions_without_structure_stay_dense_chunks() -> None:
         coverage(blocks, mask, positions.tolist(), positions.tolist()),
         mask.allowed(positions, positions).long(),
     )
-
-
-@pytest.mark.parametrize(
-    ("error", "text", "wrong"),
-    [
-        (ValueError, "at least 1", {"window": 0}),
-        (TypeError, "needed", {"window": 2.0}),
-        (TypeError, "needed", {"window": True}),
-        (TypeError, "needed", {"documents": (0, 1.5)}),
-        (TypeError, "needed", {"documents": (False, 4)}),
-        (ShapeError, "needed boundaries", {"documents": ()}),
-        (ShapeError, "needed boundaries", {"documents": (1, 4)}),
-        (ShapeError, "needed boundaries", {"documents": (0, 5, 4)}),
-        (ShapeError, "same number", {"kv_documents": (0,)}),
-        (ShapeError, "same number", {"documents": (0, 2, 4), "kv_documents": (0, 4)}),
-    ],
-)
-def test_a_mask_that_cannot_be_is_refused(
-    error: type[Exception], text: str, wrong: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=text):
-        Mask(**wrong)
-
-
-def test_documents_for_another_length_are_refused() -> None:
-    mask = Mask(documents=(0, 3, 8))
-    mask.check_lengths(8)
-    Mask(causal=True, window=3).check_lengths(5, 9)
-    with pytest.raises(ShapeError, match=r"documents end at 8, needed seq_len = 9"):
-        mask.check_lengths(9)
-    with pytest.raises(ShapeError, match=r"kv_documents end at 8, needed kv_seq_len = 9"):
-        mask.check_lengths(8, 9)
-    for outside in ([8], [-1], [0, 8], [-1, 0]):
-        with pytest.raises(ShapeError, match="positions"):
-            mask.allowed(outside, [0])
-        with pytest.raises(ShapeError, match="positions"):
-            plan_blocks([0], outside, mask)
-
-
-def test_positions_that_are_no_list_of_integers_are_refused() -> None:
-    for wrong in (torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool)):
-        with pytest.raises(TypeError, match="integer"):
-            plan_blocks(wrong, range(3))
-    with pytest.raises(ShapeError, match="one dimension"):
-        plan_blocks(range(3), torch.zeros(2, 2, dtype=torch.int64))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from oracle.strategies import boundaries
 
-from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.sharding import Sharding, split_sizes
 
@@ -125,24 +122,3 @@ def test_fingerprints_tell_shardings_apart() -> None:
     ]
     assert len({sharding.fingerprint for sharding in different}) == len(different)
     assert Sharding.zigzag(24, 3).fingerprint == Sharding.zigzag(24, 3).fingerprint
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Sharding.contiguous(-1, 2),
-        lambda: Sharding.zigzag(4, 0),
-        lambda: Sharding.striped(4, 2, -1),
-        lambda: Sharding.balanced(4, 2, Mask(), chunk=0),
-        lambda: Sharding.balanced(4, 2, Mask(documents=(0, 3))),
-        lambda: Sharding.from_positions([]),
-        lambda: Sharding.from_positions([[0, 1], [1]]),
-        lambda: Sharding.from_positions([[-1]]),
-        lambda: Sharding.contiguous(4, 2).shard(torch.zeros(5), 0, 0),
-        lambda: Sharding.contiguous(4, 2).unshard([torch.zeros(1), torch.zeros(3)], 0),
-        lambda: Sharding.contiguous(4, 2).group([[0], [0, 1]]),
-    ],
-)
-def test_bad_input_is_a_shape_error(wrong: Callable[[], object]) -> None:
-    with pytest.raises(ShapeError):
-        wrong()

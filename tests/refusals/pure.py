@@ -1,0 +1,172 @@
+"""Wrong calls of functions that know no ranks, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import sp_core as sp
+from sp_core.attention import Logits, block_attention
+from sp_core.llama import Sampling
+from sp_core.mask import plan_blocks
+from sp_core.scheduling import POLICIES, Plan, Work, balanced, gpipe, timeline
+from sp_core.scheduling.pipeline import Slot
+
+Row = tuple[type[Exception], str, Callable[[], object]]
+"""An error, a pattern of its text, and the call."""
+ROPE, TWO = sp.Rope(4), sp.Sharding.contiguous(4, 2)
+DROPPED = {"x": torch.ones(1, 4, 3), "p": 0.5, "seed": 1, "positions": range(4)}
+DOCUMENTS = sp.Mask(documents=(0, 3, 8))
+
+
+def dropout(**changes: Any) -> object:
+    """Call `dropout` with changed arguments."""
+    given: dict[str, Any] = DROPPED | changes
+    return sp.dropout(given.pop("x"), given.pop("p"), **given)
+
+
+def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
+    """Call `local_attention` on ones of these shapes, or of one; keys are values."""
+    q, k = (torch.ones(shape) for shape in (shapes[0], shapes[-1]))
+    return sp.local_attention(q, k, k, **changes)
+
+
+ROWS: list[Row] = [
+    *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
+    *(
+        (ValueError, "rope_type", partial(sp.Rope, 4, scaling=scaling))
+        for scaling in (
+            {"rope_type": "yarn", "factor": 2.0},
+            {"rope_type": "linear"},
+            {"factor": 2.0},
+        )
+    ),
+    (ValueError, "base", partial(sp.Rope, 4, base=0.0)),
+    *(
+        (sp.ShapeError, "needed", partial(ROPE.apply, torch.ones(shape), range(3)))
+        for shape in ((1, 3, 2, 6), (1, 4, 2, 4), (3, 2, 4))
+    ),
+    (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
+    (ValueError, "p=1.0", partial(dropout, p=1.0)),
+    (ValueError, "seed=-1", partial(dropout, seed=-1)),
+    (sp.ShapeError, "3 positions", partial(dropout, positions=range(3))),
+    (sp.ShapeError, "4 positions", partial(dropout, x=torch.ones(3, 4))),
+    (sp.ShapeError, "2 features", partial(dropout, features=range(2))),
+    (sp.DtypeError, "int64", partial(dropout, x=torch.ones(1, 4, 3).long())),
+    *(
+        (sp.ShapeError, ".", call)
+        for call in (
+            partial(sp.Sharding.contiguous, -1, 2),
+            partial(sp.Sharding.zigzag, 4, 0),
+            partial(sp.Sharding.striped, 4, 2, -1),
+            partial(sp.Sharding.from_positions, []),
+            partial(sp.Sharding.from_positions, [[0, 1], [1]]),
+            partial(sp.Sharding.from_positions, [[-1]]),
+            partial(TWO.shard, torch.zeros(5), 0, 0),
+            partial(TWO.unshard, [torch.zeros(1), torch.zeros(3)], 0),
+            partial(TWO.group, [[0], [0, 1]]),
+        )
+    ),
+    *(
+        (error, text, partial(sp.Mask, **wrong))
+        for error, text, wrong in (
+            (ValueError, "at least 1", {"window": 0}),
+            (TypeError, "needed", {"window": 2.0}),
+            (TypeError, "needed", {"window": True}),
+            (TypeError, "needed", {"documents": (0, 1.5)}),
+            (TypeError, "needed", {"documents": (False, 4)}),
+            (sp.ShapeError, "needed boundaries", {"documents": ()}),
+            (sp.ShapeError, "needed boundaries", {"documents": (1, 4)}),
+            (sp.ShapeError, "needed boundaries", {"documents": (0, 5, 4)}),
+            (sp.ShapeError, "same number", {"kv_documents": (0,)}),
+            (sp.ShapeError, "same number", {"documents": (0, 2, 4), "kv_documents": (0, 4)}),
+        )
+    ),
+    (
+        sp.ShapeError,
+        "documents end at 8, needed seq_len = 9",
+        partial(DOCUMENTS.check_lengths, 9),
+    ),
+    (
+        sp.ShapeError,
+        "kv_documents end at 8, needed kv_seq_len = 9",
+        partial(DOCUMENTS.check_lengths, 8, 9),
+    ),
+    *(
+        (sp.ShapeError, "positions", call)
+        for outside in ([8], [-1], [0, 8], [-1, 0])
+        for call in (
+            partial(DOCUMENTS.allowed, outside, [0]),
+            partial(plan_blocks, [0], outside, DOCUMENTS),
+        )
+    ),
+    *(
+        (TypeError, "integer", partial(plan_blocks, wrong, range(3)))
+        for wrong in (torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool))
+    ),
+    (
+        sp.ShapeError,
+        "one dimension",
+        partial(plan_blocks, range(3), torch.zeros(2, 2, dtype=torch.int64)),
+    ),
+    *(
+        (sp.ShapeError, "needed", partial(attention, *shapes))
+        for shapes in (
+            ((1, 3, 2, 4), (1, 3, 2, 5)),
+            ((1, 3, 3, 4), (1, 3, 2, 4)),
+            ((2, 3, 2, 4), (1, 3, 2, 4)),
+            ((3, 2, 4), (3, 2, 4)),
+            ((1, 3, 2, 4), (1, 3, 0, 4)),
+            ((1, 3, 2, 0), (1, 3, 2, 0)),
+        )
+    ),
+    *(
+        (sp.DtypeError, "needed", partial(sp.local_attention, torch.ones(1, 3, 2, 4).to(q), k, k))
+        for q, k in (
+            (torch.float32, torch.ones(1, 3, 2, 4).double()),
+            (torch.int64, torch.ones(1, 3, 2, 4).long()),
+        )
+    ),
+    (
+        sp.ShapeError,
+        "needed seq_len = 3",
+        partial(attention, (1, 3, 1, 2), mask=sp.Mask(documents=(0, 4))),
+    ),
+    (sp.ShapeError, "needed 3", partial(attention, (1, 3, 1, 2), q_positions=range(4))),
+    *(
+        (
+            TypeError,
+            "pass a positive number, or None",
+            partial(attention, (1, 3, 1, 2), softcap=softcap),
+        )
+        for softcap in (0.0, -1.0, float("inf"), float("nan"), True, "5")
+    ),
+    (
+        ValueError,
+        "'magic', needed flash_cuda",
+        partial(
+            block_attention, *[torch.ones(1, 2, 3, 4)] * 3, logits=Logits(1.0), backend="magic"
+        ),
+    ),
+    (ValueError, "temperature", partial(Sampling, -1.0)),
+    (ValueError, "top_k", partial(Sampling, 1.0, 0)),
+    (ValueError, "top_p", partial(Sampling, 1.0, None, 0.0)),
+    *(
+        (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))
+        for lengths, size in (([1], 0), ([-1], 2))
+        for policy in POLICIES.values()
+    ),
+    (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
+    (sp.ShapeError, "less than the longest", partial(Plan, (3,), (), ((0,),), padded_to=2)),
+    (sp.ShapeError, "tolerance", partial(balanced, [1], 1, Work(1, 1), 0.0)),
+    (sp.ShapeError, "one above 0", partial(Work, 0, 0)),
+    (
+        sp.ShapeError,
+        "for ever after 1 slots",
+        partial(timeline, [(Slot("F", 0), Slot("B", 0)), (Slot("B", 0), Slot("F", 0))]),
+    ),
+    (sp.ShapeError, "micro-batches", partial(gpipe, 2, 0)),
+]
