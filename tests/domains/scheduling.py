@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -144,6 +144,12 @@ TOLERANCE: dict[str, Parts] = {
     "tolerance": {"default": lambda c, v: LEFT_OUT, **values(1e-9, 0.2, 10.0, float("inf"))}
 }
 
+SHARING = tuple(
+    dict(zip(("lengths", "size", "work", "tolerance"), row, strict=True))
+    for row in product(LENGTHS, ("2 to 4", "5 to 8"), WORKS, ("default", "0.2"))
+)
+"""How many sequences must be shared depends on all four."""
+
 
 def longest_first(given: Values) -> list[int]:
     """The sequences, the longest first."""
@@ -232,7 +238,7 @@ SUBJECTS = [
         covers=tuple(f"scheduling.Plan.{name}" for name in ("tokens", "loads", "useful")),
         outside={"sharded": "by packed", "waiting": "by packed", "number": "all are tried"},
     ),
-    subject("balanced", POLICY | TOLERANCE, judge_balanced),
+    subject("balanced", POLICY | TOLERANCE, judge_balanced, together=SHARING),
     subject("dynamic", POLICY | TOLERANCE, judge_dynamic),
     subject("contiguous", POLICY, judge_contiguous),
     subject("round_robin", POLICY, judge_round_robin),
