@@ -34,8 +34,8 @@ from benchmarks.launching import (
     writable,
 )
 from benchmarks.records import MEASURED, Case, Record
-from benchmarks.reporting import derive, tables, terminal
-from benchmarks.reporting.terminal import Console
+from benchmarks.reporting import derive, tables
+from benchmarks.reporting.tables import Console
 from sp_core.machine import busy_share, cores
 
 BRANCHES = ("origin/main", "main")
@@ -183,24 +183,24 @@ def _written(setting: Setting) -> list[Record]:
 
 
 def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
-    screen = terminal.console()
+    screen = tables.console()
     total, counts = sum(map(len, plan.values())), ", ".join(map(str, plan))
     machine = f"this machine offers {cores()} cores."
-    terminal.say(screen, f"{total} measurements: P = {counts}; {machine}")
+    tables.say(screen, f"{total} measurements: P = {counts}; {machine}")
     warn_of_load(screen)
     earlier, left = len(_written(setting)), dict(plan)
     try:
         for ranks, cases in plan.items():
             del left[ranks]
             saved = f"{Path(setting.out).with_suffix('')}-p{ranks}.pytest-benchmark.json"
-            with terminal.bar(screen) as bar:
+            with tables.bar(screen) as bar:
                 heard = follow(bar, screen, f"P = {ranks}", len(cases))
                 mine = msgspec.structs.replace(setting, saves=(f"--benchmark-json={saved}",))
                 output = run_launch(ranks, cases, mine, launch, root, heard)
-            terminal.say(screen, f"P = {ranks}: done")
+            tables.say(screen, f"P = {ranks}: done")
             if output:
                 text = f"P = {ranks} went wrong; the last lines of its output:\n{output}"
-                terminal.say(screen, text, "red")
+                tables.say(screen, text, "red")
     except KeyboardInterrupt:
         for cases in left.values():
             complete(cases, [], setting, INTERRUPTED)
@@ -208,8 +208,8 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     found = _written(setting)[earlier:]
     failed = tables.failures(found)
     for table in [*tables.per_ranks(derive.rows(found)), *([failed] if failed else [])]:
-        terminal.show(screen, table)
-    terminal.say(screen, f"records: {setting.out}")
+        tables.show(screen, table)
+    tables.say(screen, f"records: {setting.out}")
     return 0 if all(record.status in MEASURED for record in found) else 1
 
 
@@ -223,7 +223,7 @@ def follow(bar: Any, screen: Console, name: str, total: int) -> Callable[[dict[s
         bar.update(task, description=f"{name}: {news['phase']}", completed=news["done"])
         if not screen.is_terminal and news["done"] >= said + LINES_EVERY:
             said = news["done"]
-            terminal.say(screen, f"{name}: {news['done']} of {total}, {news['phase']}")
+            tables.say(screen, f"{name}: {news['done']} of {total}, {news['phase']}")
 
     return heard
 
@@ -232,7 +232,7 @@ def warn_of_load(screen: Console) -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
     if (busy := busy_share()) > BUSY_SHARE:
         text = f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer."
-        terminal.say(screen, text, "yellow")
+        tables.say(screen, text, "yellow")
 
 
 def _setting(options: argparse.Namespace) -> Setting:

@@ -38,9 +38,8 @@ from benchmarks.launching import (
 )
 from benchmarks.record import NOTHING, follow, warn_of_load
 from benchmarks.records import Case, Record, make_case
-from benchmarks.reporting import derive, plots, style, tables, terminal
-from benchmarks.reporting.tables import DASH, count, milliseconds, percent, size
-from benchmarks.reporting.terminal import Console
+from benchmarks.reporting import derive, plots, style, tables
+from benchmarks.reporting.tables import DASH, Console, count, milliseconds, percent, size
 
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
@@ -261,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     launch, groups = Launch(options.launcher, options.timeout), settings(options)
     writable(options.out / file_name(groups[0][0], 0))
-    screen, interrupted = terminal.console(), False
+    screen, interrupted = tables.console(), False
     done: list[list[Outcome]] = [[] for _ in groups]
     warn_of_load(screen)
     try:
@@ -283,17 +282,17 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
     """Run one P, and say in a line how it came out."""
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
-    with terminal.bar(screen) as bar:
+    with tables.bar(screen) as bar:
         shown = follow(bar, screen, name, setting.iterations)
         heard = shown if screen.is_terminal else lambda news: None
         found = launching.run(case.ranks, "benchmarks.cases.block:measure", setting, launch, heard)
     outcome = outcome_of(setting, found)
     if outcome.check is None:
         text = f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}"
-        terminal.say(screen, text, "red")
+        tables.say(screen, text, "red")
     else:
         word, style = ("correct", "") if found["status"] == "ok" else ("WRONG", "red")
-        terminal.say(screen, f"{name}: {word}. {Verdict(**outcome.check)}", style)
+        tables.say(screen, f"{name}: {word}. {Verdict(**outcome.check)}", style)
     return outcome
 
 
@@ -361,12 +360,12 @@ def step(case: Case) -> str:
 def show(screen: Console, groups: list[list[Outcome]], options: argparse.Namespace) -> None:
     """Print the tables and where the files are, and draw the plot."""
     for outcomes in groups:
-        terminal.show(screen, table(outcomes, options.device))
+        tables.show(screen, table(outcomes, options.device))
     timed = [outcomes for outcomes in groups if any(outcome.record.seconds for outcome in outcomes)]
     if timed:
-        terminal.say(screen, LEGEND, "dim")
+        tables.say(screen, LEGEND, "dim")
         draw(timed, options.out / f"strong_scaling_sp_{KIND[options.device]}.png", options.device)
-    terminal.say(screen, f"files: {options.out}")
+    tables.say(screen, f"files: {options.out}")
 
 
 def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:

@@ -10,7 +10,6 @@ refuse large ones. With GITHUB_TOKEN and GITHUB_SERVER_URL set, that token pushe
 
 from __future__ import annotations
 
-import argparse
 import base64
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import records
+from benchmarks.launching import about, parse
 from benchmarks.records import Record
 from ci.git import GitFailed, git, say
 
@@ -132,22 +132,18 @@ def append(
     return f"appended {count} records to {BRANCH}"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("commit", help="that was measured, in full")
-    parser.add_argument("files", type=Path, nargs="+", metavar="RECORDS.jsonl")
-    parser.add_argument(
-        "--remote", default="origin", help=f"where the branch {BRANCH} is (default: origin)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, push nothing")
-    return parser.parse_args(arguments)
+OPTIONS = {
+    "commit": about(help="that was measured, in full"),
+    "files": about(type=Path, nargs="+", metavar="RECORDS.jsonl"),
+    "--remote": about(
+        default="origin", help=f"where the branch {BRANCH} is (default: %(default)s)"
+    ),
+    "--dry-run": about(action="store_true", help="check everything, push nothing"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = parse(arguments)
+    chosen = parse("append_history", __doc__, OPTIONS, arguments)
     found, problems = of_commit(chosen.files, chosen.commit)
     for problem in problems:
         print(f"append_history: {problem}", file=sys.stderr)

@@ -12,7 +12,7 @@ from kit.comparison import CASES, LAYER, RING, ULYSSES, Machine, compared, pair_
 from benchmarks import records
 from benchmarks.compare import __main__ as command
 from benchmarks.compare.pairs import coin
-from benchmarks.compare.result import CODES, RECORDS, RESULT, cells, load, summary
+from benchmarks.compare.rule import CODES, RECORDS, RESULT, cells, load, summary
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 

@@ -19,13 +19,16 @@ from kit.comparison import RING, Machine, compared
 from numpy.typing import NDArray
 
 from benchmarks.compare import selftest
-from benchmarks.compare.result import Key, Result, Row, Told
 from benchmarks.compare.rule import (
     CONFIRM_AGREE,
     CONFIRM_PAIRS,
     MAX_DELTA,
     SCREEN_AGREE,
     SCREEN_PAIRS,
+    Key,
+    Result,
+    Row,
+    Told,
     Verdict,
     exit_code,
     gateable_share,

@@ -15,7 +15,7 @@ from kit.git import commit, git
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command, sides as sides_module
-from benchmarks.compare.result import Told
+from benchmarks.compare.rule import Told
 from benchmarks.compare.sides import Side, commits, needs, sides
 from benchmarks.launching import Launch, UsageError
 

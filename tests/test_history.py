@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from benchmarks.compare.result import ORDER, Row
-from benchmarks.reporting import comparison, derive, history, plots
+from benchmarks.compare.rule import ORDER, Row
+from benchmarks.reporting import derive, foreign, history, plots
 from benchmarks.reporting.__main__ import main
 from benchmarks.reporting.history import SIDE, changes
 from benchmarks.reporting.style import Picture, short, styled, svg
@@ -167,7 +167,7 @@ def pictures() -> list[Picture]:
             *plots.bandwidth(rows),
             *plots.shares(rows),
             *history.pictures(history.collect(several)),
-            *comparison.pictures(msgspec.convert(compared, list[Row])),
+            *foreign.pictures(msgspec.convert(compared, list[Row])),
         ]
 
 

@@ -21,10 +21,10 @@ from kit import records as made
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from benchmarks.compare.result import ORDER
+from benchmarks.compare.rule import ORDER
 from benchmarks.files import ForeignError
 from benchmarks.records import Record, append, reason
-from benchmarks.reporting import comparison, derive, plots, tables, tables as text, terminal
+from benchmarks.reporting import derive, foreign, plots, tables, tables as text
 from benchmarks.reporting.__main__ import main, numbered
 from benchmarks.reporting.page import Page, Section, code, html, markdown
 from benchmarks.reporting.style import styled
@@ -292,7 +292,7 @@ def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path)
     rows = [made.verdict(name) for name in sorted(ORDER)]
     rows += [made.verdict("regressed", 1.4, case="worst"), made.verdict("missing", None)]
     (tmp_path / "result.json").write_text(json.dumps(made.result(*rows)))
-    shown = lines(comparison.read(tmp_path / "result.json").tables[0])
+    shown = lines(foreign.read_comparison(tmp_path / "result.json").tables[0])
     places = [ORDER.index(line["verdict"]) for line in shown]
     assert places == sorted(places)
     worst = (shown[0]["case"], shown[0]["change"], shown[0]["interval"])
@@ -315,7 +315,7 @@ def test_a_result_of_another_form_is_refused(change: dict[str, Any], tmp_path: P
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**made.result(made.verdict("regressed")), **change}))
     with pytest.raises(ForeignError, match=re.escape(str(path))):
-        comparison.read(path)
+        foreign.read_comparison(path)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_a_terminal_of_80_columns_shows_every_column() -> None:
     out = io.StringIO()
     every = tables.per_ranks(derive.rows(made.run()))
     table = next(table for table in every if table.title == "schemes, P = 2")
-    terminal.show(Console(file=out, width=80), table)
+    tables.show(Console(file=out, width=80), table)
     shown = out.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
     assert all(word in shown for row in (table.columns, *table.rows) for word in row)

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import sp_core as sp
 from benchmarks.files import ForeignError
-from benchmarks.reporting import timeline
+from benchmarks.reporting import foreign
 from benchmarks.reporting.trace import rank as clock
 from benchmarks.reporting.trace.__main__ import main
 from benchmarks.reporting.trace.rank import Log, Profile, merge
@@ -132,16 +132,16 @@ def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixt
     assert all(
         event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M"
     )
-    table = timeline.read(tmp_path / "trace.json").tables[0]
+    table = foreign.read_trace(tmp_path / "trace.json").tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 120)), max_size=6))
 def test_communication_is_counted_once_and_inside_its_step(spans: list[tuple[int, int]]) -> None:
-    step = timeline.Event("X", "step", 0, ts=10.0, dur=100.0)
-    calls = [timeline.Event("X", "call", 0, ts=start, dur=length) for start, length in spans]
+    step = foreign.Event("X", "step", 0, ts=10.0, dur=100.0)
+    calls = [foreign.Event("X", "call", 0, ts=start, dur=length) for start, length in spans]
     ticks = {tick for start, length in spans for tick in range(start, start + length)}
-    assert timeline.covered(step, calls) == len(ticks & {*range(10, 110)})
+    assert foreign.covered(step, calls) == len(ticks & {*range(10, 110)})
 
 
 @spmd(2)
@@ -180,13 +180,13 @@ def test_a_file_that_is_no_trace_is_refused(content: str, tmp_path: Path) -> Non
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(ForeignError, match=r"trace\.json"):
-        timeline.read(path)
+        foreign.read_trace(path)
 
 
 def test_the_timeline_adds_up_what_each_rank_sent_and_waited(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(merge([profile(0, base=0.0, offset=0.0)], {"scheme": "<b>"})))
-    section = timeline.read(path)
+    section = foreign.read_trace(path)
     assert section.tables[0].rows == (("0", "500", "110", "22%", "3", "2.01 KiB"),)
     axes = section.pictures[0].figure.axes[0]
     assert axes.get_xlabel().endswith("(ms)")

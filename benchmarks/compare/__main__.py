@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import launching
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import build
-from benchmarks.compare.result import RECORDS, Key, Result, summary, table
+from benchmarks.compare.rule import RECORDS, Key, Result, summary, table
 from benchmarks.compare.sides import Bench, Heard, Session, Side, commits, sides, uncommitted
 from benchmarks.launching import (
     REPORTS,
@@ -32,8 +32,8 @@ from benchmarks.launching import (
     starting,
     writable,
 )
-from benchmarks.reporting import terminal
-from benchmarks.reporting.terminal import Console
+from benchmarks.reporting import tables
+from benchmarks.reporting.tables import Console
 
 KEPT = "interrupted, so nothing is judged; the records so far are kept."
 MEASURING: Options = {
@@ -101,16 +101,16 @@ def compare(
             f"no case has {' or '.join(options.cases)} in its name. "
             "`nox -s bench -- --list` names all."
         )
-    screen = terminal.console()
-    terminal.say(screen, f"files: {out}")
-    with terminal.bar(screen) as bar:
+    screen = tables.console()
+    tables.say(screen, f"files: {out}")
+    with tables.bar(screen) as bar:
         session = Session(measures, pair, seed, out / RECORDS, heard(screen, bar))
         session.run(listed["base"] & listed["head"])
     facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed, "ranks": ranks}
     result = build(out, strict=options.strict, listed=listed, **facts)
-    terminal.show(screen, table(result))
+    tables.show(screen, table(result))
     for line in (*summary(result), *result.problems):
-        terminal.say(screen, line)
+        tables.say(screen, line)
     return result
 
 
@@ -122,7 +122,7 @@ def heard(screen: Console, bar: Any) -> Heard:
         time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         left = f"about {time} left in this stage"
         if not screen.is_terminal and (done == 1 or done % 10 == 0 or done == total):
-            terminal.say(screen, f"{stage}: {done} of {total} launches, {left}")
+            tables.say(screen, f"{stage}: {done} of {total} launches, {left}")
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage)
         shown = f"{stage} {what}, {left}"

@@ -12,15 +12,21 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.compare import rule
-from benchmarks.compare.result import ORDER, RECORDS, RESULT, Key, Result, Row
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     DELTAS,
     JUDGED,
+    ORDER,
+    RECORDS,
+    RESULT,
     SCREEN_PAIRS,
     Decision,
+    Key,
+    Result,
+    Row,
     Verdict,
+    exit_code,
+    gateable_share,
     half_width,
     interval,
     judge,
@@ -125,9 +131,9 @@ def build(folder: Path, *, strict: bool, listed: Mapping[str, set[Key]], **facts
         problems=reading.problems,
         rows=sorted(rows, key=importance),
         counts=dict(Counter(map(str, verdicts))),
-        gateable_share=rule.gateable_share(verdicts),
+        gateable_share=gateable_share(verdicts),
         strict=strict,
-        exit_code=rule.exit_code(verdicts, strict=strict),
+        exit_code=exit_code(verdicts, strict=strict),
     )
     result.same_commit = result.base.sha == result.head.sha
     write_json(folder / RESULT, msgspec.to_builtins(result, order="deterministic"))

@@ -21,14 +21,17 @@ from pathlib import Path
 from benchmarks import launching
 from benchmarks.compare.__main__ import KEPT, MEASURING, bench, compare, fresh_folder
 from benchmarks.compare.pairs import SIDES, grouped
-from benchmarks.compare.result import RECORDS, Key, Result, Told
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     DELTAS,
     GATEABLE_SHARE,
     JUDGED,
     MAX_DELTA,
+    RECORDS,
     SCREEN_PAIRS,
+    Key,
+    Result,
+    Told,
     Verdict,
     judge,
     raised_delta,

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import SIDES, STAGES, coin, grouped
-from benchmarks.compare.result import Key, Told
+from benchmarks.compare.rule import Key, Told
 from benchmarks.launching import KEEP_MEMORY, ROOT, Launch, UsageError, commit, git
 from benchmarks.record import Plan, listing, run_launch
 from benchmarks.records import Record, read

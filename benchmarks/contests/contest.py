@@ -23,9 +23,8 @@ from benchmarks.launching import (
     commit,
     writable,
 )
-from benchmarks.reporting import terminal
-from benchmarks.reporting.tables import Table, make
-from benchmarks.reporting.terminal import Console
+from benchmarks.reporting import tables
+from benchmarks.reporting.tables import Console, Table, make
 from benchmarks.statistics import Requirement
 from sp_core.launch.command import find_mpiexec
 from sp_core.machine import busy_share
@@ -104,7 +103,7 @@ class Contest:
         options = launching.parse(self.name, self.text, self._options(), arguments)
         if options.show:
             for path in options.show:
-                self._tell(terminal.console(), _finished(json.loads(path.read_text())))
+                self._tell(tables.console(), _finished(json.loads(path.read_text())))
             return 0
         known, entries = self.plan(options)
         entries = [one for one in entries if one.needed or options.only in one.name]
@@ -144,7 +143,7 @@ class Contest:
 
     def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
         """Run the launches that the document does not hold, and write it after each of them."""
-        screen, interrupted = terminal.console(), False
+        screen, interrupted = tables.console(), False
         document = _finished(document)
         have = {record["name"] for record in document["launches"]}
         try:
@@ -154,10 +153,10 @@ class Contest:
                 record = {"name": entry.name, **entry.about, **entry.run()}
                 document["launches"].append(record)
                 told = f"{record['status']}, {record.get('took_s', 0.0):.0f} s"
-                terminal.say(screen, f"{self.name}: {entry.name}: {told}")
+                tables.say(screen, f"{self.name}: {entry.name}: {told}")
                 write_json(out, document)
                 if record["status"] != "ok":
-                    terminal.say(screen, f"{record['reason']}\n{record.get('output', '')}", "red")
+                    tables.say(screen, f"{record['reason']}\n{record.get('output', '')}", "red")
                     if entry.needed:
                         break
         except KeyboardInterrupt:
@@ -176,12 +175,12 @@ class Contest:
         parts = self.show(document) if document["launches"] else nothing
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
             if isinstance(part, Table):
-                terminal.show(screen, part)
+                tables.show(screen, part)
             elif isinstance(part, Wrong):
-                terminal.say(screen, f"{self.name}: {part}", "red")
+                tables.say(screen, f"{self.name}: {part}", "red")
                 wrong = True
             else:
-                terminal.say(screen, part)
+                tables.say(screen, part)
         return wrong
 
 

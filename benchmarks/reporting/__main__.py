@@ -17,7 +17,7 @@ from benchmarks import launching
 from benchmarks.files import ForeignError
 from benchmarks.launching import Options, UsageError, about, parse, writable
 from benchmarks.records import Record, read
-from benchmarks.reporting import comparison, derive, history, plots, tables, terminal, timeline
+from benchmarks.reporting import derive, foreign, history, plots, tables
 from benchmarks.reporting.page import Page, Section, write
 from benchmarks.reporting.style import Picture, styled
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not used: {problem}", file=sys.stderr)
     if options.history:
         for table in (table for section in sections for table in section.tables):
-            terminal.show(terminal.console(), table)
+            tables.show(tables.console(), table)
     print(*paths, sep="\n")
     return 0 if sections else NOTHING
 
@@ -77,7 +77,7 @@ def _sections(
 ) -> list[Section]:
     """Return the verdicts, the newest setting in full, the history, a timeline."""
 
-    def foreign(reader: Callable[[Path], Section], path: Path | None) -> list[Section]:
+    def left(reader: Callable[[Path], Section], path: Path | None) -> list[Section]:
         try:
             return [] if path is None else [reader(path)]
         except ForeignError as error:
@@ -85,10 +85,10 @@ def _sections(
             return []
 
     return [
-        *foreign(comparison.read, options.compare),
+        *left(foreign.read_comparison, options.compare),
         *_run(derive.by_setting(records)),
         *_history(records),
-        *foreign(timeline.read, options.trace),
+        *left(foreign.read_trace, options.trace),
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from kit.records import case as describe
 
 from benchmarks.compare.pairs import build
-from benchmarks.compare.result import RECORDS, Key, Result, Row, Told
+from benchmarks.compare.rule import RECORDS, Key, Result, Row, Told
 from benchmarks.compare.sides import Session, Side
 
 Json = dict[str, Any]

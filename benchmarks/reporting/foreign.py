@@ -1,18 +1,71 @@
-"""Draw a Chrome trace of one step: a bar for each rank, its communication by operation."""
+"""Show what other programs have left: a comparison of two commits, and a Chrome trace of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from benchmarks.compare.pairs import importance
+from benchmarks.compare.rule import Row, load, summary, table
 from benchmarks.files import ForeignError, read_json
 from benchmarks.reporting.page import Section
-from benchmarks.reporting.plots import grouped
-from benchmarks.reporting.style import COLOURS, GRID, Axes, case_rows, picture, short
+from benchmarks.reporting.plots import grouped, parts
+from benchmarks.reporting.style import COLOURS, GRID, INK, Axes, Picture, case_rows, picture, short
 from benchmarks.reporting.tables import count, make, milliseconds, percent, plain, size
+
+LOOKS = {
+    "regressed": ("#d55e00", "s"),
+    "improved": ("#009e73", "^"),
+    "no regression": ("#0072b2", "o"),
+}
+OTHER = (GRID, "D")
+BARS = 24  # in one plot
+
+
+def read_comparison(path: Path) -> Section:
+    """Return the section on a comparison.
+
+    Args:
+        path: result.json of a comparison.
+
+    Raises:
+        ForeignError: the file is not one.
+    """
+    result = load(path)
+    result.rows.sort(key=importance)
+    return Section(
+        "Comparison", " ".join(summary(result)), (table(result),), tuple(pictures(result.rows))
+    )
+
+
+def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
+    """Draw the intervals, those of the most important verdicts first."""
+    timed = [row for row in rows if row.change is not None]
+    for part in parts(timed, BARS):
+        title = "Change of time from base to head, with exact intervals"
+        broad = (7.5, 1.7 + 0.24 * len(part))
+        yield picture("Comparison", title, draw_intervals, part, size=broad, columns=3)
+
+
+def draw_intervals(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw an interval for each case; the bracket is the smallest change that counts."""
+    axes.axvline(0, color=INK, linewidth=1)
+    for place, row in enumerate(rows):
+        low, middle, high = (100 * (value - 1) for value in row.change or ())
+        colour, marker = LOOKS.get(row.verdict, OTHER)
+        label = row.verdict if row.verdict in LOOKS else "other verdict"
+        axes.plot([low, high], [place, place], color=colour, linewidth=2)
+        axes.plot(middle, place, color=colour, marker=marker, linestyle="none", label=label)
+    deltas = [math.nan if row.delta is None else 100 * row.delta for row in rows]
+    label = "counts from here"
+    axes.plot(deltas, range(len(rows)), "|", color=COLOURS[3], markersize=11, label=label)
+    case_rows(axes, [f"{short(row.case)}, P = {row.ranks}" for row in rows], "case (name)")
+    axes.set_xlabel("change of time, head against base (%)")
+
 
 RANKS = 32  # in the picture
 OPERATIONS = 5  # with a colour of their own
@@ -62,7 +115,7 @@ class Trace(Struct, rename="camel"):
     other_data: dict[str, Any] = {}
 
 
-def read(path: Path) -> Section:
+def read_trace(path: Path) -> Section:
     """Return the section on a trace.
 
     Args:
@@ -82,7 +135,7 @@ def read(path: Path) -> Section:
     shown = steps[:RANKS]
     broad = (9.0, 1.7 + 0.42 * len(shown))
     title = "One step on every rank"
-    drawn = picture("Timeline", title, draw, shown, calls, size=broad, columns=4)
+    drawn = picture("Timeline", title, draw_steps, shown, calls, size=broad, columns=4)
     return Section("Timeline", f"One step: {told}.", (table,), (drawn,))
 
 
@@ -108,7 +161,7 @@ def covered(step: Event, calls: Sequence[Event]) -> float:
     return spent
 
 
-def draw(axes: Axes, steps: Sequence[Event], calls: Sequence[Event]) -> None:
+def draw_steps(axes: Axes, steps: Sequence[Event], calls: Sequence[Event]) -> None:
     """Draw a grey bar for the step of each rank, and over it what was communication."""
     rows = {step.pid: place for place, step in enumerate(steps)}
     start = min(step.start for step in steps)
