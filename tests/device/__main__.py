@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 from device.build import NAME, compile_library
 
-MODELS = ("llama", "llama_decode", "loss", "pipeline", "training", "unequal")
-FILES = ("schemes", "scheme_laws", "tp_sp", "layers", "dropout", "algorithms", *MODELS)
-"""Those that ask the kit for the device of their tensors."""
+ASKS = re.compile(r"^from (sp_core.testing|llama_cases) import .*\b(device|mesh_of)\b", re.M)
+"""In files of tests that ask the kit for the device of their tensors."""
 
+TESTS = Path(__file__).resolve().parent.parent
 RANKS = 4
 LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1200", "--")
 
@@ -25,10 +27,10 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m device", description=__doc__)
     parser.add_argument("--on", default=NAME, help="the kind of device (default: %(default)s)")
     options, rest = parser.parse_known_args(words)
-    tests = [f"tests/test_{name}.py" for name in FILES]
+    tests = [str(path) for path in sorted(TESTS.glob("test_*.py")) if ASKS.search(path.read_text())]
     if options.on == NAME:
         compile_library()
-        tests += ["tests/device", "-p", "device.plugin"]
+        tests += [str(TESTS / "device"), "-p", "device.plugin"]
     pytest = (sys.executable, "-m", "pytest", *tests, "--sp-device", options.on, "--sp-share-gpu")
     ranks = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
     environment = {"SP_PROFILE": "brief", **os.environ}

@@ -20,13 +20,10 @@ FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
 
 
 def library() -> Path:
-    """Return the path of the library.
-
-    Its name lets sp_core take it for CUDA's runtime, of which it has the calls that sp_core makes.
-    """
+    """Return the path of the library for these sources, whether it is made or not."""
     texts = [path.read_bytes() for path in sorted(HERE.glob("runtime.*"))]
     texts += [(HERE / "backend.cpp").read_bytes(), torch.__version__.encode(), str(FLAGS).encode()]
-    return BUILT / hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest() / "libcudart-late.so"
+    return BUILT / hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest() / "late.so"
 
 
 def compile_library() -> Path:

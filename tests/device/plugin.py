@@ -7,8 +7,9 @@ import faulthandler
 import pytest
 
 import sp_core.transport as transport
-from device.build import NAME, load
+from device.build import NAME, library, load
 from sp_core.attention import kernels
+from sp_core.transport import cuda
 
 TRANSPORTS = ("ipc", "pinned", "pipelined", "staged")
 SLOT_BYTES = 1 << 11
@@ -16,8 +17,9 @@ SLOT_BYTES = 1 << 11
 
 
 def use() -> None:
-    """Make torch know the device, and sp_core take it for one like CUDA."""
+    """Make torch know the device, and sp_core take it for one like CUDA, with CUDA's runtime."""
     load()
+    cuda.loaded_library = lambda name: str(library())
     transport.NAMES[NAME] = TRANSPORTS
     transport.MESSAGES[NAME] = transport.MESSAGES["cuda"]
     kernels.FUSED.add(NAME)

@@ -105,6 +105,24 @@ def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
             assert found.cpu().view(-1, 700)[:, 0].tolist() == list(range(comm.size))
 
 
+@pytest.mark.parametrize("transport", ["ipc", "pinned"])
+@spmd(2, 4)
+def test_ranks_read_each_other_between_fences(comm: Any, transport: str) -> None:
+    """What a rank writes before a fence, and reads before the next one, is only asked for then."""
+    with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        x = sp.shared_empty((2, 100), comm=group)
+        for turn in range(3):
+            x.copy_(torch.full((2, 100), float(comm.rank + turn), device=mesh.device))
+            sp.fence(comm=group)
+            beside = sp.peer(x, (comm.rank + 1) % comm.size, comm=group) * 1
+            sp.fence(comm=group)
+            x.zero_()
+            assert beside.cpu().unique().tolist() == [(comm.rank + 1) % comm.size + turn]
+            total = sp.plan("all_reduce", x + 1, comm=group, algorithm="window").run()
+            assert total.cpu().unique().tolist() == [comm.size]
+
+
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
 def test_a_collective_equals_its_definition(comm: Any, case: Case, way: Way, turns: int) -> None:
     """Its input has only just been asked for, and its result is used at once."""
