@@ -13,6 +13,7 @@ from oracle.strategies import AttentionProblem
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
 
@@ -103,3 +104,20 @@ def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank(comm: Any) ->
             torch.autograd.grad(out, (q, k, v), grad)
         per_token.append(max(comm.allgather(live.peak / shape[1])))
     assert max(per_token) <= 1.15 * min(per_token)
+
+
+@spmd(1, 2)
+def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any) -> None:
+    """Forward and backward need a few copies of a chunk, and never the logits of all tokens."""
+    tokens, hidden, chunk, vocabulary = 1024, 8, 32, 512
+    x = torch.ones(tokens, hidden, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    with sp.Mesh(comm, tp=comm.size, dp=1) as mesh:
+        head = torch.ones(vocabulary // comm.size, hidden, requires_grad=True)
+        groups = {"tensor": mesh["tp"], "data": mesh["dp"]}
+        with LiveBytes((x, head, labels)) as live:
+            loss = next_token_loss(x, labels, **groups, head=head, chunk=chunk)
+            torch.autograd.grad(loss, (x, head))
+        logits = chunk * len(head) * x.itemsize
+        every = logits * tokens // chunk
+        assert live.peak <= 6 * logits + 4 * (x.nbytes + head.nbytes) < every

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.corpus import source_bytes
-from sp_core.llama import LlamaConfig, train
+from sp_core.llama import LlamaConfig, model, train
 from sp_core.nn import gradients, loss
 
 CORPUS_BYTES = 1 << 20
@@ -132,8 +132,8 @@ FAULTS = {
         "max(int(valid.sum()), 1) * data.size",
     ),
     "labels shifted inside each shard": (
-        *(loss, "next_token_labels", "return sharding.shard(labels, comm.rank, 1)"),
-        "return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)",
+        *(loss, "next_token_labels", "    return labels\n"),
+        "    return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)\n",
     ),
 }
 """A module, a function, a text in it, and what stands there instead."""
@@ -149,13 +149,16 @@ def planted(name: str) -> Iterator[None]:
     module, function, text, wrong = FAULTS[name]
     right = getattr(module, function)
     source = inspect.getsource(right)
-    if source.count(text) != 1 or getattr(train, function) is not right:
+    callers = [each for each in (train, model) if vars(each).get(function) is right]
+    if source.count(text) != 1 or not callers:
         what = f"{function} has no {text!r}, or is not what a step calls"
         raise LookupError(f"{what}; plant the fault elsewhere.")
     names = dict(vars(module))
     exec(compile(source.replace(text, wrong), f"<{name}>", "exec"), names)
-    setattr(train, function, names[function])
+    for caller in callers:
+        setattr(caller, function, names[function])
     try:
         yield
     finally:
-        setattr(train, function, right)
+        for caller in callers:
+            setattr(caller, function, right)

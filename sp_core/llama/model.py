@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
+from sp_core.collectives.api import all_gather
+from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.grid import Grid
@@ -23,7 +25,7 @@ from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
-from sp_core.nn.loss import check_shard
+from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -147,6 +149,11 @@ class Llama(nn.Module):
                 not in the vocabulary, or layers that are split over stages, for which there are
                 `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
         """
+        one = self.begin(tokens, sharding, mask)
+        return self.logits(self.hidden(tokens, one), one.lengths)
+
+    def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
+        """Check a pass through all layers on every rank. Arguments and errors as in `forward`."""
 
         def call() -> str:
             if self.grid.stages.size > 1:
@@ -159,8 +166,7 @@ class Llama(nn.Module):
             return f"Llama({self.dtype}, tp_sp={self.tp_sp})"
 
         self.grid.everyone.agree_on(call)
-        one = self.one_pass(tokens, sharding, mask)
-        return self.logits(self.hidden(tokens, one), one.lengths)
+        return self.one_pass(tokens, sharding, mask)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
         """Describe how the scheme of the grid takes these tokens through the layers.
@@ -194,8 +200,24 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
         """Compute logits (B, S, V/T) of hidden states (B, S, E); with `lengths` (B, S/T, E)."""
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return project(hidden, head, lengths=lengths)[0]
+        return project(hidden, self.head, lengths=lengths)[0]
+
+    @property
+    def head(self) -> Weight:
+        """The layer whose weight makes logits of hidden states."""
+        return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+
+    def loss(
+        self, hidden: Tensor, labels: Tensor, lengths: Lengths = None, count: int | None = None
+    ) -> Tensor:
+        """Compute `next_token_loss` of the result of `hidden`, some tokens' logits at a time."""
+        tensor, data = self.grid.tensor, self.grid.data
+        if lengths is None:
+            hidden = copy_to_group(hidden, comm=tensor)
+        else:
+            hidden = all_gather(hidden, comm=tensor, dim=1, sizes=lengths)
+        weight = self.head.weight
+        return next_token_loss(hidden, labels, tensor=tensor, data=data, count=count, head=weight)
 
     def attend(
         self,

@@ -24,7 +24,7 @@ from sp_core.collectives.api import all_reduce, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
 from sp_core.mask import Mask
-from sp_core.nn.loss import IGNORED, next_token_loss
+from sp_core.nn.loss import IGNORED
 from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
 from sp_core.sharding import Sharding
 from sp_core.transport import Handle
@@ -194,10 +194,7 @@ def loss_and_gradients(
     def go_on(number: int) -> None:
         x, y = _compute(model, mail, passes[number])
         if model.is_last:
-            logits = model.logits(y, passes[number].lengths)
-            y = next_token_loss(
-                logits, batches[number].labels, tensor=grid.tensor, data=grid.data, count=count
-            )
+            y = model.loss(y, batches[number].labels, passes[number].lengths, count)
             total.add_(y.detach())
         held[number] = x, y
 

@@ -17,7 +17,7 @@ from sp_core import arguments
 from sp_core.llama.model import Llama, Tokens, check_model, flat
 from sp_core.mask import Mask
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
-from sp_core.nn.loss import next_token_labels, next_token_loss
+from sp_core.nn.loss import next_token_labels
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
 
@@ -128,9 +128,9 @@ def _backward(
     sharding = dealt[grid.replicas.rank]
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
-    logits = model(tokens, sharding=sharding, mask=mask)
+    one = model.begin(tokens, sharding, mask)
     labels = next_token_labels(tokens, comm=grid.sequence, sharding=sharding, mask=mask)
-    loss = next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data)
+    loss = model.loss(model.hidden(tokens, one), labels, one.lengths)
     loss.backward()
     reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
     return float(loss.detach())

@@ -9,21 +9,26 @@ Shapes: B batch, S sequence, V vocabulary, P ranks that share a sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.arguments import check_tensor
 from sp_core.attention import accumulation_dtype
-from sp_core.collectives.api import all_gather, all_reduce
+from sp_core.collectives.api import all_reduce, shift
 from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
+from sp_core.schemes.reach import next_owner_distances
 from sp_core.sharding import Sharding
 
 IGNORED = -100
@@ -48,7 +53,9 @@ def next_token_labels(
         int64 (B, S/P); `IGNORED` where the next position is not there or in another document.
 
     Communication:
-        One all-gather of the tokens: 8 (P-1) B S/P bytes sent per rank.
+        One `shift` for each distance between the owners of a position and of the next one: at most
+        two for the usual layouts. Only tokens that are another rank's labels are sent, 8 bytes
+        each: per row one for each segment, or all tokens if the layout is striped.
 
     Raises:
         ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On
@@ -63,15 +70,22 @@ def next_token_labels(
         return f"next_token_labels({sharding.fingerprint}, {mask}) on {comm.name}"
 
     comm.agree_on(call)
-    whole = sharding.restore(all_gather(tokens, comm=comm, dim=1, sizes=sharding.lengths), 1)
-    positions = torch.cat([sharding.positions(rank) for rank in range(sharding.size)]).sort().values
-    follows = positions[1:] == positions[:-1] + 1
+    labels, own = torch.full_like(tokens, IGNORED), sharding.positions(comm.rank)
+    for distance in (0, *next_owner_distances(sharding)):
+        before, after = ((comm.rank + sign * distance) % comm.size for sign in (-1, 1))
+        sent = tokens[:, _owned(own - 1, sharding, before).to(tokens.device)]
+        met = sent if distance == 0 else shift(sent, comm=comm, offset=-distance, dim=1)
+        labels[:, _owned(own + 1, sharding, after).to(tokens.device)] = met
     if mask is not None and mask.documents is not None:
-        ends = torch.tensor(mask.documents[1:])
-        follows &= ~torch.isin(positions[1:], ends)
-    labels = torch.full_like(whole, IGNORED)
-    labels[:, :-1] = whole[:, 1:].masked_fill(~follows.to(whole.device), IGNORED)
-    return sharding.shard(labels, comm.rank, 1)
+        ends = torch.isin(own + 1, torch.tensor(mask.documents[1:]))
+        labels[:, ends.to(tokens.device)] = IGNORED
+    return labels
+
+
+def _owned(positions: Tensor, sharding: Sharding, rank: int) -> Tensor:
+    """Return the places of the positions that `rank` owns, in ascending order of position."""
+    places = torch.isin(positions, sharding.positions(rank)).nonzero().squeeze(1)
+    return places[positions[places].argsort()]
 
 
 def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
@@ -97,37 +111,44 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
 
 
 def next_token_loss(
-    logits: Tensor,
+    x: Tensor,
     labels: Tensor,
     *,
     tensor: Communicator,
     data: Communicator,
     count: int | None = None,
+    head: Tensor | None = None,
+    chunk: int = 1024,
 ) -> Tensor:
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
     It counts once: call backward on every rank, then `reduce_gradients`. The logits are never
-    gathered.
+    gathered. With `head` only the logits of one chunk of tokens exist at a time; backward computes
+    them again.
 
     Args:
-        logits: (..., V/T), this rank's part of the vocabulary for its tokens.
+        x: logits (..., V/T), this rank's part of the vocabulary for its tokens; or, with `head`,
+            hidden states (..., E), whose gradient is this rank's part of a sum over `tensor`. An
+            `all_gather` or `copy_to_group` before this call completes it.
         labels: int64 (...), numbers in the whole vocabulary, or `IGNORED`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have other tokens.
         count: of valid tokens by which the sum is divided, the same on every rank; that of these
             labels if not given. Losses of micro-batches with the count of all of them add up to the
             mean.
+        head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
+        chunk: how many tokens' logits exist at a time, with `head`.
 
     Returns:
         The mean on every rank, a scalar in float32 or wider.
 
     Communication:
-        Over `tensor` two all-reduces, of one number per token and of two; over `data` two of one
-        number. None backward.
+        Over `tensor` two all-reduces for each chunk, of one number per token and of two; over
+        `data` two of one number. Backward those over `tensor` again if there are several chunks.
 
     Raises:
-        ShapeError, DtypeError: logits and labels that do not fit.
-        ValueError: a label outside the vocabulary, or no valid label on any rank.
+        ShapeError, DtypeError: tensors that do not fit.
+        ValueError: a label outside the vocabulary, no valid label on any rank, or `chunk` below 1.
 
     All of these on every rank of both groups.
     """
@@ -136,15 +157,17 @@ def next_token_loss(
     sizes: Sequence[int] = ()
 
     def call() -> str:
-        return f"next_token_loss({logits.dtype}, requires_grad={logits.requires_grad}, {count=})"
+        learns = x.requires_grad, head is not None and head.requires_grad
+        return f"next_token_loss({x.dtype}, requires_grad={learns}, {count=}, {chunk=})"
 
     def same() -> str:
         return (
-            f"{call()}, labels {tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
+            f"{call()}, x {tuple(x.shape) if head is not None else 'with logits'}, labels "
+            f"{tuple(labels.shape)} with sum {int(labels.sum())} on {tensor.name}"
         )
 
     with agreeing_in_turn() as agree_on:
-        sizes = agree_on(tensor, same, lambda: _check_loss(logits, labels, tensor, count))
+        sizes = agree_on(tensor, same, lambda: _check_loss(x, labels, tensor, count, head, chunk))
         agree_on(
             data, lambda: f"{call()} on {data.name}", lambda: _check_labels(labels, sum(sizes))
         )
@@ -155,8 +178,30 @@ def next_token_loss(
             f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing "
             f"is not defined."
         )
-    losses = _cross_entropy(logits.to(accumulation_dtype(logits.dtype)), labels, tensor, sizes)
+    losses = _losses(x, labels, tensor, sizes, head, chunk)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
+
+
+def _losses(
+    x: Tensor,
+    labels: Tensor,
+    tensor: Communicator,
+    sizes: Sequence[int],
+    head: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """Return the loss of each token from its logits, or from its hidden state and the head."""
+
+    def losses(x: Tensor, labels: Tensor) -> Tensor:
+        logits = x if head is None else F.linear(x, head)
+        logits = logits.to(accumulation_dtype(logits.dtype))
+        return _cross_entropy(logits, labels, tensor, sizes)
+
+    if head is None or labels.numel() <= chunk:
+        return losses(x, labels)
+    chunks = zip(x.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
+    recomputed = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([recomputed(*one) for one in chunks]).view_as(labels)
 
 
 def _cross_entropy(
@@ -182,22 +227,32 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
         )
 
 
-def _check_loss(logits: Tensor, labels: Tensor, comm: Communicator, count: int | None) -> int:
-    """Refuse logits and labels that do not fit.
-
-    Return the length of this rank's part of the vocabulary.
-    """
-    arguments.check(count=count)
-    for x in (logits, labels):
-        check_tensor(x, comm)
-    if logits.shape[:-1] != labels.shape or not logits.shape[-1]:
+def _check_loss(
+    x: Tensor,
+    labels: Tensor,
+    comm: Communicator,
+    count: int | None,
+    head: Tensor | None,
+    chunk: int,
+) -> int:
+    """Refuse tensors that do not fit. Return the length of this rank's part of the vocabulary."""
+    arguments.check(count=count, chunk=chunk)
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} was given; pass how many tokens, 1 or more.")
+    for given in (x, labels) if head is None else (x, labels, head):
+        check_tensor(given, comm)
+    shape = tuple(x.shape[-1:]) if head is None else tuple(head.shape)
+    if x.shape[:-1] != labels.shape or not math.prod(shape):
         raise ShapeError(
-            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} given; needed (..., "
-            f"V/T > 0) and (...)."
+            f"x {tuple(x.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) or "
+            f"(..., E > 0), and (...)."
         )
-    if labels.dtype != torch.int64 or not logits.is_floating_point():
+    if head is not None and (head.dim() != 2 or head.shape[1] != x.shape[-1]):
+        raise ShapeError(f"head {shape} given for x {tuple(x.shape)}; needed (V/T > 0, E).")
+    if labels.dtype != torch.int64 or not x.is_floating_point():
         raise DtypeError(
-            f"logits of {logits.dtype} and labels of {labels.dtype} given; needed floating ones "
-            f"and int64."
+            f"x of {x.dtype} and labels of {labels.dtype} given; needed floating ones and int64."
         )
-    return logits.shape[-1]
+    if head is not None and head.dtype != x.dtype:
+        raise DtypeError(f"head of {head.dtype} given for x of {x.dtype}; needed the same.")
+    return shape[0]

@@ -60,6 +60,15 @@ def seen_blocks(
     return tuple(seen.tolist())
 
 
+@lru_cache(maxsize=64)
+def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
+    """Return by how many ranks the owners of a position and of the next one can differ, but 0."""
+    runs = _Owners(sharding)
+    adjacent = runs.last[:-1] + 1 == runs.first[1:]
+    distances = (runs.owner[1:] - runs.owner[:-1])[adjacent] % sharding.size
+    return tuple(np.unique(distances[distances > 0]).tolist())
+
+
 def _longest_step(mask: Mask) -> int:
     """Return the longest step of runs that see an interval in each document and skip few."""
     least, greatest = limits(mask, FAR)
@@ -137,12 +146,12 @@ class _Owners:
         table = {s.start - begin: rank for s, rank in segments.items() if s.step == period > 1}
         complete = all(s[-1] + period > self._end for s in segments)
         if complete and sorted(table) == [*range(period)]:
-            self._first = self._last = np.arange(2 * period)
+            self.first = self.last = np.arange(2 * period)
             self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
         else:
             self._period = 0
             runs = _runs(sharding.segments, 1)
-            self._first, self._last, _, self.owner = runs[runs[:, 0].argsort()].T
+            self.first, self.last, _, self.owner = runs[runs[:, 0].argsort()].T
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the ranges of `owner` of the positions low..high; begin >= end for none."""
@@ -152,7 +161,7 @@ class _Owners:
             high = np.where(low > high, -1, place + np.minimum(high - low, self._period - 1))
             low = place
         high = np.where(low > high, -1, high)
-        return np.searchsorted(self._last, low), np.searchsorted(self._first, high, "right")
+        return np.searchsorted(self.last, low), np.searchsorted(self.first, high, "right")
 
 
 class _Wavelet:

@@ -117,16 +117,37 @@ def losses(comm: Any, drawn: Values) -> Iterator[Call]:
         data, tensor = mesh["data"], mesh["tensor"]
         every = logits_of(drawn)
         mine = every[data.rank].split(drawn["logits.parts"], -1)[tensor.rank]
+        head = None
+        if drawn["head"] == "given":
+            mine, head = through_head(drawn, every[data.rank], tensor.rank)
         x = leaf(mine, drawn["logits.memory"], learns=drawn["logits.gradient"])
         labels = labels_of(drawn)[data.rank].unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
         labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
-        given = {"logits": x, "labels": labels, "tensor": tensor, "data": data}
-        given["count"] = drawn["count"]
-        yield Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x))
+        given = {"x": x, "labels": labels, "tensor": tensor, "data": data, "head": head}
+        given |= {"count": drawn["count"], "chunk": drawn["chunk"]}
+        yield Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x, head))
+
+
+def through_head(drawn: Values, logits: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return hidden states and this rank's head, whose product is exactly its part of the logits.
+
+    The whole head is twice a permutation.
+    """
+    vocab = logits.shape[-1]
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(drawn["seed"] % 2**40))
+    head = torch.zeros(vocab, vocab, dtype=logits.dtype)
+    head[torch.arange(vocab), order] = 2.0
+    own = head.split(drawn["logits.parts"])[rank]
+    return (logits / 2) @ head / 2, own.clone().requires_grad_(drawn["logits.gradient"])
 
 
 def judge_loss(
-    drawn: Values, data: sp.Communicator, tensor: sp.Communicator, x: Tensor, loss: Tensor
+    drawn: Values,
+    data: sp.Communicator,
+    tensor: sp.Communicator,
+    x: Tensor,
+    head: Tensor | None,
+    loss: Tensor,
 ) -> None:
     """Compare with the loss of all tokens over the whole vocabulary."""
     logits, labels = logits_of(drawn), labels_of(drawn)
@@ -146,15 +167,23 @@ def judge_loss(
     same(again, loss.detach())
     if not loss.requires_grad:
         return
-    (grad,) = torch.autograd.grad(loss, x, torch.tensor(drawn["(upstream)"], dtype=loss.dtype))
+    upstream = torch.tensor(drawn["(upstream)"], dtype=loss.dtype)
     first = sum(t.numel() for t in labels[: data.rank])
     rows = slice(first, first + labels[data.rank].numel())
     own, scale = (
-        t[rows].split(drawn["logits.parts"], -1)[tensor.rank].reshape(x.shape)
+        t[rows].split(drawn["logits.parts"], -1)[tensor.rank] * drawn["(upstream)"]
         for t in (want.grad, want.grad_scale)
     )
-    allowed = bound(scale * drawn["(upstream)"], x.dtype, growth)
-    near("gradient of the loss", grad, own * drawn["(upstream)"], allowed)
+    given = [x] if head is None else [x, head]
+    grads = torch.autograd.grad(loss, given, upstream)
+    wanted = [(own, scale)]
+    if head is not None:
+        states = x.detach().double().reshape(-1, x.shape[-1])
+        weight = head.detach().double()
+        wanted = [(own @ weight, scale @ weight), (own.T @ states, scale.T @ states.abs())]
+    for grad, (exact, size) in zip(grads, wanted, strict=True):
+        allowed = bound(size.reshape(grad.shape), x.dtype, growth + len(own))
+        near("gradient of the loss", grad, exact.reshape(grad.shape), allowed)
 
 
 LOSS: dict[str, Parts] = {
@@ -184,6 +213,8 @@ LOSS: dict[str, Parts] = {
     "labels.memory": values("contiguous", "every second"),
     "labels.ignored": values(0.3, 0.0, 1.0),
     "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
+    "head": values("none", "given"),
+    "chunk": spans((1024, 1024), (1, 1), (2, 5)),
     "(upstream)": values(1.0, 0.5),
 }
 

@@ -185,7 +185,9 @@ def _(scene: Scene) -> None:
         sp.Sharding.zigzag(TOKENS, scene.size),
         torch.ones(2, scene.own, dtype=torch.int64),
     )
-    with scene.sends(agreements=1, all_gather=(1, 2 * scene.to_others(2 * scene.own))):
+    borders = [2 * 8 * (scene.rank > 0), 2 * 8 * (scene.rank < scene.size - 1)]
+    shifts = min(scene.size - 1, 2)  # on two ranks both borders are in one
+    with scene.sends(agreements=1 + shifts, shift=(shifts, sum(borders))):
         loss.next_token_labels(tokens, comm=scene.comm, sharding=sharding)
 
 
@@ -196,6 +198,11 @@ def _(scene: Scene) -> None:
     with scene.sends(agreements=1, all_reduce=(2, 4 * (2 * 6 + 2 * 6))):
         mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone)
     with scene.sends():
+        mean.backward()
+    head = {"head": leaf(2, 4), "chunk": 4}
+    with scene.sends(agreements=1, all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
+        mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone, **head)
+    with scene.sends(all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
         mean.backward()
     with scene.sends(agreements=1, all_reduce=(2, 8 + 4)):
         mean = loss.next_token_loss(logits, labels, tensor=alone, data=scene.comm)
