@@ -151,6 +151,7 @@ GIVEN_INSTEAD_OF_NONE = {
     "scheme": "ring",
     "stop": (2, 3),
     "count": 3,
+    "head": torch.ones(3, 2),
     "max_file_bytes": 1000,
     "on_token": print,
     "tokenizer": "of bytes",

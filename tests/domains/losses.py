@@ -258,7 +258,7 @@ SUBJECTS = [
         LOSS | SITUATIONS,
         losses,
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
-        allowed=("count=far out",),
+        allowed=("count=far out", "chunk=far out"),
     ),
     on_group(
         "loss.next_token_labels",
