@@ -17,7 +17,7 @@ from oracle.ways import CALLS, CARRIERS, called, refuses
 from oracle.window_cases import use_window
 
 import sp_core as sp
-from sp_core.collectives import execution
+from sp_core.collectives import combining, execution
 from sp_core.schedules import ALGORITHMS, HALF, cost
 from sp_core.testing import device, features, given, spmd
 
@@ -28,8 +28,9 @@ BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments so short that the vectors here have several."""
+    """Segments and blocks of half types so short that the vectors here have several."""
     monkeypatch.setattr(execution, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
+    monkeypatch.setattr(combining, "WIDE_BLOCK", 3)
 
 
 def poison(comm: sp.Communicator) -> None:

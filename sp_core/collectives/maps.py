@@ -251,10 +251,9 @@ class AllReduce(Map):
         )
 
     def _marked(self, x: Tensor) -> Tensor:
-        """Stack the numbers, with NaN replaced, and marks where NaN was."""
-        least = -torch.inf if self.op == "max" else torch.inf
+        """Stack the numbers, with 0 for NaN, and marks where NaN was."""
         marks = x.isnan().to(x.dtype) * (1 if self.op == "max" else -1)
-        return torch.stack((x.detach().masked_fill(x.isnan(), least), marks))
+        return torch.stack((x.detach().masked_fill(x.isnan(), 0), marks))
 
 
 @dataclass(frozen=True)
