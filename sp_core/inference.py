@@ -10,8 +10,10 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +27,7 @@ from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, check_ranks, stage_layers
-from sp_core.llama.text import Stream, read_tokenizer
+from sp_core.llama.text import ChatTemplate, Stream, read_text, read_tokenizer
 from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
@@ -45,9 +47,19 @@ _MODEL: dict[str, dict[str, Any]] = {
         "help": "folder with config.json, *.safetensors, tokenizer.json",
     },
     "--prompt": {
-        "required": True,
         "action": "append",
+        "default": [],
         "help": "text to continue; may be given several times",
+    },
+    "--prompt-file": {
+        "action": "append",
+        "default": [],
+        "metavar": "FILE",
+        "help": "file with a text to continue, or - for standard input; may be given several times",
+    },
+    "--chat": {
+        "action": "store_true",
+        "help": "put each text into the model's chat template, as a message of the user",
     },
     "--scheme": {
         "help": "attention over the ranks that share a prompt; default: what they are named after"
@@ -156,11 +168,17 @@ def main(
         return _run(options, sizes, comm)
     # so that the ranks that were started are ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    words = [sys.executable, "-m", "sp_core", *arguments]
-    try:
-        return command.run(ranks, words, timeout=options.timeout)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as kept:
+        if "-" in options.prompt_file:  # MPI may not pass standard input on to a rank
+            kept.write(sys.stdin.read())
+            kept.flush()
+        pairs = zip(("", *arguments), arguments, strict=False)
+        words = [kept.name if pair == ("--prompt-file", "-") else pair[1] for pair in pairs]
+        words = [sys.executable, "-m", "sp_core", *words]
+        try:
+            return command.run(ranks, words, timeout=options.timeout)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
@@ -195,9 +213,22 @@ def _prepare(options: argparse.Namespace, mesh: Mesh) -> tuple[Tokenizer, list[l
     found: list[tuple[Tokenizer, list[list[int]]]] = []
 
     def call() -> str:
-        tokenizer = read_tokenizer(options.model)
-        found.append((tokenizer, [tokenizer.encode(prompt).ids for prompt in options.prompt]))
-        return f"prompts {found[0][1]}"
+        tokenizer, texts = read_tokenizer(options.model), list(options.prompt)
+        for file in options.prompt_file:
+            if file == "-" and mesh.size > 1:
+                raise ValueError(
+                    "standard input reaches no rank of a job; pass --prompt-file FILE."
+                )
+            texts.append(sys.stdin.read() if file == "-" else read_text(Path(file)))
+        if not texts:
+            raise ValueError("no text to continue was given; pass --prompt or --prompt-file.")
+        if options.chat:
+            template = ChatTemplate(options.model)
+            texts = [template.apply(text) for text in texts]
+        special = not options.chat  # else the template has them
+        tokens = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
+        found.append((tokenizer, tokens))
+        return f"prompts {tokens}"
 
     mesh[tuple(mesh.axes)].agree_on(call)
     dtype = getattr(torch, options.dtype) if options.dtype else None

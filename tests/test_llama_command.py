@@ -5,6 +5,7 @@ The same text for any number of ranks, and one clear line where something is wro
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,9 @@ from test_llama_checkpoint import SECOND, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sp_core.__main__ import main
-from sp_core.llama.text import Stream, read_tokenizer
+from sp_core.errors import CheckpointError
+from sp_core.llama import LlamaConfig
+from sp_core.llama.text import ChatTemplate, Stream, read_tokenizer
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -41,13 +44,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(*words: str) -> tuple[int, str, str]:
-    """Exit code, output and errors."""
+def ran(*words: str, given: str = "") -> tuple[int, str, str]:
+    """Return exit code, output and errors of a command with this standard input."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     answer = subprocess.run(
         words,
         cwd=ROOT,
         env=environment,
+        input=given,
         capture_output=True,
         timeout=120,
         check=False,
@@ -118,6 +122,41 @@ def best_bytes() -> list[str]:
     return [str(token) for token in CASE.logits(prompt)[0, -1].topk(2).indices.tolist()]
 
 
+def test_every_rank_continues_what_standard_input_says(folder: Path) -> None:
+    _, wanted, _ = ran(*command("generate", folder, "--prompt", "x y"))
+    code, found, errors = ran(
+        *command("generate", folder, "--prompt-file", "-", "--ring", "2"), given="x y"
+    )
+    assert (code, found) == (0, wanted), errors
+
+
+def test_a_command_without_prompts_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--model", str(folder)]) == 2
+    assert "pass --prompt or --prompt-file" in capsys.readouterr().err
+
+
+def test_a_chat_template_sees_the_message_and_the_tokens_of_the_folder(tmp_path: Path) -> None:
+    """Also one of several, and one that refuses."""
+    template = "{{ bos_token }}{{ messages[0].role }}: {{ messages[0].content }}{{ eos_token }}"
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    named = [{"name": "tool", "template": "no"}, {"name": "default", "template": template}]
+    for templates in (template, named):
+        settings = {**tokens, "chat_template": templates}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert ChatTemplate(tmp_path).apply("how?") == "<s>user: how?</s>"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[1].content }}")
+    with pytest.raises(CheckpointError, match="the chat template of the model fails"):
+        ChatTemplate(tmp_path).apply("how?")
+
+
+def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
+    for ends, wanted in ((7, (7,)), ([7, 8], (7, 8)), (None, CASE.stops)):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert LlamaConfig.from_folder(folder).eos_token_id == wanted
+
+
 def test_what_one_rank_finds_wrong_ends_the_job(folder: Path) -> None:
     (folder / SECOND).unlink()
     code, _, errors = ran(*command("generate", folder, "--tp", "2"))
@@ -129,6 +168,8 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "too many ranks": ("7 tensor ranks are too many for num_attention_heads=6", ("--tp", "7")),
     "no ranks": ("each needs at least 1", ("--ring", "0")),
     "an unknown algorithm": ("'bubble'", ("--tp", "2", "--algorithm", "bubble")),
+    "a file that is not there": ("nothing cannot be read as text", ("--prompt-file", "nothing")),
+    "a chat with a model without template": ("has no chat template", ("--chat",)),
 }
 
 

@@ -103,12 +103,15 @@ class LlamaConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> LlamaConfig:
-        """Read `config.json`.
+        """Read `config.json`, and the tokens that end a text from `generation_config.json` if any.
 
         Raises:
             CheckpointError: no such file, no JSON, or something that is not supported.
         """
         values = read_json(Path(folder) / "config.json")
+        generation = Path(folder) / "generation_config.json"
+        ends = read_json(generation).get("eos_token_id") if generation.exists() else None
+        values = values if ends is None else {**values, "eos_token_id": ends}
         try:
             return cls.from_dict(values)
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the `tokenizer.json` of a model folder."""
+"""Text to tokens and back, with the tokenizer and the chat template of a model folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sp_core.errors import CheckpointError
+from sp_core.llama.config import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,6 +33,65 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        CheckpointError: it is not there, or is no text in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as text in UTF-8: {error}.") from error
+
+
+class ChatTemplate:
+    """The chat template of a model folder: `chat_template.jinja`, or in `tokenizer_config.json`.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        file, settings = (
+            Path(folder) / "chat_template.jinja",
+            Path(folder) / "tokenizer_config.json",
+        )
+        values = read_json(settings) if settings.exists() else {}
+        template = read_text(file) if file.exists() else values.get("chat_template")
+        if isinstance(template, list):  # several with names
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        if not isinstance(template, str):
+            raise CheckpointError(
+                f"{folder} has no chat template. Leave --chat out, or take a model that was tuned "
+                f"for chats."
+            )
+        names = [name for name in values if name.endswith("_token")]
+        tokens = {name: values[name] for name in names if isinstance(values[name], str)}
+        tokens |= {name: values[name]["content"] for name in names if name not in tokens}
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template = environment.from_string(template, globals=tokens)
+
+    def apply(self, text: str) -> str:
+        """Return a prompt with the text as the only message, up to where the answer begins.
+
+        Raises:
+            CheckpointError: the template refuses it.
+        """
+        from jinja2 import TemplateError
+
+        messages = [{"role": "user", "content": text}]
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True)
+        except TemplateError as error:
+            raise CheckpointError(f"the chat template of the model fails: {error}.") from error
 
 
 class Stream:

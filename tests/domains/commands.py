@@ -68,6 +68,7 @@ TEXTS = {
     "long": "0123456789" * 4,
     "spaces and lines": " \n\t x\n",
 }
+CHAT = "<user>{}</user>"
 FEW = {aspect: dict([*parts.items()][:1]) for aspect, parts in SMALL.items()}
 INFERENCE: dict[str, Parts] = {
     **architecture("--model", FEW | {"vocab": values(256), "tied": values(False, True)}),
@@ -78,6 +79,8 @@ INFERENCE: dict[str, Parts] = {
     "--model.dtype": values(*DTYPES[:2]),
     "--prompt.count": spans((1, 1), (2, 3), (5, 6)),
     "--prompt.text": values(*TEXTS),
+    "--prompt-file": values("none", "the last", "all"),
+    "--chat": values(False, True),
     "--scheme": values(*SCHEMES),
     "--tp-sp": values(False, True),
     "--algorithm": values(None, "ring", "all_reduce=ring,all_gather=bruck", "auto"),
@@ -130,24 +133,32 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
                 {"folder.dtypes": "one", "folder.more": "nothing", "folder.files": "two"},
             )
             byte_tokenizer().save(str(folder / "tokenizer.json"))
-        comm.Barrier()
+            (folder / "chat_template.jinja").write_text(CHAT.format("{{ messages[0].content }}"))
         text = TEXTS[drawn["--prompt.text"]]
         prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
+        first = {"none": len(prompts), "the last": -1, "all": 0}[drawn["--prompt-file"]]
+        files = [folder / f"{number}.txt" for number, _ in enumerate(prompts[first:])]
+        if comm.rank == 0:
+            for file, prompt in zip(files, prompts[first:], strict=True):
+                file.write_text(prompt, encoding="utf-8")
+        comm.Barrier()
         own = {
             option: value
             for option, value in drawn.items()
             if option.startswith("--") and "." not in option
         }
-        given = {"--model": str(folder), "--prompt": prompts, **axes_of(drawn), **own}
+        given = {"--model": str(folder), **axes_of(drawn), **own}
+        given |= {"--prompt": prompts[:first], "--prompt-file": list(map(str, files))}
         judge = {"generate": judge_generate, "logits": judge_logits}[name]
+        whole = [CHAT.format(prompt) if drawn["--chat"] else prompt for prompt in prompts]
         yield Call(
             partial(printed, name, comm),
             given,
-            partial(judge, case, given) if comm.rank == 0 else lambda _: None,
+            partial(judge, case, given, whole) if comm.rank == 0 else lambda _: None,
         )
 
 
-def judge_generate(case: Case, given: Values, text: str) -> None:
+def judge_generate(case: Case, given: Values, prompts: list[str], text: str) -> None:
     """Compare with the text of the tokens that follow from the reference's logits."""
     chosen = {name: given[f"--{name.replace('_', '-')}"] for name in SAMPLING}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
@@ -155,7 +166,7 @@ def judge_generate(case: Case, given: Values, text: str) -> None:
         decoding.continued(
             case, list(prompt.encode()), number, given["--max-tokens"], sampling, case.stops
         )
-        for number, prompt in enumerate(given["--prompt"])
+        for number, prompt in enumerate(prompts)
     ]
     texts = [bytes(found).decode(errors="replace") for found in tokens]
     wanted = (
@@ -167,9 +178,9 @@ def judge_generate(case: Case, given: Values, text: str) -> None:
 LOGITS: dict[str, Parts] = {"--top": values(None, 1, 300), "--model.dtype": values(*DTYPES)}
 
 
-def judge_logits(case: Case, given: Values, text: str) -> None:
+def judge_logits(case: Case, given: Values, texts: list[str], text: str) -> None:
     """Compare each line's probability with its token's, and the last with tokens not shown."""
-    prompts = [list(prompt.encode()) for prompt in given["--prompt"]]
+    prompts = [list(prompt.encode()) for prompt in texts]
     wanted = decoding.last_logits("llama command", case, prompts, given["--dtype"] or "")
     rows, allowed = wanted.values["logits"].log_softmax(-1), wanted.allowed("logits")
     parts = re.split(r"^\[(\d+)\]\n", text, flags=re.MULTILINE)[1:]
