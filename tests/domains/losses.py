@@ -162,28 +162,34 @@ def judge_loss(
     assert loss.requires_grad == drawn["logits.gradient"]
     near("loss", loss, want.loss, bound(want.loss_scale, loss.dtype, growth))
     with torch.no_grad():
-        mine = labels[data.rank]
-        again = next_token_loss(x, mine, tensor=tensor, data=data, count=drawn["count"])
+        given = {name: drawn[name] for name in ("count", "chunk")} | {"head": head}
+        again = next_token_loss(x, labels[data.rank], tensor=tensor, data=data, **given)
     same(again, loss.detach())
-    if not loss.requires_grad:
-        return
+    if loss.requires_grad:
+        first = sum(t.numel() for t in labels[: data.rank])
+        rows = slice(first, first + labels[data.rank].numel())
+        own = [
+            t[rows].split(drawn["logits.parts"], -1)[tensor.rank] * drawn["(upstream)"]
+            for t in (want.grad, want.grad_scale)
+        ]
+        judge_gradients(drawn, x, head, loss, own, growth)
+
+
+def judge_gradients(
+    drawn: Values, x: Tensor, head: Tensor | None, loss: Tensor, own: list[Tensor], growth: float
+) -> None:
+    """Compare with those of this rank's logits, `own`, a gradient and its scale."""
     upstream = torch.tensor(drawn["(upstream)"], dtype=loss.dtype)
-    first = sum(t.numel() for t in labels[: data.rank])
-    rows = slice(first, first + labels[data.rank].numel())
-    own, scale = (
-        t[rows].split(drawn["logits.parts"], -1)[tensor.rank] * drawn["(upstream)"]
-        for t in (want.grad, want.grad_scale)
-    )
     given = [x] if head is None else [x, head]
     grads = torch.autograd.grad(loss, given, upstream)
-    wanted = [(own, scale)]
+    (exact, scale), wanted = own, [own]
     if head is not None:
         states = x.detach().double().reshape(-1, x.shape[-1])
         weight = head.detach().double()
-        wanted = [(own @ weight, scale @ weight), (own.T @ states, scale.T @ states.abs())]
-    for grad, (exact, size) in zip(grads, wanted, strict=True):
-        allowed = bound(size.reshape(grad.shape), x.dtype, growth + len(own))
-        near("gradient of the loss", grad, exact.reshape(grad.shape), allowed)
+        wanted = [[exact @ weight, scale @ weight], [exact.T @ states, scale.T @ states.abs()]]
+    for grad, (value, size) in zip(grads, wanted, strict=True):
+        allowed = bound(size.reshape(grad.shape), x.dtype, growth + len(exact))
+        near("gradient of the loss", grad, value.reshape(grad.shape), allowed)
 
 
 LOSS: dict[str, Parts] = {
