@@ -5,7 +5,7 @@ Plan blocks from positions and mask, run each, merge the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype, merge_into
+from sp_core.attention.packs import Pack, packed
 from sp_core.attention.tiles import halves, rows, strips, tiled
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
@@ -27,6 +28,7 @@ LSE_COLUMNS = 8
 Triple = tuple[Tensor, Tensor, Tensor]
 Allowed = Callable[[Block], Tensor | None]
 Quintuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Sextuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def attend(
@@ -66,29 +68,49 @@ def attend(
         ShapeError: positions that do not number the tokens, or that lie outside the mask's
             documents.
     """
-    blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), halves, q)
+    planned = _blocks(q, k, q_positions, kv_positions, mask)
+    allowed = _dense_masks(q_positions, kv_positions, mask)
+    for blocks, packs in (packed(planned, q, backend, logits), (planned, ())):
+        out, lse = _attend(blocks, packs, allowed, q, k, v, between, logits=logits, backend=backend)
+        if not packs or out.sum().isfinite():  # else a NaN may have spread to another block
+            break
+    return out.to(out_dtype or q.dtype), lse
+
+
+def _attend(
+    blocks: tuple[Block, ...],
+    packs: tuple[Pack, ...],
+    allowed: Allowed,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    between: Callable[[], object] | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute all blocks, and merge their results."""
+    blocks = tiled(blocks, halves, q)
     if between is not None:
         blocks = tiled(blocks, rows, q)
-    allowed = _dense_masks(q_positions, kv_positions, mask)
-    dtype = out_dtype or q.dtype
-    parts = _forward_parts(blocks, allowed, q, k, v, logits=logits, backend=backend)
-    if len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
-        out, lse = next(parts)
-        return out.to(dtype), lse
+    parts = _forward_parts(blocks, allowed, q, k, v, **options)
+    if not packs and len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
+        return next(parts)
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
-    written = 0  # blocks come in order of their queries: from here on rows are fresh
+    fresh = torch.ones(q.shape[2], dtype=torch.bool)
+    for pack in packs:
+        pack.forward(q, k, v, options["logits"], out, lse)
+        fresh[pack.queries.tokens] = False
     for block, (part_out, part_lse) in zip(blocks, parts, strict=True):
         rows_out, rows_lse = out[:, :, block.queries], lse[:, :, block.queries]
-        if block.q_start >= written:
+        if fresh[block.queries].all():
             rows_out.copy_(part_out)
             rows_lse.copy_(part_lse)
         else:
             merge_into(rows_out, rows_lse, part_out, part_lse)
-        written = max(written, block.q_stop)
+        fresh[block.queries] = False
         if between is not None:
             between()
-    return out.to(dtype), lse
+    return out, lse
 
 
 def attend_backward(
@@ -134,22 +156,41 @@ def attend_backward(
     head_dim, dtype = q.shape[-1], accumulation_dtype(q.dtype)
     if grad_lse is not None:
         grad_out, q, k, v, out = _with_lse_columns(grad_out, q, k, v, out, grad_lse)
-    blocks = tiled(_blocks(q, k, q_positions, kv_positions, mask), strips, q)
+    planned = _blocks(q, k, q_positions, kv_positions, mask)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     tensors = (grad_out, q, k, v, out, lse)
-    parts = _backward_parts(blocks, allowed, *tensors, logits=logits, backend=backend)
-    if len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
-        grads = [grad.to(dtype) for grad in next(parts)]
-    else:
-        grads = [_zeros(x, dtype) for x in (q, k, v)]
-        for block, found in zip(blocks, parts, strict=True):
-            places = (block.queries, block.keys, block.keys)
-            for total, where, part in zip(grads, places, found, strict=True):
-                total[:, :, where] += part
-            if between is not None:
-                between()
-    dq, dk, dv = (grad[..., :head_dim] for grad in grads)
+    for blocks, packs in (packed(planned, q, backend, logits), (planned, ())):
+        grads = _gradients(blocks, packs, allowed, tensors, between, logits=logits, backend=backend)
+        if not packs or all(grad.sum().isfinite() for grad in grads):
+            break
+    dq, dk, dv = (grad[..., :head_dim].to(dtype) for grad in grads)
     return dq, dk, dv
+
+
+def _gradients(
+    blocks: tuple[Block, ...],
+    packs: tuple[Pack, ...],
+    allowed: Allowed,
+    tensors: Sextuple,
+    between: Callable[[], object] | None,
+    **options: Any,
+) -> Sequence[Tensor]:
+    """Compute the gradients of all blocks, and sum them."""
+    q, k, v = tensors[1:4]
+    blocks = tiled(blocks, strips, q)
+    parts = _backward_parts(blocks, allowed, *tensors, **options)
+    if not packs and len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
+        return next(parts)
+    grads = [_zeros(x, accumulation_dtype(x.dtype)) for x in (q, k, v)]
+    for pack in packs:
+        pack.backward(tensors, options["logits"], grads)
+    for block, found in zip(blocks, parts, strict=True):
+        places = (block.queries, block.keys, block.keys)
+        for total, where, part in zip(grads, places, found, strict=True):
+            total[:, :, where] += part
+        if between is not None:
+            between()
+    return grads
 
 
 def _forward_parts(

@@ -40,9 +40,14 @@ def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
 
     Half types are not cut, because the kernel would round once more for each tile.
     """
-    if like.device.type != "cpu" or like.itemsize < 4:
+    if not on_cpu(like):
         return tuple(blocks)
     return tuple(tile for block in blocks for tile in cut(block))
+
+
+def on_cpu(like: Tensor) -> bool:
+    """Return whether tiles of torch's CPU kernel lose nothing."""
+    return like.device.type == "cpu" and like.itemsize >= 4
 
 
 def halves(block: Block) -> Iterator[Block]:
