@@ -63,7 +63,9 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 
 NOTHING_CHOSEN = 5  # pytest's exit code
 HELPED = bool({"-h", "--help"} & {*sys.argv})
-PEERS_NEED = ("transformers", "einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm")
+PEERS_NEED = (
+    *("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm"),
+)
 
 
 class Program(NamedTuple):
@@ -138,14 +140,14 @@ PROGRAMS = {
         "Test other libraries with the laws of our own, on CPU over gloo.",
         "conformance",
         packages=PEERS_NEED,
-        others=("deepspeed", "yunchang", "ring-flash-attn", "accelerate", "megatron-core"),
+        others=("deepspeed", "yunchang", "ring-flash-attn", "megatron-core"),
     ),
     "train": Program(
         "Train a LLaMA on every mesh of 1 to 4 ranks, and compare each with one rank.",
         "benchmarks.training",
     ),
-    "llama": Program(
-        "Compare the LLaMA with transformers. Arguments go to pytest.",
+    "hf": Program(
+        "Compare LLaMA and `parallelize` with transformers. Arguments go to pytest.",
         "pytest tests/hf",
         packages=PEERS_NEED,
     ),

@@ -14,7 +14,7 @@ from sp_core import llama, scheduling, testing
 pytestmark = pytest.mark.mpi_skip
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-RUN_BY_TESTS = ("examples/", "tests/example_project/")
+RUN_BY_TESTS = ("examples/", "tests/example_project/", "tests/hf/")
 DESCRIBED = [
     name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
 ]

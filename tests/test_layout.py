@@ -34,6 +34,7 @@ ROOMS = (
     ("schemes",),
     ("nn", "cost"),
     ("llama", "planning"),
+    ("integrations",),
     ("__init__",),
     ("measuring",),
     ("doctor",),

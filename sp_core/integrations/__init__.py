@@ -1,0 +1,1 @@
+"""Adapters for models of other libraries. Importing one of them needs no other library."""

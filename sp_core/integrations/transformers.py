@@ -1,0 +1,386 @@
+"""Split the sequences of a Hugging Face model over the ranks of a mesh.
+
+    every rank: the same whole input_ids, labels  ->  its shard of them  ->  the model, whose
+    attention is a scheme of this library  ->  mean loss over the tokens of all ranks
+    backward: gradients of the weights, which all ranks hold, are summed over the ranks at its end
+
+Only attention, loss and gradients communicate. Everything else of the model works on the rank's own
+tokens. Shapes: B batch, S sequence, P ranks that share a sequence, H heads, D head dim, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sp_core import arguments
+from sp_core.agreement import agreeing_in_turn
+from sp_core.collectives.api import all_reduce
+from sp_core.communicator import Communicator
+from sp_core.errors import ShapeError
+from sp_core.llama.grid import Grid, GridAttention
+from sp_core.mask import Mask
+from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement, place, reduce_gradients
+from sp_core.nn.loss import IGNORED, next_token_loss
+from sp_core.sharding import Sharding
+
+NAME = "sp_core"
+"""The attention implementation's name in transformers."""
+
+MODELS = ("gemma2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""The `model_type` of each supported architecture."""
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+AXES = ("dp", "ring", "ulysses")
+WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
+"""The tensors (B, S) that a forward takes."""
+
+TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
+LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+)
+"""The variables by which accelerate finds other processes."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "zigzag") -> Model:
+    """Split the sequences of a causal language model of transformers over the ranks of a mesh.
+
+    The model is changed in place. Afterwards every rank calls it as on one process, with the same
+    whole sequences: `input_ids` (B, S) and, if needed, `labels`, `position_ids` and an
+    `attention_mask`. It returns the logits of the rank's own tokens, (B, S/P, V), and the loss of
+    all of them. `loss.backward()` leaves the gradients of this loss in `.grad` on every rank; those
+    of several backwards add up.
+
+    Positions, rotary angles, masks and labels are those of transformers on one process. Position
+    ids that do not go up by one start a new document, which sees no other one. All rows of a batch
+    have the same documents. A label at the first token of a document counts unless it is -100. The
+    attention mask may hide padding at the end of a row, where every label is -100; the logits there
+    are not defined.
+
+    Args:
+        model: a causal language model whose `config.model_type` is one of `MODELS`, with the same
+            weights on every rank, on the device of the mesh.
+        mesh: the axes "ring" and "ulysses" share each sequence; the replicas along "dp" take other
+            sequences.
+        scheme: "allgather_kv", "ring" or "ulysses", over both axes together; or "hybrid", which
+            needs both.
+        layout: who owns which tokens: "contiguous", "striped" or "zigzag", as of `Sharding`.
+
+    Returns:
+        The model.
+
+    Communication:
+        Here two agreements. Forward two agreements, in each layer that of the scheme, and that of
+        `next_token_loss` if labels are given. Backward in each layer that of the scheme, and at the
+        end one all-reduce of a number per parameter and one of all gradients per dtype.
+
+    Raises:
+        ValueError, ShapeError, TypeError: a model, mesh, scheme or layout that is not supported.
+        CollectiveMismatch: ranks with different weights or arguments.
+
+    All of these on every rank. The forward raises the same for inputs that are not supported or
+    that differ; a cache, `output_attentions` and attention dropout are among them.
+    """
+    arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
+
+    def call() -> str:
+        weights = torch.stack([x.detach().flatten().view(torch.uint8).sum() for x in found])
+        kinds = blake2b(repr([(x.shape, x.dtype) for x in found]).encode(), digest_size=4)
+        return (
+            f"parallelize({type(model).__name__} with {len(found)} parameters "
+            f"#{kinds.hexdigest()} of values #{_digest(weights)}, {scheme=}, {layout=})"
+        )
+
+    found: list[nn.Parameter] = []
+    mesh[tuple(mesh.axes)].agree_on(call, lambda: found.extend(_checked(model, mesh, layout)))
+    for parameter in found:
+        place(parameter, Placement.replicated(parameter.shape, 1))
+    _Parallel(model, Grid.of(mesh, scheme), layout).attach()
+    return model
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Hide the other processes from accelerate while `TrainingArguments` are made.
+
+    Each rank's Trainer then takes all batches, as `parallelize` needs it, instead of a share of
+    them, and leaves the model as it is. The environment variables of launchers are put back in the
+    end.
+    """
+    hidden = {name: os.environ.pop(name) for name in LAUNCHERS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the attention of one forward pass needs. It reaches each layer as a keyword argument."""
+
+    attention: GridAttention
+    sharding: Sharding
+    documents: tuple[int, ...] | None
+
+
+class _Parallel:
+    """The hooks of one model."""
+
+    def __init__(self, model: Any, grid: Grid, layout: str) -> None:
+        self._model, self._grid, self._layout = model, grid, layout
+        self._backward = -1
+
+    def attach(self) -> None:
+        """Put the scheme, the loss and the hooks into the model."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, _attend)
+        self._model.set_attn_implementation(NAME)
+        self._model.loss_function = self._loss
+        self._model.register_forward_pre_hook(self._shard, with_kwargs=True)
+        self._model.get_output_embeddings().register_full_backward_pre_hook(self._begin)
+
+    def _shard(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Replace whole sequences by this rank's shards of them, before the forward."""
+        given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        comm = self._grid.sequence
+
+        def call() -> str:
+            whole = [given.get(name) for name in WHOLE]
+            return (
+                f"{type(model).__name__}.forward of {tuple(given['input_ids'].shape)} tokens "
+                f"#{_digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}"
+            )
+
+        with agreeing_in_turn() as agree_on:
+            agree_on(comm, call, lambda: _check_inputs(model, given, comm))
+            agree_on(self._grid.replicas, lambda: f"{type(model).__name__}.forward")
+        tokens, positions, documents = given["input_ids"], *_positions(given)
+        sharding: Sharding = getattr(Sharding, self._layout)(tokens.shape[1], comm.size)
+        whole = {"input_ids": tokens, "position_ids": positions}
+        if given.get("labels") is not None:
+            whole["labels"] = F.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:]
+        shards = {name: sharding.shard(x, comm.rank, 1) for name, x in whole.items()}
+        made = _Call(self._grid.attention, sharding, documents)
+        return (), given | shards | {"attention_mask": None, "use_cache": False, NAME: made}
+
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Return the mean over all tokens with a label. `_shard` has moved each label to its token.
+
+        Trainer gives the number of labels of all micro-batches of a step.
+        """
+        count = None if num_items_in_batch is None else int(num_items_in_batch)
+        grid = self._grid
+        return next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data, count=count)
+
+    def _begin(self, head: nn.Module, grads: object) -> None:
+        """Set earlier gradients aside when a backward begins, and reduce its own when it ends."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        held = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
+        for parameter, _ in held:
+            parameter.grad = None
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(self._reduce, held))
+
+    @torch.no_grad()
+    def _reduce(self, held: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Sum the gradients of one backward over the ranks, and add them to earlier ones.
+
+        A parameter that no rank has used, such as that of an idle expert, gets none.
+        """
+        grid = self._grid
+        own = torch.tensor([p.grad is not None for p, _ in held], device=grid.data.device)
+        used = all_reduce(own.long(), comm=grid.data, op="max").tolist()
+        if not any(used):
+            raise RuntimeError(
+                "a backward of a parallelized model has left no gradient in .grad of its "
+                "parameters. Call loss.backward() instead of torch.autograd.grad."
+            )
+        wanted = [p for (p, _), is_used in zip(held, used, strict=True) if is_used]
+        reduce_gradients(wanted, data=grid.data, tensor=grid.tensor)
+        for parameter, earlier in held:
+            if earlier is not None:
+                new = parameter.grad
+                parameter.grad = earlier if new is None else earlier.add_(new)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sp_core: _Call | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of this rank's queries (B, H, S/P, D) as transformers asks for it."""
+    if sp_core is None or dropout:
+        raise RuntimeError(
+            f"attention {NAME!r} was called with {dropout=} and "
+            f"{'no' if sp_core is None else 'a'} parallelized forward; it needs one, and no "
+            "dropout. Call parallelize(model, mesh), and the model itself, not a part of it."
+        )
+    out = sp_core.attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        sharding=sp_core.sharding,
+        mask=Mask(causal=True, window=sliding_window, documents=sp_core.documents),
+        softmax_scale=scaling,
+        softcap=softcap,
+    )
+    assert isinstance(out, Tensor)
+    return out, None
+
+
+def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:
+    """Return the parameters of a model, or refuse the arguments of `parallelize`."""
+    from transformers import PreTrainedModel
+
+    arguments.check_type("model", model, PreTrainedModel, "Load it with AutoModelForCausalLM.")
+    other = [axis for axis, size in mesh.axes.items() if axis not in AXES and size > 1]
+    if other:
+        raise ShapeError(f"the mesh has the axes {tuple(mesh.axes)}; use {AXES} only.")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{layout=} was given; pass one of {LAYOUTS}.")
+    kind, config = type(model).__name__, model.config
+    if config.model_type not in MODELS or not model._supports_attention_backend:
+        raise ValueError(
+            f"{kind} is of model_type {config.model_type!r}; {MODELS} are supported, and their "
+            "attention must go through transformers' AttentionInterface."
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{kind} has no language model head. Use the model's ForCausalLM class.")
+    if config._attn_implementation == NAME:
+        raise ValueError(f"this {kind} was parallelized before. Load it again.")
+    _check_config(model)
+    return list(model.parameters())
+
+
+def _check_config(model: Any) -> None:
+    """Refuse settings of a model with which ranks would compute something else than one process."""
+    outputs = ("output_attentions", "output_router_logits")
+    wrong = [f"{name}=True" for name in outputs if getattr(model.config, name, False)]
+    wrong += [
+        f"{name}={value!r}"
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if (name == "attention_dropout" and value)
+        or (name == "rope_type" and value in ("dynamic", "longrope"))
+    ]
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__} has {sorted({*wrong})}, which need all tokens on one rank. "
+            "Load it without: AutoModelForCausalLM.from_pretrained(..., attention_dropout=0.0)."
+        )
+
+
+def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> None:
+    """Refuse arguments of a forward that are not supported."""
+    _check_config(model)
+    if model.config._attn_implementation != NAME:
+        raise ValueError(
+            f"the attention implementation was changed to {model.config._attn_implementation!r} "
+            f"after parallelize; it must stay {NAME!r}. Load the model again for another one."
+        )
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise ValueError(
+            "a parallelized model was called inside DistributedDataParallel, which divides its "
+            "gradients. Call it without; make TrainingArguments inside `with one_process()`."
+        )
+    unset = (None, False, 0)
+    other = [
+        name
+        for name, x in given.items()
+        if name not in TAKEN and not any(x is value for value in unset)
+    ]
+    if other:
+        raise ValueError(f"{other} were given; a parallelized model takes {TAKEN}. Leave them out.")
+    tokens: Any = given.get("input_ids")
+    for name in WHOLE:
+        x: Any = given.get(name)
+        if x is None and name != "input_ids":
+            continue
+        arguments.check_tensor(x, comm, name)
+        rows = (1, len(tokens)) if name == "position_ids" else (len(tokens),)
+        if x.dim() != 2 or x.shape[0] not in rows or x.shape[1] != tokens.shape[1]:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, input_ids {tuple(tokens.shape)}; needed is "
+                "(batch, tokens of the whole sequence), the same on every rank."
+            )
+    if tokens.shape[1] < comm.size:
+        raise ShapeError(
+            f"sequences of {tokens.shape[1]} tokens were given to {comm.size} ranks; transformers "
+            "needs at least one token on each rank. Use fewer ranks, or pad."
+        )
+    _, documents = _positions(given)
+    if given.get("attention_mask") is not None:
+        _check_padding(given["attention_mask"], given.get("labels"), documents)
+
+
+def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
+    """Refuse an attention mask that hides more than padding at the ends of rows."""
+    seen = mask.bool()
+    if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
+        raise ValueError(
+            "an attention_mask was given that is not 1 for tokens and 0 for padding at the end of "
+            "each row, or one together with position_ids that restart. Pad on the right; leave it "
+            "out for packed documents."
+        )
+    if labels is not None and (labels[~seen] != IGNORED).any():
+        raise ValueError(f"padding has labels; set them to {IGNORED}, so that they do not count.")
+
+
+def _positions(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Return the position ids (B, S), and the boundaries of documents if there are several."""
+    tokens, positions = given["input_ids"], given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    starts = positions.diff(dim=1) != 1
+    if (starts != starts[:1]).any():
+        raise ValueError(
+            "the rows of position_ids restart at different places; all rows of a batch need the "
+            "same documents. Give each packed row in a batch of its own."
+        )
+    bounds = (starts[0].nonzero().flatten() + 1).tolist()
+    documents = (0, *bounds, tokens.shape[1]) if bounds else None
+    return positions.expand_as(tokens), documents
+
+
+def _digest(*tensors: Tensor | None) -> str:
+    """Return a short text that is the same on ranks with the same tensors."""
+    digest = blake2b(digest_size=8)
+    for x in tensors:
+        digest.update(repr(x if x is None else x.shape).encode())
+        digest.update(b"" if x is None else x.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Tests that need transformers: `nox -s hf` runs them."""

@@ -1,0 +1,171 @@
+"""Tiny models of transformers with random weights, and what one process computes with them.
+
+transformers computes norms, rotary angles, router probabilities and the loss in float32, also in a
+float64 model. `in_float64` replaces these casts, on both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from oracle import reference
+from torch import Tensor
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB, BATCH, SEQ_LEN = 19, 2, 21
+DOCUMENTS = (0, 8, 9, 13, SEQ_LEN)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 18,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "sliding_window": 5,  # in every second layer
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+}
+"""Architectures by `model_type`, each with what only it has."""
+
+
+class _Wide(TorchFunctionMode):
+    """Replace each float32 that a function is asked for by float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.backward:
+            return self._backward(args[0])
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {name: _wider(x) for name, x in (kwargs or {}).items()}
+        return func(*map(_wider, args), **wide)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Start the engine itself, because functions of torch run without the mode.
+
+        The mode is needed where checkpoints compute again.
+        """
+        engine: Any = torch.autograd.Variable._execution_engine
+        flags = {"allow_unreachable": True, "accumulate_grad": True}
+        with self:
+            engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), **flags)
+
+
+def _wider(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute everything in float64, in this thread."""
+    with _Wide():
+        yield
+
+
+@cache
+def _made(kind: str) -> Any:
+    config = AutoConfig.for_model(kind, **{**SIZES, **OWN[kind]})
+    config._experts_implementation = "eager"  # the grouped product takes no float64
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float64
+    )
+    random = torch.Generator().manual_seed(len(kind))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.copy_(drawn * 0.4 + (parameter.dim() == 1))
+    return model
+
+
+def model(kind: str) -> Any:
+    """Return a model of its own, with the same weights for each call.
+
+    The first call must not be one of several threads, because transformers sets a global dtype.
+    """
+    return copy.deepcopy(_made(kind))
+
+
+def inputs(packed: bool = False, seed: int = 0, seq_len: int = SEQ_LEN) -> dict[str, Tensor]:
+    """Return whole sequences with labels, some of which do not count."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (BATCH, seq_len), generator=random)
+    ignored = torch.rand(tokens.shape, generator=random) < 0.3
+    given = {"input_ids": tokens, "labels": tokens.masked_fill(ignored, -100)}
+    if packed:
+        lengths = torch.tensor(DOCUMENTS).diff().tolist()
+        given["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    return given
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The logits, the loss and each gradient on one process, with the scales of their errors."""
+
+    values: dict[str, Tensor]
+    scales: dict[str, Tensor]
+
+
+def count(seeds: tuple[int, ...]) -> int:
+    """Return the number of labels of some batches, as Trainer counts them."""
+    return sum(int((inputs(seed=seed)["labels"][:, 1:] != -100).sum()) for seed in seeds)
+
+
+@cache
+def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> Reference:
+    """Return what transformers computes for some batches.
+
+    The logits are those of the last one, the loss is the mean over all.
+    """
+    whole, number = model(kind), count(seeds)
+    names = [name for name, _ in whole.named_parameters()]
+
+    def run(rounding: Callable[[Tensor], Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        named, loss = dict(zip(names, leaves, strict=True)), torch.zeros((), dtype=torch.float64)
+        with in_float64(), _rounded(whole, rounding):
+            for seed in seeds:
+                given = {**inputs(packed, seed), "use_cache": False, "num_items_in_batch": number}
+                out = functional_call(whole, named, kwargs=given)
+                loss = loss + out.loss
+        return out.logits.detach(), loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    results = reference.sensitivity(run, [p.detach() for p in whole.parameters()])
+    values, scales = (dict(zip(("logits", "loss", *names), x, strict=True)) for x in results)
+    return Reference(values, scales)
+
+
+@contextmanager
+def _rounded(whole: Any, rounding: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Apply a rounding to the result of every module that returns one tensor."""
+
+    def hook(module: Any, args: Any, out: Any) -> Any:
+        return rounding(out) if isinstance(out, Tensor) else None
+
+    handles = [module.register_forward_hook(hook) for module in whole.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,225 @@
+"""`parallelize`: models of transformers on several ranks against themselves on one process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from hf.cases import (
+    OWN,
+    SEQ_LEN,
+    Reference,
+    count,
+    in_float64,
+    inputs,
+    model,
+    on_one_process,
+)
+from sp_core.integrations import transformers as integration
+from sp_core.testing import record_ratio, run_threads
+from sp_core.testing.outcome import RankFailure
+from sp_core.testing.tolerance import bound, check_close
+
+SCHEMES = ("allgather_kv", "ring", "ulysses")
+WAYS: list[tuple[str, dict[str, int]]] = [
+    *((scheme, {"ring": size}) for scheme in SCHEMES for size in (1, 2, 3, 4)),
+    *(("hybrid", {"ring": ring, "ulysses": 4 // ring}) for ring in (1, 2, 4)),
+    ("hybrid", {"ulysses": 3, "ring": 1}),
+    ("hybrid", {"ulysses": 2, "ring": 1}),
+    ("hybrid", {"ulysses": 1, "ring": 1}),
+    ("hybrid", {"ulysses": 2, "ring": 2}),
+]
+"""Each scheme with its meshes."""
+
+Values = dict[str, Tensor]
+
+
+def gathered(logits: Tensor, comm: sp.Communicator, layout: str) -> Tensor:
+    """The logits of all tokens."""
+    sharding = getattr(sp.Sharding, layout)(SEQ_LEN, comm.size)
+    shards = sp.all_gather(logits.detach(), comm=comm, dim=1, sizes=sharding.lengths)
+    whole: Tensor = sharding.restore(shards, 1)
+    return whole
+
+
+def gradients(parallel: Any) -> Values:
+    return {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+
+
+def check(got: list[Values], want: Reference, leave_out: str = "") -> None:
+    """On every rank all values are those of one process, to the elementwise bound."""
+    for values in got:
+        assert {*values, leave_out} == {*want.values, leave_out}
+        for key, value in values.items():
+            allowed = bound(want.scales[key], torch.float64)
+            record_ratio("parallelize", check_close(key, value, want.values[key], allowed))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("kind", OWN)
+def test_all_values_are_those_of_one_process(
+    kind: str, way: tuple[str, dict[str, int]], packed: bool
+) -> None:
+    """Logits, loss and every gradient."""
+    (scheme, axes), want = way, on_one_process(kind, packed)
+    layouts = integration.LAYOUTS
+    layout = layouts[(WAYS.index(way) + packed) % len(layouts)]
+
+    def body(comm: Any) -> Values:
+        with in_float64(), sp.Mesh(comm, **axes) as mesh:
+            parallel = integration.parallelize(model(kind), mesh, scheme, layout)
+            out = parallel(**inputs(packed))
+            out.loss.backward()
+            logits = gathered(out.logits, mesh[tuple(axes)], layout)
+            return {"logits": logits, "loss": out.loss.detach(), **gradients(parallel)}
+
+    check(run_threads(math.prod(axes.values()), body), want)
+
+
+def micro_batches(
+    kind: str,
+    number: int,
+    made: ModuleType = integration,
+    checkpoint: dict[str, bool] | None = None,
+    at_once: bool = False,
+) -> None:
+    """Several batches before a step give the gradients of the mean over all their tokens.
+
+    Args:
+        kind: of model.
+        number: of ranks.
+        made: the integration, or one with a fault in it.
+        checkpoint: options of gradient checkpointing; none without it.
+        at_once: one backward for all of them.
+    """
+    seeds = (0, 1, 2)
+    want = on_one_process(kind, True, seeds)
+
+    def body(comm: Any) -> Values:
+        with in_float64(), sp.Mesh(comm, ring=number) as mesh:
+            parallel = made.parallelize(model(kind).train(), mesh)
+            if checkpoint is not None:
+                parallel.gradient_checkpointing_enable(checkpoint)
+            total = torch.zeros((), dtype=torch.float64)
+            for seed in seeds:
+                given = {**inputs(True, seed), "num_items_in_batch": torch.tensor(count(seeds))}
+                loss = parallel(**given).loss
+                total = total + (loss if at_once else loss.detach())
+                if not at_once:
+                    loss.backward()
+            if at_once:
+                total.backward()
+            return {"loss": total.detach(), **gradients(parallel)}
+
+    check(run_threads(number, body), want, leave_out="logits")
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("checkpoint", [None, {"use_reentrant": True}, {"use_reentrant": False}])
+def test_gradients_add_up_over_micro_batches(kind: str, checkpoint: dict[str, bool] | None) -> None:
+    micro_batches(kind, 3, checkpoint=checkpoint)
+
+
+def test_several_forwards_may_share_a_backward() -> None:
+    micro_batches("qwen3", 2, at_once=True)
+
+
+def test_replicas_take_other_sequences() -> None:
+    """The loss is the mean over the tokens of all of them."""
+    want = on_one_process("llama", False, (0, 1))
+
+    def body(comm: Any) -> Values:
+        with in_float64(), sp.Mesh(comm, dp=2, ring=2) as mesh:
+            parallel = integration.parallelize(model("llama"), mesh)
+            loss = parallel(**inputs(seed=mesh["dp"].rank)).loss
+            loss.backward()
+            return {"loss": loss.detach(), **gradients(parallel)}
+
+    check(run_threads(4, body), want, leave_out="logits")
+
+
+def one_rank_uses(made: ModuleType = integration) -> None:
+    """The gradient of what one rank uses reaches all; what no rank uses gets none."""
+    model("llama")
+
+    def body(comm: Any) -> tuple[Tensor | None, Tensor | None]:
+        with in_float64(), sp.Mesh(comm, ring=3) as mesh:
+            whole = model("llama")
+            whole.used, whole.idle = (torch.nn.Parameter(torch.zeros(1).double()) for _ in range(2))
+            parallel = made.parallelize(whole, mesh)
+            if comm.rank == 1:
+                scale = lambda head, args, logits: logits * (1 + whole.used)  # noqa: E731
+                parallel.lm_head.register_forward_hook(scale)
+            parallel(**inputs()).loss.backward()
+            return whole.used.grad, whole.idle.grad
+
+    for used, idle in run_threads(3, body):
+        assert used is not None
+        assert float(used) != 0
+        assert idle is None
+
+
+def test_a_gradient_of_one_rank_reaches_all() -> None:
+    one_rank_uses()
+
+
+def test_padding_at_the_end_of_rows_changes_nothing() -> None:
+    """Padding is hidden from no token, but follows all tokens."""
+    given = inputs()
+    mask = torch.ones_like(given["input_ids"])
+    mask[1, -5:] = 0
+    given["labels"] = given["labels"].masked_fill(mask == 0, -100)
+    with in_float64(), torch.no_grad():
+        want = model("qwen3")(**given, attention_mask=mask, use_cache=False)
+
+    def body(comm: Any) -> tuple[Tensor, Tensor]:
+        with in_float64(), sp.Mesh(comm, ring=3) as mesh, torch.no_grad():
+            out = integration.parallelize(model("qwen3"), mesh)(**given, attention_mask=mask)
+            return out.loss, gathered(out.logits, mesh["ring"], "zigzag")
+
+    scales = on_one_process("qwen3", False).scales
+    for loss, logits in run_threads(3, body):
+        check_close("loss", loss, want.loss, bound(scales["loss"], torch.float64))
+        allowed = bound(scales["logits"], torch.float64)
+        for row, length in enumerate((SEQ_LEN, SEQ_LEN - 5)):
+            at = (row, slice(length))
+            check_close("logits", logits[at], want.logits[at], allowed[at])
+
+
+FAULTS = {
+    "labels are not moved": ("value=IGNORED)[:, 1:]", "value=IGNORED)[:, :-1]"),
+    "documents see each other": ("documents=sp_core.documents", "documents=None"),
+    "the window is ignored": ("window=sliding_window", "window=None"),
+    "every rank takes the first shard": (".shard(x, comm.rank, 1)", ".shard(x, 0, 1)"),
+    "earlier gradients are summed again": ("parameter.grad = None", "pass"),
+    "the mean is that of each micro-batch": ("count=count", "count=None"),
+    "an idle rank hides a gradient": ('op="max"', 'op="min"'),
+    "gradients stay parts": ("reduce_gradients(wanted,", "list((wanted,)) or dict("),
+}  # fmt: skip
+"""Wrong edits of the integration, each as old and new text."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    old, new = FAULTS[name]
+    text = Path(integration.__file__).read_text()
+    assert text.count(old) == 1
+    faulty = ModuleType(integration.__name__)
+    exec(compile(text.replace(old, new), name, "exec"), vars(faulty))
+    with pytest.raises((AssertionError, RankFailure)):
+        check_of_faults(faulty)
+    check_of_faults(integration)
+
+
+def check_of_faults(made: ModuleType) -> None:
+    micro_batches("mistral", 2, made)
+    one_rank_uses(made)
