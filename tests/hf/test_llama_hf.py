@@ -10,7 +10,7 @@ import pytest
 import torch
 from llama_cases import MESHES, SCALINGS, Case
 from oracle import reference
-from oracle.strategies import ALGORITHMS
+from oracle.ways import CHOICES
 from torch import Tensor
 
 import sp_core as sp
@@ -187,7 +187,7 @@ def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) 
             return gathered(load(theirs.folder, made, dtype=dtype, tp_sp=tp_sp), theirs.tokens)
 
     their_error = rms(theirs.single - theirs.want)
-    for algorithm in ("auto", *ALGORITHMS):
+    for algorithm in CHOICES:
         for tp_sp in (False, True)[: 1 + (mesh["tp"] > 1)]:
             for dtype in (torch.float64, torch.float32):
                 logits = run_threads(
@@ -211,7 +211,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Theirs, number: int) ->
 
     Meshes take turns with the algorithms and TP-SP.
     """
-    mesh, algorithm = TABLE[number], ("auto", *ALGORITHMS)[number % (1 + len(ALGORITHMS))]
+    mesh, algorithm = TABLE[number], CHOICES[number % len(CHOICES)]
     size = mesh["dp"] * mesh["ring"] * mesh["ulysses"] * mesh["tp"]
 
     def body(comm: Any) -> list[list[int]]:
