@@ -1,5 +1,8 @@
 # The public names of sp_core, read by type checkers and by the import. A module is loaded when a
 # name of it is first used.
+from . import (
+    llama as llama,
+)
 from .attention import (
     local_attention as local_attention,
     merge as merge,

@@ -230,6 +230,10 @@ def test_importing_starts_no_mpi() -> None:
     succeeds_alone(program)
 
 
+def test_models_are_there_when_they_are_named() -> None:
+    succeeds_alone("import sp_core as sp; sp.llama.train.train_step, sp.llama.pipeline.forward")
+
+
 def test_a_scheme_loads_no_other_scheme_and_no_collective() -> None:
     program = (
         "import sys, sp_core.schemes.ring\n"

@@ -8,6 +8,7 @@ others.
 and `generate` chooses tokens. Files need `safetensors`.
 """
 
+from sp_core.llama import pipeline as pipeline, train as train
 from sp_core.llama.checkpoint import Checkpoint, load, save
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.decode import Decoder
