@@ -49,17 +49,24 @@ def hybrid_attention(
     """Compute attention over the tokens of all ranks of two mesh axes.
 
     Args:
-        q, k, v, kv_sharding, mask, softmax_scale, return_lse, terms: as in
-            `allgather_kv_attention`.
+        q: (B, S/(R*U), H, D), this rank's queries; float64, float32, bfloat16 or float16.
+        k: (B, S/(R*U), K, D), this rank's keys; H is a multiple of K.
+        v: (B, S/(R*U), K, D), this rank's values.
         mesh: has both axes.
         sharding: who owns which queries, over the ranks of `mesh[axes]`.
         comm: `mesh[axes]` if given. Layers give it, so that `functools.partial(hybrid_attention,
             mesh=mesh)` is a scheme for them.
         axes: the two axes in the order in which they number the ranks, the last one fastest.
         ulysses: which of the two exchanges heads; the other one is the ring.
+        kv_sharding: who owns which keys; like `sharding` if not given.
+        mask: who sees whom; everybody if not given.
+        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        return_lse: also return the log-sum-exp of each query's scores.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`.
 
     Returns:
-        As `allgather_kv_attention`.
+        out (B, S/(R*U), H, D) in the dtype of q; with `return_lse` also lse (B, H, S/(R*U)) in
+        float32 or wider. A query that sees no key gets out = 0 and lse = -inf.
 
     Communication:
         Forward (U-1)/U * (2Q + K) elements sent per rank in two all-to-alls, and (R-1) messages of
@@ -67,8 +74,9 @@ def hybrid_attention(
         as in the parts.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `allgather_kv_attention`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        CollectiveMismatch: the ranks' arguments differ.
+        RuntimeError: a second derivative.
 
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719,
     section 4.

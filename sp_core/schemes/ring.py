@@ -46,11 +46,20 @@ def ring_attention(
     """Compute attention over the tokens of all ranks by passing keys and values around a ring.
 
     Args:
-        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse, terms: as in
-            `allgather_kv_attention`.
+        q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
+        k: (B, S/P, K, D), this rank's keys; H is a multiple of K.
+        v: (B, S/P, K, D), this rank's values.
+        comm: the ranks.
+        sharding: who owns which queries.
+        kv_sharding: who owns which keys; like `sharding` if not given.
+        mask: who sees whom; everybody if not given.
+        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        return_lse: also return the log-sum-exp of each query's scores.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`.
 
     Returns:
-        As `allgather_kv_attention`.
+        out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
+        wider. A query that sees no key gets out = 0 and lse = -inf.
 
     Communication:
         Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks.
@@ -61,8 +70,9 @@ def ring_attention(
         the backward one for each step.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `allgather_kv_attention`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        CollectiveMismatch: the ranks' arguments differ.
+        RuntimeError: a second derivative.
 
     Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section
     3.

@@ -47,15 +47,24 @@ def ulysses_attention(
     """Compute attention over the tokens of all ranks; each rank computes some of the heads.
 
     Args:
-        q, k, v, comm, sharding, kv_sharding, mask, softmax_scale, return_lse, terms: as in
-            `allgather_kv_attention`.
+        q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
+        k: (B, S/P, K, D), this rank's keys; H is a multiple of K.
+        v: (B, S/P, K, D), this rank's values.
+        comm: the ranks.
+        sharding: who owns which queries.
+        kv_sharding: who owns which keys; like `sharding` if not given.
+        mask: who sees whom; everybody if not given.
+        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        return_lse: also return the log-sum-exp of each query's scores.
         inner: attention over the whole sequence on one device, `local_attention` if not given;
             called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale`,
             `return_lse=True`, and the other terms of the logits that were given.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`.
 
     Returns:
-        As `allgather_kv_attention`. Any number of heads on any number of ranks; ranks may get no
-        head.
+        out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
+        wider. A query that sees no key gets out = 0 and lse = -inf.
+        Any number of heads fits any number of ranks; ranks may get no head.
 
     Communication:
         Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys
@@ -63,8 +72,9 @@ def ulysses_attention(
         B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `allgather_kv_attention`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        CollectiveMismatch: the ranks' arguments differ.
+        RuntimeError: a second derivative.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
     """
