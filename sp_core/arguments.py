@@ -102,6 +102,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (_is_number(value) and value > 0),
         "a positive number, or None for no bound",
     ),
+    "sinks": (
+        lambda value: value is None or isinstance(value, Tensor),
+        "a tensor with one logit per query head, or None",
+    ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }
 

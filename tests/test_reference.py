@@ -70,10 +70,14 @@ def test_visible_is_the_definition_pair_by_pair(mask: Sizes) -> None:
     assert reference.visible(q, k, **mask).tolist() == [[sees(i, j, mask) for j in k] for i in q]
 
 
-TERMS: list[dict[str, Any]] = [{}, {"softcap": 0.8}]
+TERMS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 0.8},
+    {"sinks": torch.tensor([0.3, -0.2, 1.5, -2.0], dtype=torch.float64)},
+]
 
 
-def logit(q: Tensor, k: Tensor, softcap: float | None = None) -> float:
+def logit(q: Tensor, k: Tensor, softcap: float | None = None, **_: Any) -> float:
     """The logit of one pair, in words of Python."""
     scaled = 0.7 * float(q @ k)
     return scaled if softcap is None else softcap * math.tanh(scaled / softcap)
@@ -87,14 +91,14 @@ def test_attention_is_the_sum_written_out(mask: Sizes, terms: dict[str, Any]) ->
     for b, i, h in [(0, 0, 0), (1, 6, 3), (0, 3, 2), (1, 2, 1)]:
         keys = [j for j in range(7) if sees(i, j, mask)]
         weights = [math.exp(logit(q[b, i, h], k[b, j, h // 2], **terms)) for j in keys]
-        total = sum(weights)
+        total = sum(weights) + (math.exp(terms["sinks"][h]) if "sinks" in terms else 0.0)
         expected = sum(
             (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)),
             torch.zeros(3, dtype=torch.float64),
         )
         torch.testing.assert_close(result.out[b, i, h], expected, rtol=1e-13, atol=1e-13)
         assert float(result.lse[b, h, i]) == pytest.approx(
-            math.log(total) if keys else -math.inf, rel=1e-13
+            math.log(total) if total else -math.inf, rel=1e-13
         )
 
 
@@ -105,9 +109,16 @@ def test_gradients_by_formula_are_those_of_autograd(mask: Sizes, terms: dict[str
     got = reference.attention_grads(q, k, v, do, grad_lse=dlse, **mask, **terms)
     seen = reference.visible(range(7), range(7), **mask)
     leaves = [t.requires_grad_() for t in (q, k, v)]
+    names = ["dq", "dk", "dv"]
     logits = torch.einsum("bqkgd,bskd->bkgqs", q.unflatten(2, (2, 2)), k).flatten(1, 2) * 3**-0.5
     if "softcap" in terms:
         logits = terms["softcap"] * (logits / terms["softcap"]).tanh()
+    if "sinks" in terms:
+        leaves.append(terms["sinks"].clone().requires_grad_())
+        names.append("dsinks")
+        logits = torch.cat([leaves[-1][:, None, None].expand(2, 4, 7, 1), logits], -1)
+        v = torch.cat([torch.zeros_like(v[:, :1]), v], 1)
+        seen = torch.cat([torch.ones_like(seen[:, :1]), seen], 1)
     blind = ~seen.any(1)
     logits = logits.masked_fill(~seen & ~blind[:, None], -math.inf)
     out = torch.einsum(
@@ -115,8 +126,8 @@ def test_gradients_by_formula_are_those_of_autograd(mask: Sizes, terms: dict[str
     ).flatten(2, 3)
     lse = logits.logsumexp(-1)[:, :, ~blind]
     want = torch.autograd.grad([out, lse], leaves, [do, dlse[:, :, ~blind]])
-    for a, b in zip(got[:3], want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for name, b in zip(names, want, strict=True):
+        torch.testing.assert_close(getattr(got, name), b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])

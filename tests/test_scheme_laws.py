@@ -71,7 +71,8 @@ def test_meshes_do_not_disturb_each_other(
         under_way = []
         for mesh, problem in ((a, one), (b, two)):
             shards = Shards(problem, mesh["sp"].rank, mesh["sp"].size, mesh.device)
-            under_way.append((shards, *shards.run(on(mesh, name))))
-        for shards, out, lse in under_way:
-            compare(name, shards, {"out": out, "lse": lse, **shards.gradients(out, lse)})
+            under_way.append((mesh["sp"], shards, *shards.run(on(mesh, name))))
+        for group, shards, out, lse in under_way:
+            results = {"out": out, "lse": lse, **shards.gradients(out, lse)}
+            compare(name, shards, results, group)
     backwards.Free()

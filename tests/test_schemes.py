@@ -58,7 +58,7 @@ def test_a_scheme_gives_what_one_device_gives(
 ) -> None:
     features({}, taken(name, way))
     with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
-        check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
+        check_attention(name, on(mesh, name), problem, mesh["sp"])
 
 
 def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
@@ -76,7 +76,7 @@ def test_ranks_have_no_other_names_than_their_places(
 ) -> None:
     """Communicators in any order of the world's ranks, with and without its rank 0."""
     with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
-        check_attention(name, on(mesh, name), problem, comm.rank, comm.size, mesh["sp"].device)
+        check_attention(name, on(mesh, name), problem, mesh["sp"])
 
 
 AXES = ("copies", "ring", "ulysses")
@@ -117,7 +117,7 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
         )  # as before, with or without a gradient of lse
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         tokens = mesh[axes]
-        check_attention("hybrid", scheme, problem, tokens.rank, tokens.size, mesh.device)
+        check_attention("hybrid", scheme, problem, tokens)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_trave
     axes = ("ring", "ulysses")
     with sp.Mesh(comm, device=device(), ring=2, ulysses=2) as mesh:
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
-        check_attention("hybrid", scheme, problem, mesh[axes].rank, comm.size, mesh.device)
+        check_attention("hybrid", scheme, problem, mesh[axes])
 
 
 @EVERY_SCHEME

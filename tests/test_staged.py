@@ -76,9 +76,7 @@ def test_schemes_do_not_know_that_they_share_memory_of_a_device(
             name,
             functools.partial(SCHEMES[name], comm=group),
             problem,
-            comm.rank,
-            comm.size,
-            group.device,
+            group,
         )
 
 

@@ -11,13 +11,20 @@ from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.function import check_qkv, local_attention
 from sp_core.attention.kernels import backend_for
 from sp_core.attention.logits import Logits, Terms
-from sp_core.attention.merge import accumulation_dtype, merge, merge_into
+from sp_core.attention.merge import (
+    accumulation_dtype,
+    add_sinks,
+    merge,
+    merge_into,
+    sinks_gradient,
+)
 from sp_core.attention.shards import attend, attend_backward
 
 __all__ = [
     "Logits",
     "Terms",
     "accumulation_dtype",
+    "add_sinks",
     "attend",
     "attend_backward",
     "backend_for",
@@ -27,4 +34,5 @@ __all__ = [
     "local_attention",
     "merge",
     "merge_into",
+    "sinks_gradient",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sp_core.attention.kernels import FLOATS
 from sp_core.attention.logits import Logits, Terms
+from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.errors import DeviceError, DtypeError, ShapeError
@@ -39,11 +40,12 @@ def local_attention(
         kv_positions: Sk global positions; 0 .. Sk - 1 when None.
         softmax_scale: factor of the scores; 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scores, differentiably.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
 
     Returns:
         out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A
-        query that sees nothing has out 0, lse -inf and no gradient. Differentiable once.
+        query that sees nothing has out 0, lse -inf (its sink, if there are sinks) and no gradient.
+        Differentiable once.
 
     Raises:
         ShapeError: shapes that do not fit together, positions that do not number the tokens, a mask
@@ -60,7 +62,7 @@ def local_attention(
         range(q.shape[1]) if q_positions is None else q_positions,
         range(k.shape[1]) if kv_positions is None else kv_positions,
     )
-    out, lse = _apply(q, k, v, *positions, mask, logits)
+    out, lse = _apply(q, k, v, logits.sinks, *positions, mask, logits)
     return (out, lse) if return_lse else out
 
 
@@ -108,6 +110,7 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         q_positions: Positions,
         kv_positions: Positions,
         mask: Mask | None,
@@ -121,10 +124,12 @@ class _Attention(torch.autograd.Function):
             "mask": mask,
             "logits": logits,
         }
+        dtype = accumulation_dtype(q.dtype)
         with exact(q):
-            out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call)
-        out = out.transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, lse)
+            out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call, out_dtype=dtype)
+            add_sinks(out, lse, sinks)
+        out = out.transpose(1, 2).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out, lse
 
     @staticmethod
@@ -133,11 +138,12 @@ class _Attention(torch.autograd.Function):
         ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients. Round them once, from the accumulation dtype."""
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
         grads = attend_backward(do, q_, k_, v_, o, lse, grad_lse=grad_lse, **ctx.call)
-        return *(grad.transpose(1, 2).to(q.dtype) for grad in grads), None, None, None, None
+        dsinks = None if sinks is None else sinks_gradient(do, o, lse, grad_lse, sinks)
+        return *(grad.transpose(1, 2).to(q.dtype) for grad in grads), dsinks, *[None] * 4
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply

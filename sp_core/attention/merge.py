@@ -40,6 +40,33 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out, lse
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Merge in place one key per head, without a value, whose logit is the head's sink.
+
+    Args:
+        out: (B, H, Sq, D), float32 or wider, over all keys; changed.
+        lse: (B, H, Sq), likewise; changed.
+        sinks: (H,), or None to change nothing.
+    """
+    if sinks is not None:
+        sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+        merge_into(out, lse, out.new_zeros(()), sink)
+
+
+def sinks_gradient(
+    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """Compute the gradient of `add_sinks` by the sinks, (H,), from its results and their gradients.
+
+    A sink has the logit of a key whose value is 0: P = exp(sink - lse), dsink = P * (grad_lse -
+    rowsum(dO * out)), summed over batch and queries.
+    """
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse.isneginf(), torch.inf))
+    delta = -(grad_out.to(lse.dtype) * out).sum(-1)
+    delta = delta if grad_lse is None else delta + grad_lse
+    return (weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge one partial result into an accumulator in place.
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_core.attention import Terms
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions
@@ -140,7 +139,9 @@ class SelfAttention(ReplicatedLayer):
             mesh.
         rope: rotary embedding of queries and keys by global position; none if not given.
         bias: of the projections.
-        terms: of the logits, by the names of `sp_core.attention.Terms`, passed to the scheme.
+        softcap: bound of the logits, passed to the scheme; none if not given.
+        sinks: learn one logit per head that joins every softmax as a key without a value; `sinks`
+            (H,) starts at 0.
         device, dtype: of the weights.
 
     Raises:
@@ -158,12 +159,15 @@ class SelfAttention(ReplicatedLayer):
         attention: Scheme = allgather_kv_attention,
         rope: Rope | None = None,
         bias: bool = True,
+        softcap: float | None = None,
+        sinks: bool = False,
         device: Device = None,
         dtype: Dtype = None,
-        **terms: Unpack[Terms],
     ) -> None:
         super().__init__(hidden, comm)
-        self.terms = terms
+        self.terms = {} if softcap is None else {"softcap": softcap}
+        if sinks:
+            self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
             raise ShapeError(
@@ -187,9 +191,8 @@ class SelfAttention(ReplicatedLayer):
         weights = self.weights(x, sharding)
         projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
         positions = sharding.positions(self.comm.rank).to(x.device)
-        attend: Any = partial(
-            self.attention, comm=self.comm, sharding=sharding, mask=mask, **self.terms
-        )
+        terms = self.terms | ({"sinks": weights["sinks"]} if "sinks" in weights else {})
+        attend: Any = partial(self.attention, comm=self.comm, sharding=sharding, mask=mask, **terms)
         out = attended(projected, self.head_dim, self.rope, positions, attend)
         return linear(out, weights, "o_proj")
 
@@ -240,7 +243,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         hidden: E.
-        num_heads, num_kv_heads, head_dim, attention, rope, terms: as in `SelfAttention`.
+        num_heads, num_kv_heads, head_dim, attention, rope, softcap, sinks: as in `SelfAttention`.
         ffn_hidden, gated: as in `FeedForward`.
         comm: the ranks that share the sequence and hold the weights alike.
         norm: "layer" or "rms".
@@ -271,9 +274,10 @@ class TransformerBlock(nn.Module):
         rope: Rope | None = None,
         bias: bool = True,
         dropout: float = 0.0,
+        softcap: float | None = None,
+        sinks: bool = False,
         device: Device = None,
         dtype: Dtype = None,
-        **terms: Unpack[Terms],
     ) -> None:
         super().__init__()
         if norm not in ("layer", "rms"):
@@ -281,7 +285,8 @@ class TransformerBlock(nn.Module):
         make_norm = LayerNorm if norm == "layer" else RMSNorm
         self.mask, self.dropout, self.comm = mask, dropout, comm
         held: Any = {"comm": comm, "device": device, "dtype": dtype}
-        heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope, **terms}
+        heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope}
+        heads |= {"softcap": softcap, "sinks": sinks}
         self.norm1 = make_norm(hidden, **held)
         self.attention = SelfAttention(
             hidden, num_heads, attention=attention, bias=bias, **heads, **held

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_core.attention import accumulation_dtype, attend, merge_into
+from sp_core.attention import (
+    accumulation_dtype,
+    add_sinks,
+    attend,
+    merge_into,
+    sinks_gradient,
+)
 from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.schemes.heads import Group, head_groups
 from sp_core.schemes.problem import Problem
@@ -62,21 +68,28 @@ class Scheme(NamedTuple):
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Run a scheme on arguments that the ranks have compared."""
     apply: Any = _Blockwise.apply
-    out, lse = apply(q, k, v, problem, scheme)
+    out, lse = apply(q, k, v, problem.logits.sinks, problem, scheme)
     return out, lse
 
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        problem: Problem,
+        scheme: Scheme,
     ) -> tuple[Tensor, Tensor]:
         ctx.problem, ctx.scheme, ctx.agree = problem, scheme, problem.comm.numbered()
         ctx.set_materialize_grads(False)
         with exact(q):
             out, lse = _attend(q.transpose(1, 2), k, v, problem, scheme)
+            add_sinks(out.transpose(1, 2), lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out, lse
 
     @staticmethod
@@ -85,13 +98,15 @@ class _Blockwise(torch.autograd.Function):
         ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.agree(f"the backward of {ctx.scheme.name}")
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
         groups = head_groups(q.shape[2], k.shape[2], ctx.problem.comm)
         with_kv = any(ctx.needs_input_grad[1:3])
         dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, with_kv)
-        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        do, _, o, *_ = upstream
+        dsinks = None if sinks is None else sinks_gradient(do, o, lse, grad_lse, sinks)
+        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
 def _attend(

@@ -94,15 +94,15 @@ def hybrid_attention(
     )
     ring = axes[0] if axes[1] == ulysses else axes[1]
     groups = groups_of(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)
+    exchange = Exchange.of(mesh[ulysses], problem, groups[mesh[ring].rank], q, k)
     inner = replace(
         problem,
         comm=mesh[ring],
+        logits=problem.logits.of_heads(exchange.heads[mesh[ulysses].rank]),
         sharding=problem.sharding.group(groups),
         kv_sharding=problem.kv_sharding.group(groups),
         resident=False,  # after the exchange
     )
-    mine = groups[mesh[ring].rank]
-    exchange = Exchange.of(mesh[ulysses], problem, mine, q, k)
     out, lse = exchange.run(q, k, v, partial(run_ring, problem=inner), return_lse=return_lse)
     return (out, lse) if return_lse else out
 

@@ -112,15 +112,17 @@ def _signature(
 ) -> str:
     """Describe the call. The text must be the same on every rank; shard lengths may differ."""
 
-    def shown(x: Tensor) -> str:
+    def shown(x: Tensor | None) -> str:
+        if x is None:
+            return "None"
         shape = ", ".join("S" if dim == 1 else str(length) for dim, length in enumerate(x.shape))
         return f"({shape}) {x.dtype} requires_grad={x.requires_grad and torch.is_grad_enabled()}"
 
-    q, k, v = (shown(x) for x in tensors)
+    q, k, v, sinks = (shown(x) for x in (*tensors, problem.logits.sinks))
     return (
         f"{name}(q {q}, k {k}, v {v}, queries: {problem.sharding.fingerprint}, keys: "
         f"{problem.kv_sharding.fingerprint}, "
-        f"{problem.mask}, {problem.logits}, {return_lse=}) on {problem.comm.name}"
+        f"{problem.mask}, {problem.logits}, sinks {sinks}, {return_lse=}) on {problem.comm.name}"
     )
 
 

@@ -90,6 +90,7 @@ def ulysses_attention(
         inner=inner,
         **terms,
     )
+    exchange = Exchange.of(problem.comm, problem, range(problem.comm.size), q, k)
     attend: Callable[..., Any] = inner or local_attention
     whole = partial(
         attend,
@@ -97,9 +98,8 @@ def ulysses_attention(
         kv_positions=_gathered_positions(problem.kv_sharding),
         mask=problem.mask,
         return_lse=True,
-        **problem.logits.given(),
+        **problem.logits.of_heads(exchange.heads[comm.rank]).given(),
     )
-    exchange = Exchange.of(problem.comm, problem, range(problem.comm.size), q, k)
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
     return (out, lse) if return_lse else out
 

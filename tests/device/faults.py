@@ -72,7 +72,7 @@ def attention(comm: Any, *, name: str = "ring", **changed: Any) -> None:
     problem = replace(PADDED, **changed)
     with sp.Mesh(comm, device=NAME, transport="pipelined", sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
-        check_attention(name, scheme, problem, comm.rank, comm.size, mesh.device)
+        check_attention(name, scheme, problem, mesh["sp"])
 
 
 def backward(comm: Any, *, op: str) -> None:

@@ -113,6 +113,7 @@ COMMON: dict[str, Parts] = {
     | {"65 to 200": partial(pair, number=(65, 200))},
     "softmax_scale": values(None, 0.25, 0.0, -0.5),
     "softcap": values(None, 0.5, 50.0),
+    "sinks": values(None, 1.0, 30.0),
     "return_lse": values("without gradient", "with gradient", "not asked"),
 }
 
@@ -143,6 +144,7 @@ def problem_of(drawn: Values) -> AttentionProblem:
         start=drawn["sharding.start"],
         kv_start=drawn["sharding.start"] if own else drawn["kv_sharding.start"],
         softcap=drawn.get("softcap"),
+        sinks=drawn.get("sinks"),
     )
 
 
@@ -159,16 +161,19 @@ def arguments_of(shards: Shards, drawn: Values) -> Values:
         "mask": shards.problem.mask,
         "softmax_scale": shards.problem.softmax_scale,
         "softcap": shards.problem.softcap,
+        "sinks": shards.terms.get("sinks"),
         "return_lse": drawn["return_lse"] != "not asked",
     }
 
 
-def judge(name: str, shards: Shards, arguments: Values, result: Any) -> None:
+def judge(
+    name: str, shards: Shards, arguments: Values, group: sp.Communicator, result: Any
+) -> None:
     """Compare one rank's results, and its gradients, with the reference."""
     assert isinstance(result, tuple) == arguments["return_lse"]
     out, lse = result if arguments["return_lse"] else (result, None)
     found = {"out": out, **shards.gradients(out, out if lse is None else lse)}
-    compare(name, shards, found if lse is None else {**found, "lse": lse})
+    compare(name, shards, found if lse is None else {**found, "lse": lse}, group)
 
 
 def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
@@ -176,7 +181,7 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
     shards = Shards(problem_of(drawn), group.rank, group.size, group.device)
     inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
     arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
-    return Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments))
+    return Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments, group))
 
 
 @contextmanager
@@ -195,7 +200,8 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
         shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
         where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
         arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
-        yield Call(sp.hybrid_attention, arguments, partial(judge, "hybrid", shards, arguments))
+        judged = partial(judge, "hybrid", shards, arguments, tokens)
+        yield Call(sp.hybrid_attention, arguments, judged)
 
 
 def grid_ranks(drawn: Values) -> int:

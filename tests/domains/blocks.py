@@ -78,6 +78,7 @@ ATTENTION: dict[str, Parts] = {
     },
     "bias": values(True, False),
     "softcap": values(None, 0.5, 20.0),
+    "sinks": values(False, True),
 }
 
 
@@ -143,7 +144,17 @@ def masked(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
     return layers.on_ranks(kind, group, drawn | {"mask": made, "(call mask)": called})
 
 
-HEADS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "attention", "rope", "bias", "softcap")
+HEADS = (
+    "hidden",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "attention",
+    "rope",
+    "bias",
+    "softcap",
+    "sinks",
+)
 BLOCK: dict[str, Parts] = {
     "ffn_hidden": values("default") | WIDTHS,
     "gated": values(False, True),

@@ -141,8 +141,8 @@ SOMETIMES: dict[type, dict[str, Change]] = {
 
 GIVEN_INSTEAD_OF_NONE = {
     "mask": sp.Mask(),
-    "softmax_scale": 0.5,
-    "softcap": 2.0,
+    **dict.fromkeys(("softmax_scale", "softcap"), 0.5),
+    "sinks": torch.ones(2),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), (2, 2)),
     "kv_sharding": sp.Sharding.contiguous(8, 2),
     "documents": (0, 4),

@@ -196,18 +196,23 @@ def attended(drawn: Values) -> Call:
         wide = str(accumulation_dtype(wholes[0].dtype)).removeprefix("torch.")
         grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide))
     terms = {name: drawn[name] for name in ("softmax_scale", "softcap")}
+    if drawn["sinks"] is not None:
+        sinks = normal(seed + 7, shape[2:3], dtype) * drawn["sinks"]
+        terms["sinks"] = sinks.to(wholes[0].dtype).requires_grad_()
     given = {"mask": mask, **terms}
     given["return_lse"] = drawn["return_lse"] != "no"
     plain = {} if mask is None else masks.plain(masks.given_to(drawn))
     options = {**places, **plain, **terms}
     partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
-    judge = partial(judge_attended, wholes, list(named.values()), grads, options, partials)
+    leaves = {f"d{name}": x for name, x in named.items()}
+    leaves |= {} if drawn["sinks"] is None else {"dsinks": terms["sinks"]}
+    judge = partial(judge_attended, wholes, leaves, grads, options, partials)
     return Call(sp.local_attention, {**named, **where, **given}, judge)
 
 
 def judge_attended(
     wholes: list[Tensor],
-    leaves: list[Tensor],
+    leaves: dict[str, Tensor],
     grads: list[Tensor],
     options: Values,
     partials: int,
@@ -220,8 +225,9 @@ def judge_attended(
     forward = reference.attention(*wholes, **options)
     lse_grad = grads[1] if len(grads) > 1 else None
     backward = reference.attention_grads(*wholes, grads[0], grad_lse=lse_grad, **options)
-    made = torch.autograd.grad(list(results.values())[: len(grads)], leaves, grads)
-    for name, actual in (results | dict(zip(("dq", "dk", "dv"), made, strict=True))).items():
+    roots = list(results.values())[: len(grads)]
+    made = torch.autograd.grad(roots, list(leaves.values()), grads)
+    for name, actual in (results | dict(zip(leaves, made, strict=True))).items():
         source: Any = forward if name in results else backward
         scale = getattr(source, f"{name}_scale")
         allowed = bound(scale, wholes[0].dtype, source.growth, partials)
@@ -232,7 +238,8 @@ LOCAL: dict[str, Parts] = (
     {
         name: parts
         for name, parts in attention.COMMON.items()
-        if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", "softcap")
+        if name
+        in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", "softcap", "sinks")
     }
     | {
         "q.batch": spans((1, 1), (2, 3), (0, 0)),

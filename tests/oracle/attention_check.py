@@ -19,6 +19,8 @@ from oracle.attention_features import attention_features, remainder
 from oracle.once import contents, once
 from oracle.reference import AttentionReference, GradientReference
 from oracle.strategies import AttentionProblem, placed
+from sp_core.collectives.api import all_reduce
+from sp_core.communicator import Communicator
 from sp_core.mask import Mask, plan_blocks
 from sp_core.sharding import Sharding
 from sp_core.testing.session import features, record_ratio
@@ -31,7 +33,7 @@ LATE_SECONDS = 2e-3
 
 
 def check_attention(
-    name: str, scheme: Scheme, problem: AttentionProblem, rank: int, size: int, device: torch.device
+    name: str, scheme: Scheme, problem: AttentionProblem, group: Communicator
 ) -> None:
     """Run a scheme on this rank's shards, and compare its shards of the results with the reference.
 
@@ -40,26 +42,28 @@ def check_attention(
         scheme: called with q, k, v of this rank and `sharding`, `kv_sharding`, `mask`,
             `return_lse=True` and the terms of the logits.
         problem: what to compute.
-        rank, size: of the ranks that share the sequence.
-        device: where the scheme wants its tensors.
+        group: the ranks that share the sequence.
 
     Raises:
         AssertionError: naming the result and its worst element.
     """
-    if rank == 0:
+    size = group.size
+    if group.rank == 0:
         features(attention_features(name, problem, size), [remainder(problem.seq_len, size)])
-    shards = Shards(problem, rank, size, device)
+    shards = Shards(problem, group.rank, size, group.device)
     results = shards.results(scheme)
     shards.take_back()
-    compare(name, shards, results)
+    compare(name, shards, results, group)
 
 
-def compare(name: str, shards: Shards, results: Results) -> None:
-    """Compare one rank's results with the reference.
+def compare(name: str, shards: Shards, results: Results, group: Communicator) -> None:
+    """Compare one rank's results with the reference; of the sinks, the sum over the ranks.
 
     Raises:
         AssertionError: naming the result and its worst element.
     """
+    if "dsinks" in results:
+        results = {**results, "dsinks": all_reduce(results["dsinks"].double(), comm=group)}
     for what, (expected, allowed) in shards.expected().items():
         if what in results:
             record_ratio(
@@ -72,13 +76,16 @@ class Shards:
     """A problem as one rank sees it.
 
     Args:
-        problem, rank, size, device: as in `check_attention`.
+        problem: as in `check_attention`.
+        rank, size: of the ranks that share the sequence.
+        device: where the scheme wants its tensors.
         order: take the tokens of the whole sequence in this order; self attention only.
 
     Attributes:
         whole: q, k and v of all tokens.
         upstream: gradients of out and (or None) of lse, of all tokens.
         local: q, k and v of this rank, placed in memory as the problem says.
+        terms: of the logits, on the device.
     """
 
     def __init__(
@@ -101,6 +108,10 @@ class Shards:
             self.upstream = (grad_out[:, order], None if grad_lse is None else grad_lse[..., order])
         self.device = device
         self.local = self.place(self.whole)
+        self.terms = problem.terms()
+        if "sinks" in self.terms:
+            sinks = self.terms["sinks"].to(device).clone()
+            self.terms["sinks"] = sinks.requires_grad_(problem.seed % 2 == 0)
         self._given: list[tuple[Tensor, Tensor]] = []
 
     def place(self, whole: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -127,6 +138,8 @@ class Shards:
 
     def part(self, what: str, whole: Tensor) -> Tensor:
         """This rank's part of the result of that name."""
+        if what == "dsinks":
+            return whole
         take = {"lse": self.lses, "dk": self.keys, "dv": self.keys}.get(what, self.queries)
         return take(whole)[0]
 
@@ -139,7 +152,8 @@ class Shards:
         """The scheme's out and lse on this rank."""
         problem = self.problem
         kv_sharding = None if self.kv_sharding == self.sharding else self.kv_sharding
-        self._given = [(x, x.detach().clone()) for x in self.local]
+        given = (*self.local, *([self.terms["sinks"]] if "sinks" in self.terms else []))
+        self._given = [(x, x.detach().clone()) for x in given]
         self._be_late(problem.seed)
         out, lse = scheme(
             *self.local,
@@ -147,14 +161,18 @@ class Shards:
             kv_sharding=kv_sharding,
             mask=problem.mask,
             return_lse=True,
-            **problem.terms(),
+            **self.terms,
         )
         return out, lse
 
     def gradients(self, out: Tensor, lse: Tensor) -> Results:
-        """This rank's gradients by name, of those that are needed."""
+        """This rank's gradients by name, of those that are needed; of the sinks its summand."""
+        leaves = [*self.local, self.terms.get("sinks")]
+        names = ("dq", "dk", "dv", "dsinks")
         needing = {
-            f"d{letter}": x for letter, x in zip("qkv", self.local, strict=True) if x.requires_grad
+            name: x
+            for name, x in zip(names, leaves, strict=True)
+            if x is not None and x.requires_grad
         }
         if not needing:
             return {}
@@ -178,13 +196,14 @@ class Shards:
     def reference(self) -> AttentionReference:
         """The dense result of the whole sequence."""
         definition = self._definition()
-        key = ("attention", repr(definition), contents(*self.whole))
+        key = ("attention", repr(definition), contents(*self.whole, definition.get("sinks")))
         return once(key, lambda: reference.attention(*self.whole, **definition))
 
     def reference_gradients(self) -> GradientReference:
         """The dense gradients of the whole sequence."""
         definition, (grad_out, grad_lse) = self._definition(), self.upstream
-        key = ("attention_grads", repr(definition), contents(*self.whole, grad_out, grad_lse))
+        given = (*self.whole, grad_out, grad_lse, definition.get("sinks"))
+        key = ("attention_grads", repr(definition), contents(*given))
         return once(
             key,
             lambda: reference.attention_grads(
@@ -197,7 +216,7 @@ class Shards:
         forward, backward = self.reference(), self.reference_gradients()
         partials = self.partial_results()
         found = {}
-        for what in ("out", "lse", "dq", "dk", "dv"):
+        for what in ("out", "lse", "dq", "dk", "dv", "dsinks"):
             source: Any = forward if what in ("out", "lse") else backward
             value, scale = (
                 self.part(what, getattr(source, field)) for field in (what, f"{what}_scale")

@@ -35,6 +35,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "batch": ("1", "more"),
     "scale": ("default", "given"),
     "softcap": ("none", "given"),
+    "sinks": ("none", "with gradient", "without"),
     "late": ("nobody", "a rank"),
 }
 """Every dimension and its values."""
@@ -136,6 +137,9 @@ def attention_features(scheme: str, problem: AttentionProblem, size: int) -> dic
         else problem.storage,
         "scale": "default" if problem.softmax_scale is None else "given",
         "softcap": "none" if problem.softcap is None else "given",
+        "sinks": "none"
+        if problem.sinks is None
+        else ("without" if problem.seed % 2 else "with gradient"),
         "late": "a rank" if problem.late else "nobody",
     }
 

@@ -59,6 +59,8 @@ class AttentionProblem:
         late: whether some rank is a little later than the others.
         start, kv_start: global position of the first token.
         softcap: bound of the logits, or None.
+        sinks: about the size of the sinks, or None for none. They need a gradient where the seed is
+            even.
     """
 
     batch: int
@@ -82,6 +84,7 @@ class AttentionProblem:
     start: int = 0
     kv_start: int = 0
     softcap: float | None = None
+    sinks: float | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -99,7 +102,11 @@ class AttentionProblem:
 
     def terms(self) -> dict[str, Any]:
         """Return the terms of the logits that there are, as every attention takes them."""
-        given = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
+        given: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
+        if self.sinks is not None:
+            generator = torch.Generator().manual_seed(self.seed + 3)
+            heads = torch.randn(self.kv_heads * self.group, generator=generator)
+            given["sinks"] = (heads * self.sinks).to(self.torch_dtype)
         return {name: value for name, value in given.items() if value is not None}
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,4 +271,5 @@ def attention_problems(
         seed=draw(seeds()),
         late=draw(st.integers(0, 7)) == 7,
         softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
+        sinks=draw(st.none() | st.sampled_from([1.0, 30.0])),
     )

@@ -214,6 +214,16 @@ ON_ONE_RANK: Table = {
             "softcap",
             lambda mesh, here: attention(mesh, softcap=2.0 if here else 1.0),
         ),
+        "sinks": (
+            sp.CollectiveMismatch,
+            "sinks None",
+            lambda mesh, here: attention(mesh, sinks=torch.ones(2 * K) if here else None),
+        ),
+        "sinks of another shape": (
+            sp.ShapeError,
+            "sinks (1,)",
+            lambda mesh, here: attention(mesh, sinks=torch.ones(1) if here else None),
+        ),
         "a term that there is not": (
             TypeError,
             "softcup",

@@ -94,7 +94,8 @@ def self_attention(
 
     Args:
         x: (B, S, E).
-        weights: q_proj, k_proj, v_proj, o_proj: each .weight and, if any, .bias.
+        weights: q_proj, k_proj, v_proj, o_proj: each .weight and, if any, .bias; sinks (H,), if
+            any.
         num_heads, positions, rope_base, softmax_scale, softcap, rounding: as in
             `transformer_block`.
         seen: bool (S, S), as `visible` gives it.
@@ -114,6 +115,11 @@ def self_attention(
         x = rounding(logits) / softcap
         t = rounding(x.tanh().detach())  # kernels compute the derivative from it, which cancels
         logits = softcap * (t + (1 - t**2) * (x - x.detach()))
+    if "sinks" in weights:  # one more key, which every query sees and whose v is 0
+        sinks = weights["sinks"][:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
+        seen = torch.cat([seen, torch.ones_like(seen[:, :1])], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
     e, total = _exponentials(rounding(logits), seen, rounding)
     # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over
     # D of these in the backward.

@@ -35,6 +35,8 @@ class GradientReference(NamedTuple):
     dk_scale: Tensor
     dv_scale: Tensor  # sum p |do|
     growth: float
+    dsinks: Tensor  # (H,); 0 without sinks
+    dsinks_scale: Tensor  # sum p_sink (1 + delta_scale)
 
 
 class _Dense(NamedTuple):
@@ -52,6 +54,7 @@ class _Dense(NamedTuple):
     floor: float  # error of numbers that are too small for the dtype, over one round-off
     slope: Tensor  # derivative of the logits, softmax_scale where nothing bounds them
     slope_scale: Tensor
+    p_sink: Tensor  # (B, H, Sq)
     growth: float
 
 
@@ -144,7 +147,8 @@ def attention_grads(
     """Gradients of `attention` by their formulas, not by autograd.
 
     With delta = sum_d do out - grad_lse, and t the derivative of the logits by q k^T: dv = p^T do,
-    ds = t p (do v^T - delta), dq = ds k, dk = ds^T q.
+    ds = t p (do v^T - delta), dq = ds k, dk = ds^T q. A sink is a key whose v is 0: dsink = - sum
+    p_sink delta.
 
     Args:
         q, k, v: as in `attention`.
@@ -155,7 +159,7 @@ def attention_grads(
             `attention`.
 
     Returns:
-        dq, dk, dv and their scales in float64.
+        dq, dk, dv, dsinks and their scales in float64.
     """
     seen = _seen(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
     d = _dense(q, k, v, seen, **terms)
@@ -179,6 +183,8 @@ def attention_grads(
         dk_scale=_gathered(size.mT @ d.q.abs(), heads) + d.floor,
         dv_scale=_gathered(d.p_scale.mT @ do.abs(), heads) + d.floor,
         growth=d.growth,
+        dsinks=-(d.p_sink * delta[..., 0]).sum((0, 2)),
+        dsinks_scale=((d.p_sink + d.floor) * (1 + delta_scale[..., 0])).sum((0, 2)) + d.floor,
     )
 
 
@@ -213,6 +219,7 @@ def _dense(
     *,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> _Dense:
     """Logits, lse, probabilities, and what errors of them are proportional to.
 
@@ -221,6 +228,8 @@ def _dense(
         seen: as from `visible`.
         softmax_scale: factor of q k^T; 1 / sqrt(D) when None.
         softcap: the logits are softcap tanh(s / softcap) of the scaled scores s; s when None.
+        sinks: (H,), for each head the logit of one more key, which every query sees and whose v is
+            0; none when None.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     group = q.shape[2] // max(k.shape[2], 1)
@@ -234,21 +243,40 @@ def _dense(
     logits = q @ k.mT * scale
     sizes = (q.abs() @ k.abs().mT * abs(scale)).masked_fill(~seen, 0.0)
     growth = _greatest(sizes) + max(_greatest(seen.sum(1)), group * _greatest(seen.sum(0)))
-    slope = torch.full_like(logits, scale)
-    slope_scale = slope.abs()
-    if softcap is not None:
-        x = logits / softcap
-        logits, slope = softcap * x.tanh(), scale / x.cosh() ** 2
-        # Kernels compute 1 - tanh(x)^2, which cancels: it has the round-off of 1, and moves by 2
-        # tanh(x) of itself with x.
-        slope_scale = slope.abs() * (1 + 2 * sizes / softcap / (1 + growth)) + 2 * abs(scale) / (
-            1 + growth
-        )
+    logits, slope, slope_scale = _capped(
+        logits, scale, softcap, sizes / (1 + growth), 1 / (1 + growth)
+    )
     logits = logits.masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(logits, dim=-1)
-    p = torch.exp(logits - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
+    sink = q.new_full(q.shape[:3], -math.inf)
+    if sinks is not None:
+        sink = sinks.detach().double()[:, None].expand_as(sink)
+        growth += _greatest(sink.abs()) + 1
+    lse = torch.logaddexp(torch.logsumexp(logits, dim=-1), sink)
+    shift = lse.masked_fill(lse == -math.inf, math.inf)
+    p, p_sink = torch.exp(logits - shift.unsqueeze(-1)), torch.exp(sink - shift)
     p_scale = (p + floor) * seen
-    return _Dense(q, k, v, logits, lse, p, p_scale, floor, slope, slope_scale, growth)
+    return _Dense(q, k, v, logits, lse, p, p_scale, floor, slope, slope_scale, p_sink, growth)
+
+
+def _capped(
+    logits: Tensor, scale: float, softcap: float | None, moved: Tensor, rounded: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bound scaled scores. Return the logits, their derivative by q k^T, and its error scale.
+
+    Args:
+        logits, scale, softcap: as in `_dense`.
+        moved: how far roundings move the scores, in units of those that the bound allows for.
+        rounded: one round-off in this unit.
+    """
+    slope = torch.full_like(logits, scale)
+    if softcap is None:
+        return logits, slope, slope.abs()
+    x = logits / softcap
+    slope = slope / x.cosh() ** 2
+    # Kernels compute 1 - tanh(x)^2, which cancels: it has the round-off of 1, and moves by 2
+    # tanh(x) of itself with x.
+    slope_scale = slope.abs() * (1 + 2 * moved / softcap) + 2 * abs(scale) * rounded
+    return softcap * x.tanh(), slope, slope_scale
 
 
 def _gathered(x: Tensor, num_kv_heads: int) -> Tensor:
