@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sp_core import errors, progress
-from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
+from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed, RankError
 from sp_core.progress import Progress
 from sp_core.transport.base import wait
 
@@ -124,7 +124,7 @@ class Question:
         records = self._records
         states, is_one_call = records[:, 0], bool((records[:, 1] == records[0, 1]).all())
         if (states >= State.FREES).any() and not (is_one_call and (states == State.FREES).all()):
-            raise _parted(records) from self._error
+            raise _of_all(_parted(records), self._comm) from self._error
         if (states == State.REFUSES).any() or not is_one_call:
             _raise(self._comm, self._call, self._error, (states == State.REFUSES).tolist())
         return tuple(int(v) for v in records[:, 2])
@@ -159,14 +159,20 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
         *comm.allgather((_kind(error), call if error is None else _text(error))), strict=True
     )
     if not any(failed):
-        raise CollectiveMismatch(_differences(texts))
+        raise _of_all(CollectiveMismatch(_differences(texts)), comm)
     first = failed.index(True)
     lines = [
         f"rank {rank}: {text}"
         for rank, text in enumerate(texts)
         if rank == first or (failed[rank] and text != texts[first])
     ]
-    raise ERRORS[kinds[first]]("\n".join(lines)) from error
+    raise _of_all(ERRORS[kinds[first]]("\n".join(lines)), comm) from error
+
+
+def _of_all(error: Exception, comm: Intracomm) -> Exception:
+    """Mark an error that every rank raises, so that one prints it for all, or the lost rank."""
+    vars(error)[AGREED] = comm.rank or isinstance(error, PeerFailed)
+    return error
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:

@@ -1,5 +1,8 @@
 """Define the exceptions: each is a subclass of the builtin that a caller would catch."""
 
+AGREED = "rank_of_agreement"
+"""Attribute of an error that all ranks raise: true on those for which another one prints it."""
+
 
 class ShapeError(ValueError):
     """Sizes that do not fit together: a tensor, a sharding, a mask or a mesh."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from sp_core import agreement, arguments, progress
+from sp_core import agreement, arguments, failing, progress
 from sp_core.communicator import Check, Communicator, NotCopied, Reordered
 from sp_core.errors import DeviceError, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
@@ -202,6 +202,7 @@ class Mesh(NotCopied):
         if error is None:
             self.free()
         else:
+            failing.left_by(error)
             self._abandon()
 
     def _add(self, names: tuple[str, ...]) -> None:
@@ -289,6 +290,7 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
         TypeError: on this rank alone, since no other one can be asked.
     """
     if hasattr(given, "Split"):
+        failing.watch_over(given)
         return given, axes
     from sp_core.transport import groups
 

@@ -17,6 +17,7 @@ ROOMS = (
     (
         "arguments",
         "machine",
+        "failing",
         "launch",
         "observer",
         "probing",
@@ -55,7 +56,7 @@ USES_MPI = {
     "measuring",
     "inference",
 }
-USES_MPI |= {"__main__"}
+USES_MPI |= {"__main__", "failing"}
 REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 8
 MAX_LOADED = 45

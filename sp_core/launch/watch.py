@@ -228,13 +228,26 @@ def run_program(arguments: list[str]) -> None:
             exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
         else:
             runpy.run_path(kind, run_name="__main__")
-    except Exception as error:
-        note(f"raised {error!r}")  # the process may now wait in MPI_Finalize, where it has no stack
-        raise
-    except SystemExit:
+    except SystemExit as error:
         note(ENDED)
+        abort_at_exit(error.code if isinstance(error.code, int) else error.code is not None)
+        raise
+    except BaseException as error:
+        note(f"raised {error!r}")
+        abort_at_exit(1)
         raise
     note(ENDED)
+
+
+def abort_at_exit(code: int) -> None:
+    """Let the end of this process end all ranks, which would wait for it in MPI for ever.
+
+    A test session ends by itself.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    is_session = (Path(os.environ.get(RUN_DIR, ".")) / STARTED).exists()
+    if mpi is not None and code and not is_session:
+        mpi._set_abort_status(int(code))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from sp_core import failing
 from sp_core.launch import watch
 from sp_core.launch.results import Ledger
 from sp_core.testing import requests
@@ -43,6 +44,7 @@ class Ranks:
         from mpi4py import MPI
 
         requests.install()  # before any test takes a class out of mpi4py
+        failing.hooked = True  # the session outlives the errors of its tests
         world = MPI.COMM_WORLD
         self.config, self.rank, self.size = config, world.rank, world.size
         self._session, self._lost = session, False
