@@ -159,10 +159,8 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
         raise UsageError(f"dtype is {wrong[0]!r}; pass one of {', '.join(DTYPES)}.")
     counts = numbers_of_ranks(options.ranks)
     check_machine(options, max(counts))
-    how: dict[str, Any] = {
-        name: sizes[name] for name in ("iterations", "warmup", "seed") if name in sizes
-    }
-    how |= {"device": options.device, "share_gpu": options.share_gpu}
+    how: dict[str, Any] = {"device": options.device, "share_gpu": options.share_gpu}
+    how |= {name: sizes[name] for name in ("iterations", "warmup", "seed") if name in sizes}
     what = {"layout": options.sharding, "mask": options.mask, "detail": "block"}
     what["direction"] = "both" if options.backward else "forward"
 
