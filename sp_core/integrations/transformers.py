@@ -39,7 +39,7 @@ from sp_core.sharding import Sharding
 NAME = "sp_core"
 """The attention implementation's name in transformers."""
 
-MODELS = ("gemma2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MODELS = ("gemma2", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """The `model_type` of each supported architecture."""
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
@@ -242,6 +242,7 @@ def _attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     sp_core: _Call | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -258,6 +259,7 @@ def _attend(
         mask=Mask(causal=True, window=sliding_window, documents=sp_core.documents),
         softmax_scale=scaling,
         softcap=softcap,
+        sinks=s_aux,
     )
     assert isinstance(out, Tensor)
     return out, None

@@ -41,6 +41,11 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "gpt_oss": {
+        "sliding_window": 5,  # in every second layer
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    },
     "llama": {},
     "mistral": {"sliding_window": 5},
     "qwen2": {},
