@@ -63,7 +63,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"),
         _WHOLE,
     ),
-    **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "chunk"), _WHOLE),
+    **dict.fromkeys(("seed", "max_tokens", "pass_tokens"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
     **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp"), _FLAG),

@@ -237,7 +237,7 @@ def _check_loss(
 ) -> int:
     """Refuse tensors that do not fit. Return the length of this rank's part of the vocabulary."""
     arguments.check(count=count, chunk=chunk)
-    if chunk < 1:
+    if chunk is None or chunk < 1:
         raise ValueError(f"chunk={chunk} was given; pass how many tokens, 1 or more.")
     for given in (x, labels) if head is None else (x, labels, head):
         check_tensor(given, comm)

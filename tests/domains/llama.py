@@ -127,6 +127,7 @@ SUBJECTS = [
             for name in (
                 "",
                 ".fill",
+                ".begin",
                 ".one_pass",
                 ".check",
                 ".lengths",

@@ -265,6 +265,7 @@ SUBJECTS = [
         losses,
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
         allowed=("count=far out", "chunk=far out"),
+        outside={"x": "logits, or with a head hidden states"},
     ),
     on_group(
         "loss.next_token_labels",

@@ -247,7 +247,8 @@ SUBJECTS = [
         "llama.train.backward",
         MODEL | meshes(*AXES) | TRAINING | FEW_CALLS,
         trained,
-        covers=("llama.train.packed",),
+        covers=("llama.train.packed", "llama.Llama.loss"),
+        outside=dict.fromkeys(("hidden", "labels", "lengths", "count"), "`backward` makes it"),
     ),
     on_model(
         "llama.train.train_step",
