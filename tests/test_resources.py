@@ -67,6 +67,8 @@ def used_once(subjects: list[Subject], comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         use_others(mesh["sp"], 4)
         group = mesh["sp"]
+        with pytest.raises(sp.RankError, match="init_process_group"):  # test_torchrun.py calls it
+            mesh.to_device_mesh()
     group.abandon()  # it has been freed
 
 

@@ -51,7 +51,7 @@ def torchrun(processes: int, *pytest_args: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "files"), [(3, LAWS), (4, ("kit/case_torchrun.py",))], ids=["laws", "groups"]
+    ("processes", "files"), [(4, LAWS), (4, ("kit/case_torchrun.py",))], ids=["laws", "groups"]
 )
 def test_the_laws_hold_over_gloo_without_mpi4py(processes: int, files: tuple[str, ...]) -> None:
     code, output = torchrun(processes, *files)

@@ -153,7 +153,7 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, one), one.lengths)
 
     def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
-        """Check a pass through all layers on every rank. Arguments and errors as in `forward`."""
+        """Describe a pass through all layers; check its arguments as `forward` does."""
 
         def call() -> str:
             if self.grid.stages.size > 1:

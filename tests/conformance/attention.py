@@ -78,12 +78,11 @@ class Case:
         """Run a library; return what it gives this rank, by name."""
         problem = self._shards.problem
 
-        def scheme(
-            q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, softmax_scale: float | None, **_: Any
-        ) -> tuple[Tensor, None]:
+        def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **_: Any) -> tuple[Tensor, None]:
             seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
-            how = {"variant": variant, "layout": problem.layout, "softmax_scale": softmax_scale}
-            return call(q, k, v, **seen, **how, shards=problem.shards, comm=comm), None
+            how = {"layout": problem.layout, "softmax_scale": problem.softmax_scale}
+            how |= {"variant": variant, "shards": problem.shards}
+            return call(q, k, v, **seen, **how, comm=comm), None
 
         out, lse = self._shards.run(scheme)
         return {"out": out.detach(), **self._shards.gradients(out, lse)}

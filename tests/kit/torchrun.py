@@ -7,7 +7,9 @@ Every rank draws the same examples, because all have one seed and hear how each 
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from datetime import timedelta
 from functools import cache
 
@@ -21,6 +23,9 @@ from sp_core.testing.session import Remarks, collected
 from sp_core.transport.groups import GroupComm, over_ranks
 
 LIMIT = timedelta(seconds=60)
+FOLDER = tempfile.TemporaryDirectory(prefix="sp_core-")
+os.environ["PYTEST_DEBUG_TEMPROOT"] = FOLDER.name
+"""Each process has a folder of its own: pytest warns if another one deletes what it lists."""
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,11 +18,9 @@ _MEETING = (
         "schemes",
         "scheme_laws",
     ),
-    *("loss", "link", "kit_comm", "kit_engine"),
+    *("link", "kit_comm", "kit_engine"),
 )
-_ALONE = (
-    *("sharding", "mask", "rope", "attention", "operation", "scheduling", "errors", "kit_threads"),
-)
+_ALONE = (*("sharding", "mask", "attention", "operation", "scheduling", "errors", "kit_threads"),)
 FILES = tuple(f"tests/test_{name}.py" for name in (*_ALONE, *_MEETING))
 THREADS_ONLY = tuple(f"tests/test_{name}.py" for name in _ALONE)
 """What is the same under mpiexec, or takes most of its time there."""
