@@ -67,10 +67,10 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
     of several backwards add up.
 
     Positions, rotary angles, masks and labels are those of transformers on one process. Position
-    ids that do not go up by one start a new document, which sees no other one. All rows of a batch
-    have the same documents. A label at the first token of a document counts unless it is -100. The
-    attention mask may hide padding at the end of a row, where every label is -100; the logits there
-    are not defined.
+    ids that do not go up by one start a new document, which sees no other one; this holds for
+    gpt-oss, too, where transformers ignores them. All rows of a batch have the same documents. A
+    label at the first token of a document counts unless it is -100. The attention mask may hide
+    padding at the end of a row, where every label is -100; the logits there are not defined.
 
     Args:
         model: a causal language model whose `config.model_type` is one of `MODELS`, with the same

@@ -18,7 +18,7 @@ from oracle import reference
 from torch import Tensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 VOCAB, BATCH, SEQ_LEN = 19, 2, 21
 DOCUMENTS = (0, 8, 9, 13, SEQ_LEN)
@@ -152,6 +152,8 @@ def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> Re
         with in_float64(), _rounded(whole, rounding):
             for seed in seeds:
                 given = {**inputs(packed, seed), "use_cache": False, "num_items_in_batch": number}
+                if packed and kind == "gpt_oss":
+                    given["attention_mask"] = document_masks(whole, given)
                 out = functional_call(whole, named, kwargs=given)
                 loss = loss + out.loss
         return out.logits.detach(), loss.detach(), *torch.autograd.grad(loss, leaves)
@@ -159,6 +161,19 @@ def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> Re
     results = reference.sensitivity(run, [p.detach() for p in whole.parameters()])
     values, scales = (dict(zip(("logits", "loss", *names), x, strict=True)) for x in results)
     return Reference(values, scales)
+
+
+def document_masks(whole: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Make the masks of packed documents, which gpt-oss of transformers does not make itself."""
+    how = {name: given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")}
+    how |= {
+        "config": whole.config,
+        "inputs_embeds": whole.get_input_embeddings()(given["input_ids"]),
+    }
+    return {
+        "full_attention": masking_utils.create_causal_mask(**how),
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**how),
+    }
 
 
 @contextmanager

@@ -133,7 +133,6 @@ def configured(kind: str = "llama", head: str = "ForCausalLM", **settings: Any) 
             "output_router_logits=True",
         ),
         (lambda: configured("gpt2", "LMHeadModel"), {}, "model_type 'gpt2'"),
-        (lambda: configured("gpt_oss", num_local_experts=2), {}, "model_type 'gpt_oss'"),
         (lambda: configured(head="ForSequenceClassification"), {}, "no language model head"),
         (lambda: torch.nn.Linear(2, 2), {}, "PreTrainedModel is needed"),
         (configured, {"scheme": "rings"}, "scheme 'rings'"),
