@@ -202,13 +202,14 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
     with tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
         launch = Launch(ranks, command, mpi_args, Path(directory))
         try:
-            if reason := launch.wait(timeout):
+            reason, ended = launch.wait(timeout), launch.process.poll()
+            if reason:
                 report = launch.report(reason)
                 print(report, file=sys.stderr, flush=True)
                 results.write_junit(Path(directory), report)
         finally:
             launch.end()
-        return 1 if reason else launch.exit_code()
+        return abs(ended or 1) if reason else launch.exit_code()
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -> int:
