@@ -28,7 +28,7 @@ RANKS = re.compile(r"\bspmd\b|mark\.ranks\b|from sp_core\.testing import .*\bgiv
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import, on every rank, a file without tests that run on ranks."""
-    is_test = config.getoption("--only-mpi") and collection_path.match("test_*.py")
+    is_test = config.getoption("--only-mpi", False) and collection_path.match("test_*.py")
     return True if is_test and not RANKS.search(collection_path.read_text()) else None
 
 
