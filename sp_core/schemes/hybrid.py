@@ -62,11 +62,11 @@ def hybrid_attention(
         mask: who sees whom; everybody if not given.
         softmax_scale: factor of the scores; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
 
     Returns:
         out (B, S/(R*U), H, D) in the dtype of q; with `return_lse` also lse (B, H, S/(R*U)) in
-        float32 or wider. A query that sees no key gets out = 0 and lse = -inf.
+        float32 or wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
 
     Communication:
         Forward (U-1)/U * (2Q + K) elements sent per rank in two all-to-alls, and (R-1) messages of

@@ -55,11 +55,11 @@ def ring_attention(
         mask: who sees whom; everybody if not given.
         softmax_scale: factor of the scores; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf.
+        wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
 
     Communication:
         Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks.

@@ -59,11 +59,11 @@ def ulysses_attention(
         inner: attention over the whole sequence on one device, `local_attention` if not given;
             called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale`,
             `return_lse=True`, and the other terms of the logits that were given.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf.
+        wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
         Any number of heads fits any number of ranks; ranks may get no head.
 
     Communication:
