@@ -20,6 +20,7 @@ from sp_core.segments import concatenated
 Kind = Literal["full", "causal", "partial"]
 
 FAR = 1 << 100  # a difference that no positions reach, whatever their step: no limit
+FAR64 = 1 << 62  # the same for int64: the sum with a position fits
 CHUNK = 128  # greatest side of a block whose pairs are counted one by one
 TILE = (
     64,
@@ -162,7 +163,7 @@ def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
 def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
     """Count the keys that each query sees, int64 (Sq,). Keys are consecutive positions."""
     q = position_tensor(queries)
-    least, greatest = limits(mask, 1 << 62)  # the sum with a position fits int64
+    least, greatest = limits(mask, FAR64)
     low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
     if mask.documents is not None and mask.key_documents is not None:
         document, bounds = document_of(q, mask.documents), torch.tensor(mask.key_documents)

@@ -16,19 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sp_core.mask import Mask
-from sp_core.mask.blocks import limits
+from sp_core.mask.blocks import FAR64, limits
 from sp_core.segments import Segment
 from sp_core.sharding import Sharding
 
 Ints = npt.NDArray[np.int64]
-FAR = 1 << 62
-"""A distance that no two positions have. Its sum with a position fits int64."""
 
 
 @lru_cache(maxsize=64)
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
     """Return how often each block is passed on, until the last rank that sees any of its keys."""
-    least, greatest = limits(mask, FAR)
+    least, greatest = limits(mask, FAR64)
     keys = _runs(kv_sharding.segments, _longest_step(mask))
     low, high, block = _visible(keys, least, greatest, mask.key_documents, mask.documents)
     queries = _Owners(sharding)
@@ -47,7 +45,7 @@ def seen_blocks(
     sharding: Sharding, kv_sharding: Sharding, mask: Mask, rank: int
 ) -> tuple[bool, ...]:
     """Return for each block whether the queries of `rank` see any of its keys."""
-    least, greatest = limits(mask, FAR)
+    least, greatest = limits(mask, FAR64)
     queries = _runs([sharding.segments[rank]], _longest_step(mask))
     low, high, _ = _visible(queries, -greatest, -least, mask.documents, mask.key_documents)
     blocks = _Owners(kv_sharding)
@@ -71,8 +69,8 @@ def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
 
 def _longest_step(mask: Mask) -> int:
     """Return the longest step of runs that see an interval in each document and skip few."""
-    least, greatest = limits(mask, FAR)
-    bounds = mask.documents or (0, FAR)
+    least, greatest = limits(mask, FAR64)
+    bounds = mask.documents or (0, FAR64)
     return min(greatest - least + 1, max(bounds[-1] // max(len(bounds) - 1, 1), 1))
 
 
