@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kit.plugin import wanted
+from studies.commands import outside
 
 pytestmark = pytest.mark.mpi_skip  # starts a session of its own
 
@@ -21,9 +21,6 @@ LOOP, SHORT = "range(comm.size - 1)", "range(min(comm.size - 1, 1))"
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the project's tests as its README says, ranks as threads."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))
-    }
     return subprocess.run(
         [
             sys.executable,
@@ -37,7 +34,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
             *options,
         ],
         cwd=folder,
-        env={**kept, "SP_PROFILE": "quick", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=outside(SP_PROFILE="quick", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=100,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from kit.plugin import wanted
+from studies.commands import outside
 
 from sp_core.launch import deaths, watch
 from sp_core.testing import session
@@ -33,10 +34,7 @@ PYTEST = ("-m", "pytest", "--color=no", "-p", "no:benchmark", *wanted())
 
 def run(*command: str, **env: str) -> tuple[int, str]:
     """Run a command. Return its exit code, and its output and errors as one text."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))
-    }
-    kept |= {"PYTHONPATH": os.pathsep.join(PATHS), "COLUMNS": "200", "TERM": "dumb"}
+    kept = outside(PYTHONPATH=os.pathsep.join(PATHS), COLUMNS="200", TERM="dumb")
     kept["HYPOTHESIS_STORAGE_DIRECTORY"] = str(TESTS.parent / ".hypothesis")
     result = subprocess.run(
         [sys.executable, *command],

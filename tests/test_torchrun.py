@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from studies.commands import outside, printed
 
 pytestmark = pytest.mark.mpi_skip
 TESTS = Path(__file__).parent
@@ -27,10 +28,9 @@ LAWS = (
 
 def variables() -> dict[str, str]:
     """The environment of processes that are no ranks of another launch."""
-    kept = {name: x for name, x in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
-    paths = [str(TESTS.parent), str(TESTS), *filter(None, [kept.get("PYTHONPATH")])]
+    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     more = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
-    return kept | more | {"PYTHONPATH": os.pathsep.join(paths), "SP_PROFILE": "brief"}
+    return outside(**more, PYTHONPATH=os.pathsep.join(paths), SP_PROFILE="brief")
 
 
 def torchrun(processes: int, *pytest_args: str) -> tuple[int, str]:
@@ -38,16 +38,8 @@ def torchrun(processes: int, *pytest_args: str) -> tuple[int, str]:
     agent = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes))
     plugins = ("-p", "kit.torchrun", "-p", "no:cacheprovider", "-p", "no:benchmark")
     options = ("--hypothesis-seed=1", "-q", "-x", "-c", str(TESTS.parent / "pyproject.toml"))
-    result = subprocess.run(
-        [sys.executable, *agent, "-m", "pytest", *plugins, *options, *pytest_args],
-        env=variables(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        cwd=TESTS,
-    )
-    return result.returncode, result.stdout
+    command = [sys.executable, *agent, "-m", "pytest", *plugins, *options, *pytest_args]
+    return printed(command, TESTS, variables(), SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +21,12 @@ def on_ranks(seconds: float, *arguments: str, ranks: int = RANKS) -> list[str]:
     launch = ["-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{seconds:g}", "--"]
     suite = ["python", "-m", "pytest", "--only-mpi", "--sp-expect-ranks", str(ranks)]
     return [sys.executable, *launch, *suite, *arguments]
+
+
+def outside(**more: str) -> dict[str, str]:
+    """Return the environment of a session that is not part of this one, with more variables."""
+    kept = {name: x for name, x in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
+    return kept | more
 
 
 def run(
@@ -37,3 +45,20 @@ def run(
     with ended, process(arguments, output, folder, variables) as started:
         return started.wait(seconds)
     return None
+
+
+def printed(
+    arguments: Sequence[str], folder: Path, variables: Mapping[str, str], seconds: float
+) -> tuple[int, str]:
+    """Run a command to its end. Return the exit code, and its output and errors as one text.
+
+    Raises:
+        TimeoutError: the time was up; with what was printed.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        code = run(arguments, folder, file.fileno(), variables, seconds)
+        file.seek(0)
+        text = file.read()
+    if code is None:
+        raise TimeoutError(f"{arguments} has not ended after {seconds:g} s:\n{text}")
+    return code, text
